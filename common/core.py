@@ -7,9 +7,7 @@ versions lack is asked for by `getattr` or `hasattr`.
 import copy
 import inspect
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -198,61 +196,6 @@ def without_tiled_encoding(vae: Any, instead: Callable[..., Any]) -> Any:
     return whole
 
 
-# ComfyUI's own compiler
-
-
-class _ComfyCompiler:
-    """Switch of ComfyUI's own compiler, which calls on several threads may hold off at once."""
-
-    OPTION = "disable_comfy_compiler"  # of the command line, and of the transformer options
-
-    def __init__(self) -> None:
-        self.lock, self.calls, self.before = threading.Lock(), 0, False
-
-    def hold(self) -> None:
-        args = comfy.cli_args.args
-        with self.lock:
-            if not self.calls:
-                self.before = getattr(args, self.OPTION)
-            self.calls += 1
-            setattr(args, self.OPTION, True)
-
-    def let_go(self) -> None:
-        with self.lock:
-            self.calls -= 1
-            if not self.calls:
-                setattr(comfy.cli_args.args, self.OPTION, self.before)
-
-
-_comfy_compiler = _ComfyCompiler()
-
-
-@contextmanager
-def without_comfy_compiler(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    """Switch ComfyUI's own compiler off for one call of the model, where this ComfyUI has it.
-
-    It records what a model's forward allocates and replays that at the same addresses, which compiled blocks and slots
-    would break. It decides so at the top of the model's forward, so this stands around `BaseModel.apply_model`.
-
-    args, kwargs: of `BaseModel.apply_model(x, t, c_concat, c_crossattn, control, transformer_options, **conds)`.
-    """
-    if not hasattr(comfy.cli_args.args, _ComfyCompiler.OPTION):
-        yield
-        return
-    options = args[5] if len(args) > 5 else kwargs.get("transformer_options", {})
-    asked = options.get(_ComfyCompiler.OPTION)
-    options[_ComfyCompiler.OPTION] = True
-    _comfy_compiler.hold()
-    try:
-        yield
-    finally:
-        _comfy_compiler.let_go()
-        if asked is None:
-            options.pop(_ComfyCompiler.OPTION, None)
-        else:
-            options[_ComfyCompiler.OPTION] = asked
-
-
 # Patched weights
 
 
@@ -327,6 +270,13 @@ def quantised_layout(weight: Any) -> str:
 
 # Features
 
+COMFY_COMPILER = "disable_comfy_compiler"  # of the command line, and of the transformer options
+
+
+def version() -> str:
+    """Return ComfyUI's version."""
+    return str(comfyui_version.__version__)
+
 
 def command_line() -> list[str]:
     """Return the options that ComfyUI was started with; none where a program that uses it has options of its own."""
@@ -337,11 +287,11 @@ def features() -> dict[str, Any]:
     """Return ComfyUI's version and those of its features that the pack uses where they exist."""
     at_end = [name for module, name in _AT_END_OF_NODE if hasattr(sys.modules.get(module), name)]
     return {
-        "version": comfyui_version.__version__,
+        "version": version(),
         "dynamic_vram": bool(getattr(comfy.memory_management, "aimdo_enabled", False)),
         "loads_without_dynamic_vram": _takes(comfy.sd.load_diffusion_model, "disable_dynamic"),
         "lazy_loading": lazy_loading_code() is not None,
-        "own_compiler": hasattr(comfy.cli_args.args, _ComfyCompiler.OPTION),
+        "own_compiler": hasattr(comfy.cli_args.args, COMFY_COMPILER),
         "end_of_node": at_end,
         "tiled_encoding": [name for name in _TILED if hasattr(comfy.sd.VAE, name)],
         "free_memory_of_model": hasattr(ModelPatcher, "get_free_memory"),

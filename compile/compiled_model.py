@@ -18,7 +18,7 @@ import torch
 from comfy.patcher_extension import WrappersMP, get_all_wrappers
 from torch import nn
 
-from ..common.core import without_comfy_compiler
+from ..memory.comfy_compiler import without_comfy_compiler
 from ..memory.swap.forward import swapped_forward
 from ..models.blocks import BlockOfModel, block_lists, find_blocks
 from ..models.transformer_options import carries_code

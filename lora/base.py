@@ -10,7 +10,8 @@ from typing import Any
 import comfy.utils
 from comfy.model_patcher import ModelPatcher
 
-from ..models.family import Family, linear_shapes
+from ..models.blocks import linear_shapes
+from ..models.family import Family
 from ..models.registry import family_of
 from .files.patches import DoesNotFit, Patch
 from .files.reader import Patches, layer_of, name_of, read_patches

@@ -13,8 +13,9 @@ from ..models.adapters.base import AdapterSpec, factorize
 from ..models.adapters.lokr import LokrAdapter
 from ..models.adapters.oft import block_size
 from ..models.adapters.registry import ADAPTERS, CONVOLUTIONS
+from ..models.blocks import linear_shapes
 from ..models.convolutions import WeightShape, as_matrix, convolutions, layer_shapes, weight_shapes
-from ..models.family import Family, linear_shapes
+from ..models.family import Family
 from .options import LOW_NOISE, NetworkOptions
 from .patterns import (
     match_rank_patterns,

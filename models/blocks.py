@@ -4,7 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -137,3 +137,9 @@ def block_lists(model: nn.Module, blocks: Sequence[BlockOfModel]) -> dict[str, l
             if all(member is not None for member in members):
                 found[name] = [member for member in members if member is not None]
     return found
+
+
+def linear_shapes(model: Any) -> dict[str, tuple[int, int]]:
+    """(out, in) of every Linear of the model by its module name, without reading a weight."""
+    modules = model.diffusion_model.named_modules()
+    return {name: (m.out_features, m.in_features) for name, m in modules if hasattr(m, "in_features")}

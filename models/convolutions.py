@@ -7,7 +7,7 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from torch import nn
 
 from ..memory.weights.reading import has_known_forward
-from .family import linear_shapes
+from .blocks import linear_shapes
 
 WeightShape = tuple[int, ...]
 

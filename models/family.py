@@ -227,6 +227,10 @@ class Family(ABC):
         """The name of the release that the model is, or is a fine-tune of, as far as its weights tell."""
         return self.name
 
+    def as_loaded(self, model: Any) -> Any:
+        """The model without what sampling has left on it, from which batches are made."""
+        return model
+
     @abstractmethod
     def origin(self, model: Any) -> Origin: ...
 
@@ -341,9 +345,3 @@ class Family(ABC):
         Training makes it on the host, where reading a number waits for nothing, and moves it as a whole. Raises
         ValueError for a conditioning that this forward does not run.
         """
-
-
-def linear_shapes(model: Any) -> dict[str, tuple[int, int]]:
-    """(out, in) of every Linear of the model by its module name, without reading a weight."""
-    modules = model.diffusion_model.named_modules()
-    return {name: (m.out_features, m.in_features) for name, m in modules if hasattr(m, "in_features")}

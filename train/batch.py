@@ -88,7 +88,7 @@ def make_batch(
     noised: list[_NoisedSample] = []
     for place, (sample, tensors) in enumerate(samples, start=part[0] * len(samples)):
         size = sample.tokens // sample.grid[0]  # tokens of one frame: resolution-dependent shifts are defined on these
-        latent = model_space(patcher, tensors)
+        latent = model_space(patcher, family, tensors)
         shift = family.shift(patcher.model, size)
         number = rng_key[1] * len(samples) * part[1] + place
         stratum = sample_stratum(objective, seed, rng_key[0], number, strata) if strata else None
@@ -113,7 +113,7 @@ def fixed_batch(
     """
     noised: list[_NoisedSample] = []
     for sample, tensors, sigma in rows:
-        latent = model_space(patcher, tensors)
+        latent = model_space(patcher, family, tensors)
         noise = sample_noise(latent.shape, generator(seed, "validation noise", sample.name))
         noised.append(_NoisedSample(sample, tensors, latent, noise, noise, sigma))
     return _assemble(patcher, family, noised, guidance).to(device)
@@ -210,12 +210,12 @@ def strata_sizes(settings: TrainSettings, samples: Sequence[Sample]) -> Strata:
     return Strata(settings.batch_size * settings.gradient_accumulation, shown_per_epoch(samples))
 
 
-def model_space(patcher: ModelPatcher, tensors: SampleTensors) -> Tensor:
+def model_space(patcher: ModelPatcher, family: Family, tensors: SampleTensors) -> Tensor:
     """Scale the clean latent to the model's space, fp32: (C, H, W), or (C, T, H, W) for a video model."""
-    latent = tensors.latent.float()
-    if patcher.model.latent_format.latent_dimensions == 3 and latent.ndim == 3:
+    model, latent = family.as_loaded(patcher.model), tensors.latent.float()
+    if model.latent_format.latent_dimensions == 3 and latent.ndim == 3:
         latent = latent.unsqueeze(1)  # an image is a video of one frame
-    return patcher.model.process_latent_in(latent[None])[0]
+    return model.process_latent_in(latent[None])[0]
 
 
 def _weights(samples: Sequence[tuple[Sample, SampleTensors]]) -> Tensor | None:

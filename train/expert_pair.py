@@ -2,7 +2,7 @@
 
 from comfy.model_patcher import ModelPatcher
 
-from ..models.family import linear_shapes
+from ..models.blocks import linear_shapes
 from ..models.registry import family_of
 
 HIGH, LOW = "high_noise", "low_noise"

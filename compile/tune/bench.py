@@ -8,7 +8,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
-from ...common.core import without_comfy_compiler
+from ...memory.comfy_compiler import without_comfy_compiler
 from ..attach import KEY
 from ..compiled_model import CompiledModel
 from ..report.timing import synchronise

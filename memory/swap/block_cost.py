@@ -1,6 +1,7 @@
 """Cost of one block in a swap plan: its bytes and seconds under each kind of checkpointing."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from ..activations.cost import H100_RATES, BlockWork
 
@@ -36,6 +37,29 @@ class BlockCost:
     attention: int = 0
     budgeted: int | None = None
     work: BlockWork | None = None
+
+
+def add_costs(parts: Sequence[BlockCost]) -> BlockCost:
+    """Return the cost of a block that runs for several things in a step, each of which was measured by itself."""
+    first, *others = parts
+    for other in others:
+        budgeted = None if first.budgeted is None or other.budgeted is None else first.budgeted + other.budgeted
+        work = None
+        if first.work is not None and other.work is not None:
+            forward, backward = first.work.forward + other.work.forward, first.work.backward + other.work.backward
+            work = replace(first.work, forward=forward, backward=backward)
+        first = replace(
+            first,
+            inputs=first.inputs + other.inputs,
+            saved=first.saved + other.saved,
+            working=max(first.working, other.working),
+            forward=first.forward + other.forward,
+            backward=first.backward + other.backward,
+            attention=first.attention + other.attention,
+            budgeted=budgeted,
+            work=work,
+        )
+    return first
 
 
 def saved_bytes(block: BlockCost, checkpointing: str | None, budget: float) -> int:

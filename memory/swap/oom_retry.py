@@ -15,7 +15,7 @@ from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ...common.core import without_comfy_compiler
+from ..comfy_compiler import without_comfy_compiler
 from ..host.sysmem_fallback import SysmemMonitor
 
 KEY = "tessera.oom_retry"

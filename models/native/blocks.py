@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..blocks import BlockOfModel
 from ..family import Block, ModelInputs
+from .comfyui.entries import Running
 from .out_of_place import out_of_place
 from .shadow import NativeLayer, SharedTensors
 
@@ -27,14 +28,18 @@ class Call(NamedTuple):
     """A call's arguments apart from the tensors, in whose place stands their number.
 
     samples: b, the samples that the tensors are of.
+    method: of the block, that is called.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     samples: int
+    method: str = "forward"
 
 
-def flatten(args: Sequence[Any], kwargs: Mapping[str, Any], samples: int) -> tuple[list[Tensor], Call]:
+def flatten(
+    args: Sequence[Any], kwargs: Mapping[str, Any], samples: int, method: str = "forward"
+) -> tuple[list[Tensor], Call]:
     """The tensors of a call, each once, and what is needed to make the call of them again."""
     tensors: list[Tensor] = []
 
@@ -51,7 +56,7 @@ def flatten(args: Sequence[Any], kwargs: Mapping[str, Any], samples: int) -> tup
             return {name: placed(inner) for name, inner in value.items()}
         return value
 
-    return tensors, Call(placed(tuple(args)), placed(dict(kwargs)), samples)
+    return tensors, Call(placed(tuple(args)), placed(dict(kwargs)), samples, method)
 
 
 def unflatten(value: Any, tensors: Sequence[Tensor]) -> Any:
@@ -68,8 +73,9 @@ def unflatten(value: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 class NativeBlock(Block):
-    """core: the block of the shadow; tensors: what holds its weights beside the Linears; results: how what each block
-    returns is made of tensors, by its name, which its first run shows, eager as it is."""
+    """core: the object that runs a block of the shadow; tensors: what holds its weights beside the Linears; results:
+    how what a method of a block returns is made of tensors, by the names of both, which its first run shows, eager as
+    it is."""
 
     shapes_known = False
 
@@ -79,7 +85,7 @@ class NativeBlock(Block):
         core: nn.Module,
         tensors: Sequence[SharedTensors],
         varying: str,
-        results: dict[str, Any],
+        results: dict[tuple[str, str], Any],
     ):
         super().__init__()
         self.kind = type(core).__name__
@@ -90,6 +96,9 @@ class NativeBlock(Block):
         self._rows: dict[Any, dict[str, tuple[int, int]]] = {}
         self.call: tuple[Sequence[Tensor], Call] | None = None
         self._results = results
+        self.running = Running(block.name)
+        for name, linear in self._linears.items():
+            linear.place = name, self.running
 
     def linears(self) -> dict[str, NativeLayer]:
         return self._linears
@@ -106,7 +115,7 @@ class NativeBlock(Block):
         more to count them."""
         assert self.call is not None
         tensors, call = self.call
-        key = (call.samples, *(tuple(t.shape) for t in tensors))
+        key = (call.method, call.samples, *(tuple(t.shape) for t in tensors))
         if key not in self._rows:
             self._rows[key] = self._count(tensors, call)
         return self._rows[key]
@@ -133,24 +142,28 @@ class NativeBlock(Block):
         return out
 
     def run_core(self, *tensors: Tensor, call: Call) -> Any:
-        """Call the block's own forward."""
-        out = type(self.core).forward(self.core, *unflatten(call.args, tensors), **unflatten(call.kwargs, tensors))
-        found, result = flatten((out,), {}, call.samples)
-        if not torch.compiler.is_compiling():
-            self._results[self.name] = result.args
+        """Call the block's own method."""
+        args, kwargs = unflatten(call.args, tensors), unflatten(call.kwargs, tensors)
+        method = getattr(type(self.core), call.method)
+        if torch.compiler.is_compiling():
+            found, result = flatten((method(self.core, *args, **kwargs),), {}, call.samples)
+        else:
+            with self.running:
+                out = method(self.core, *args, **kwargs)
+            found, result = flatten((out,), {}, call.samples)
+            self._results[self.name, call.method] = result.args
         return found[0] if len(found) == 1 else tuple(found)
 
-    @property
-    def has_run(self) -> bool:
-        return self.name in self._results
+    def has_run(self, method: str) -> bool:
+        return (self.name, method) in self._results
 
-    def take_result(self, other: "NativeBlock") -> None:
+    def take_result(self, other: "NativeBlock", method: str) -> None:
         """Return what a block of the same structure, which has run, returns."""
-        self._results[self.name] = self._results[other.name]
+        self._results[self.name, method] = self._results[other.name, method]
 
-    def result(self, out: Any) -> Any:
-        """Restore what the block's own forward returned from the tensors of `forward`."""
-        return unflatten(self._results[self.name], (out,) if isinstance(out, Tensor) else out)[0]
+    def result(self, out: Any, method: str) -> Any:
+        """Restore what the block's own method returned from the tensors of `forward`."""
+        return unflatten(self._results[self.name, method], (out,) if isinstance(out, Tensor) else out)[0]
 
 
 def varying_attributes(cores: Sequence[nn.Module]) -> list[str]:

@@ -1,7 +1,7 @@
 """The family of every MODEL that no family of our own claims: it trains on ComfyUI's own forward."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,15 +10,18 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
+from ...common.core import version
 from ...memory.weights.frozen import FrozenWeights
 from ...memory.weights.requantise import AS_STORED
 from ..blocks import find_blocks, lists_of, numbered
 from ..family import Family, ModelInputs, NoisySample, Origin, Patches, SampleFacts, Transformer
 from ..latents import LatentPolicy, policy_of_format
 from ..layers.attention import attention_function
+from .comfyui.leftovers import as_loaded
 from .facts.lookup import facts_of, named_facts
 from .facts.untrained import why_untrained
 from .inputs import NativeInputs, native_inputs, patchify
+from .kernels import unread_arguments
 from .names import native_names, origin_of
 from .objective import SamplingObjective, default_shift, objective_of
 from .out_of_place import blocks_to_leave_eager
@@ -52,7 +55,7 @@ class NativeFamily(Family):
             raise ValueError(f"model is a {self.title}, which Train LoRA cannot train: {reason}.")
         blocks = find_blocks(model.diffusion_model)
         self.facts = facts_of(model)
-        self._results: dict[str, Any] = {}
+        self._results: dict[tuple[str, str], Any] = {}
         self._streams: dict[str, set[int]] = {}
         self._batching = Batching()
         self.title = self.facts.title
@@ -75,6 +78,9 @@ class NativeFamily(Family):
 
     def matches(self, model: Any) -> bool:
         return type(model) is self.model_class
+
+    def as_loaded(self, model: Any) -> Any:
+        return as_loaded(model)
 
     def origin(self, model: Any) -> Origin:
         return origin_of(model, self.name)
@@ -147,12 +153,12 @@ class NativeFamily(Family):
                 "reads it, so its LoRA would be wrong; nothing was trained. Please report this model."
             )
         bound = TOLERANCE[transformer.dtype]
-        with blocks_to_leave_eager() as hidden:
+        with blocks_to_leave_eager() as hidden, unread_arguments() as unread:
             difference = transformer.difference(on_device, inputs)
             if small is not None and difference <= bound:
                 bound = self._check_precisely(transformer, on_device, small)
         if not difference <= bound:
-            raise ValueError(self._differs(difference))
+            raise ValueError(self._differs(difference, unread))
         self._check_batch(transformer, on_device, inputs)
         return {name: HIDDEN for name, block in transformer.blocks() if block.name in hidden}
 
@@ -170,10 +176,12 @@ class NativeFamily(Family):
             raise ValueError(self._differs(difference))
         return min(largest, max(ROUNDINGS * noise, LEAST_NOISE))
 
-    def _differs(self, difference: float) -> str:
+    def _differs(self, difference: float, unread: Iterable[str] = ()) -> str:
+        names = ", ".join(sorted(unread))
+        known = f" It hands {names} to its attention, which training doesn't know." if names else ""
         return (
-            f"model is a {self.title} whose output is {difference:.1%} different when it runs for training, so its "
-            "LoRA would be wrong; nothing was trained. Please report this model."
+            f"model is a {self.title} whose output is {difference:.1%} different when it runs for training in ComfyUI "
+            f"{version()}, so its LoRA would be wrong; nothing was trained.{known} Please report this model."
         )
 
     def _check_batch(self, transformer: NativeTransformer, on_device: OnDevice, inputs: ModelInputs) -> None:

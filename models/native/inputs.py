@@ -16,6 +16,7 @@ from torch import Tensor
 from ...memory.host.to_device import to_device
 from ..conditioning import model_conditioning
 from ..family import ModelInputs, NoisySample, Patches
+from .comfyui.leftovers import as_loaded
 from .facts.model_facts import Sound
 
 
@@ -133,7 +134,7 @@ def native_inputs(
     batches: False runs each sample by itself.
     """
     device = sigma.device
-    model, adapter = _with_text_as_encoded(patcher.model)
+    model, adapter = _with_text_as_encoded(as_loaded(patcher.model))
     found: dict[Any, list[tuple[int, Tensor, dict[str, Any]]]] = {}
     options: dict[Any, Mapping[str, Any] | None] = {}
     for row, sample in enumerate(samples):

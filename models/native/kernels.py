@@ -3,6 +3,9 @@
 ComfyUI's modules bind the attention chosen at its start by name, and hand it more than attention of ours takes. For the
 time of a step all of these names stand for the attention chosen on Training Memory. Comfy-kitchen's ropes have no
 backward; torch's forms of them stand in their place.
+
+What these names are given changes from release to release. Since 0.32 models wrap q, k and v in containers, from which
+`take` moves the tensor out.
 """
 
 import sys
@@ -19,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...common.core import version
 from ..layers.attention import Attention
 from .ropes import ROPES
 
@@ -28,7 +32,13 @@ Function = Callable[..., Any]
 CHOSEN = ("optimized_attention", "optimized_attention_masked")
 PACKAGES = ("comfy.", "comfy_extras.")
 
+# Arguments of ComfyUI's attention that choose how it is computed, and nothing of its result.
+WITHOUT_EFFECT = frozenset(
+    {"transformer_options", "low_precision_attention", "preferred_attention", "_inside_attn_wrapper"}
+)
+
 _in_force: list[Attention] = []
+_watching: list[set[str]] = []
 
 
 @contextmanager
@@ -95,7 +105,7 @@ def _kitchen() -> Any:
 def _places(modules: tuple[ModuleType, ...]) -> list[_Place]:
     """Find the names that stand for a kernel; once for these modules, since they hold thousands of names."""
     kitchen, core = _kitchen(), comfy.ldm.modules.attention
-    ropes = {id(getattr(kitchen, name)): form for name, form in ROPES.items() if hasattr(kitchen, name)}
+    ropes = {id(getattr(kitchen, name)): _rope(name) for name in ROPES if hasattr(kitchen, name)}
     attentions = {id(value) for name, value in vars(core).items() if name.startswith("attention")}
     places = []
     for namespace in (*map(vars, modules), core.REGISTERED_ATTENTION_FUNCTIONS):
@@ -124,6 +134,53 @@ def _attend(attention: Attention, kernel: Function) -> Function:
     return core_attention(attention)
 
 
+@lru_cache(maxsize=64)
+def _rope(name: str) -> Function:
+    """Make the function that stands for the rope of this name."""
+    form = ROPES[name]
+
+    def rope(*args: Any, **kwargs: Any) -> Any:
+        args = tuple([_opened(value) for value in args])
+        try:
+            return form(*args, **{key: _opened(value) for key, value in kwargs.items()})
+        except (TypeError, AttributeError) as error:
+            raise unusable(name, str(error)) from error
+
+    return rope
+
+
+def _opened(value: Any) -> Any:
+    """Take the tensor out of a container; anything else is returned as it is."""
+    take = None if isinstance(value, Tensor) else getattr(value, "take", None)
+    return value if take is None else take()
+
+
+def _tensor(value: Any, argument: str) -> Tensor:
+    value = _opened(value)
+    if not isinstance(value, Tensor):
+        raise unusable("optimized_attention", f"its {argument} is a {type(value).__name__}")
+    return value
+
+
+def unusable(name: str, cause: str) -> ValueError:
+    """Make the error for a call of ComfyUI's code that what stands in its place can't answer."""
+    return ValueError(
+        f"model calls {name} of ComfyUI {version()} in a way that Train LoRA doesn't know ({cause}); update Tessera or "
+        "choose another model."
+    )
+
+
+@contextmanager
+def unread_arguments() -> Iterator[set[str]]:
+    """Collect the names of arguments that models hand to attention in here and that attention for training ignores."""
+    found: set[str] = set()
+    _watching.append(found)
+    try:
+        yield found
+    finally:
+        _watching.remove(found)
+
+
 def core_attention(attention: Attention) -> Function:
     """Wrap attention of ours in a function that takes the arguments of ComfyUI's and gives what its torch form gives.
 
@@ -147,15 +204,23 @@ def core_attention(attention: Attention) -> Function:
         attn_precision: torch.dtype | None = None,
         skip_reshape: bool = False,
         skip_output_reshape: bool = False,
+        *more: Any,
         scale: float | None = None,
         enable_gqa: bool = False,
         **kwargs: Any,
     ) -> Tensor:
-        """q, k, v: (B, T, H·D), or (B, H, T, D) with `skip_reshape`.
+        """q, k, v: (B, T, H·D), or (B, H, T, D) with `skip_reshape`; each may be in a container.
 
         Gives (B, T, H·D), or (B, H, T, D) with `skip_output_reshape`. mask: (T, S), (B, T, S) or (B, H, T, S), of bool
         or to be added, and what broadcasts to it. With `enable_gqa`, keys and values may have fewer heads.
         """
+        if more:
+            raise unusable("optimized_attention", f"{8 + len(more)} arguments")
+        if kwargs and not torch.compiler.is_compiling():
+            for found in _watching:
+                found |= kwargs.keys() - WITHOUT_EFFECT
+        q, k, v = _tensor(q, "q"), _tensor(k, "k"), _tensor(v, "v")
+        mask = None if mask is None else _tensor(mask, "mask")
         if not skip_reshape:
             batch, _, width = q.shape
             dim = width // heads

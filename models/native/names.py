@@ -14,7 +14,8 @@ import comfy.model_base
 import comfy.supported_models
 import comfy.utils
 
-from ..family import Origin, linear_shapes
+from ..blocks import linear_shapes
+from ..family import Origin
 from ..name_table import NameTable, filled, flat_name
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")

@@ -18,6 +18,8 @@ from ...memory.weights.residency import FrozenModule
 from ..convolutions import convolutions
 from ..layers.lora_conv import LoraConv
 from ..layers.lora_linear import LoraLinear
+from .comfyui.entries import Running
+from .comfyui.leftovers import OF_TORCH, cannot_be_copied, fresh_attributes, leftovers, reset
 
 _NOT_COPIED = object()
 
@@ -28,6 +30,7 @@ class NativeLinear(LoraLinear):
 
     mask: of the step, or None.
     samples: the samples of the batch; where x has as many rows, each is one of them.
+    place: its name in its block, and whether that runs; None outside of blocks.
     """
 
     def __init__(self, weights: FrozenWeights, name: str, module: nn.Module):
@@ -36,8 +39,11 @@ class NativeLinear(LoraLinear):
         self.mask: Any = None
         self.samples = 1
         self.seen: set[tuple[int, int]] | None = None
+        self.place: tuple[str, Running] | None = None
 
     def forward(self, x: Tensor, mask: Any = None) -> Tensor:
+        if not torch.compiler.is_compiling() and self.place is not None:
+            self.place[1].check(self.place[0])
         if self.adapter is None:
             return self.frozen().apply(x)
         shape = x.shape[:-1]
@@ -59,8 +65,11 @@ class NativeConv(LoraConv):
         self.mask: Any = None
         self.samples = 1
         self.seen: set[tuple[int, int]] | None = None
+        self.place: tuple[str, Running] | None = None
 
     def forward(self, x: Tensor, mask: Any = None) -> Tensor:
+        if not torch.compiler.is_compiling() and self.place is not None:
+            self.place[1].check(self.place[0])
         out = super().forward(x, self.mask)
         if self.seen is not None and self.adapter is not None:
             self.seen.add((len(out), out[0, 0].numel()))
@@ -118,10 +127,17 @@ class Shadow:
                     memo[id(module)] = self.layers[name] = self.make_linear(weights, name, module)
                 elif name in convs:
                     memo[id(module)] = self.layers[name] = NativeConv(weights, name, convs[name])
-            for module in model.diffusion_model.modules():
-                for attribute in LOADING:
-                    if (held := vars(module).get(attribute)) is not None:
-                        memo[id(held)] = _NOT_COPIED  # a copy would free the MODEL's own memory with itself
+            fresh = fresh_attributes(model) or {}
+            stale: dict[str, dict[str, Any]] = {}
+            for name, module in model.diffusion_model.named_modules():
+                before = fresh.get(f"diffusion_model.{name}".rstrip("."))
+                stale[name] = leftovers(vars(module), before, settings_too=True)
+                for attribute, held in vars(module).items():
+                    # A copy would free the MODEL's own memory with itself.
+                    if held is not None and (attribute in LOADING or attribute in stale[name]):
+                        memo[id(held)] = _NOT_COPIED
+                    elif cannot_be_copied(held):
+                        memo[id(held)] = held
                 for tensor in (*module._parameters.values(), *module._buffers.values()):
                     if tensor is not None:
                         memo.setdefault(id(tensor), torch.empty(0))  # `SharedTensors` reads them
@@ -132,12 +148,16 @@ class Shadow:
                     continue
                 for attribute in LOADING:
                     vars(module).pop(attribute, None)
+                reset(vars(module), stale[name])
                 original = model.diffusion_model.get_submodule(name)
                 if any(v is not None for v in (*original._parameters.values(), *original._buffers.values())):
                     self.tensors[name] = SharedTensors(weights, name, module, original)
         self.base = copy.copy(model)
         self.base._modules = {**model._modules, "diffusion_model": diffusion_model}
         self.base._modules["model_sampling"] = raw_output(patcher.get_model_object("model_sampling"))
+        reset(vars(self.base), leftovers(vars(model), fresh.get("")))
+        own = {n: dict(v) for n, v in vars(self.base).items() if type(v) is dict and n not in OF_TORCH}
+        vars(self.base).update(own)  # a forward may fill them
         self.base.current_patcher = None
 
     def make_linear(self, weights: FrozenWeights, name: str, module: nn.Module) -> nn.Module:
@@ -169,7 +189,10 @@ class Shadow:
     def state(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """Note all attributes of the modules for `restore`; weights, which come and go, apart."""
         modules = (module for module in self.diffusion_model.modules() if not isinstance(module, FrozenModule))
-        return [(vars(module), dict(vars(module))) for module in modules]
+        tables = [vars(self.base), *map(vars, modules)]
+        # Dicts that a forward fills; those of torch hold the weights.
+        own = [value for t in tables for name, value in t.items() if type(value) is dict and name not in OF_TORCH]
+        return [(table, dict(table)) for table in (*tables, *own)]
 
 
 def restore(state: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:

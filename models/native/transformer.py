@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...common.text import shown
+from ...memory.comfy_compiler import without_comfy_compiler
 from ...memory.weights.residency import FrozenModule
 from ..blocks import BlockOfModel, list_of
 from ..family import ModelInputs, RunBlock
@@ -18,9 +19,10 @@ from ..layers.attention import Attention, sdpa
 from ..layers.lora_linear import LoraLayer
 from ..transformer_options import steady
 from .blocks import NativeBlock, flatten, varying_attributes
+from .comfyui.entries import entries_of, hook_block
 from .gradients import check_gradients
 from .inputs import NativeGroup, NativeInputs, patchify
-from .kernels import training_kernels
+from .kernels import training_kernels, unusable
 from .out_of_place import OutOfPlace
 from .shadow import Shadow, restore
 from .verify.precision import cast_buffers, dtype_told, run_in
@@ -51,7 +53,7 @@ class NativeTransformer:
         blocks: Mapping[str, BlockOfModel],
         attention: Attention,
         dtype: torch.dtype,
-        results: dict[str, Any],
+        results: dict[tuple[str, str], Any],
         streams: dict[str, set[int]],
         batching: Batching,
     ):
@@ -70,20 +72,20 @@ class NativeTransformer:
         self._blocks: dict[str, NativeBlock] = {}
         for name, block in blocks.items():
             tensors = [t for at, t in shadow.tensors.items() if f"{at}.".startswith(f"{block.name}.")]
-            self._blocks[name] = NativeBlock(block, cores[name], tensors, varying[name], results)
+            inner = hook_block(cores[name], partial(self._enter, name))
+            self._blocks[name] = NativeBlock(block, inner, tensors, varying[name], results)
         lists: dict[str, set[str]] = {}
         for name, own in self._blocks.items():
             lists.setdefault(own.structure(), set()).add(list_of(blocks[name]))
         for own in self._blocks.values():
-            # Lists of one kind of block, such as refiners and layers, may see other lengths.
-            own.shapes = len(lists[own.structure()])
+            # Lists of one kind of block, such as refiners and layers, may see other lengths; each method is a graph.
+            entries = entries_of(type(own.core), shadow.diffusion_model)
+            own.shapes = len(lists[own.structure()]) * len(entries)
         self._run: Callable[[NativeBlock, list[Tensor], Any], Any] | None = None
         self._samples, self._ran = 1, False
         self._mode: OutOfPlace | None = None
         self._streams = streams
         self._before: dict[str, tuple[int, ...]] = {}
-        for own in self._blocks.values():
-            own.core.__dict__["forward"] = self._hook(own)
         self._clean = shadow.state()
 
     def blocks(self) -> list[tuple[str, NativeBlock]]:
@@ -109,10 +111,10 @@ class NativeTransformer:
                 out = run(block, *tensors, call)
             finally:
                 block.call = None  # else it would keep the step's graph until the next call
-            if not block.has_run:  # the measuring of a step gives it the output of another of its structure
-                alike = block.structure()
-                block.take_result(next(b for b in self._blocks.values() if b.has_run and b.structure() == alike))
-            return block.result(out)
+            if not block.has_run(call.method):  # measuring a step gives it the output of another of its structure
+                alike, ran = block.structure(), (b for b in self._blocks.values() if b.has_run(call.method))
+                block.take_result(next(b for b in ran if b.structure() == alike), call.method)
+            return block.result(out, call.method)
 
         with self.training():
             raw = self._forward(through, inputs, outer=True)
@@ -126,7 +128,7 @@ class NativeTransformer:
         """
 
         def ours(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
-            return block.result(on_device(_run_with_backward, block, *tensors, call, {}))
+            return block.result(on_device(_run_with_backward, block, *tensors, call, {}), call.method)
 
         with torch.no_grad():
             with self.training():
@@ -138,7 +140,7 @@ class NativeTransformer:
         dtype rounds."""
 
         def ours(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
-            return block.result(on_device(partial(run_in, torch.float32, _run), block, *tensors, call, {}))
+            return block.result(on_device(partial(run_in, torch.float32, _run), block, *tensors, call, {}), call.method)
 
         with torch.no_grad():
             rounded = self._core_output(on_device, inputs)
@@ -151,7 +153,7 @@ class NativeTransformer:
     def _core_output(self, on_device: OnDevice, inputs: ModelInputs) -> list[Tensor]:
         def core(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
             function = _run_core if self._compute_dtype == self.dtype else partial(run_in, torch.float32, _run_core)
-            return block.result(on_device(function, block, *tensors, call))
+            return block.result(on_device(function, block, *tensors, call), call.method)
 
         return self._forward(core, inputs, outer=False)
 
@@ -179,7 +181,7 @@ class NativeTransformer:
         assert isinstance(inputs, NativeInputs)
 
         def core(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
-            return block.result(on_device(_run_core, block, *tensors, call))
+            return block.result(on_device(_run_core, block, *tensors, call), call.method)
 
         apart, self.batching.apart = self.batching.apart, False
         try:
@@ -225,16 +227,19 @@ class NativeTransformer:
     def _call(self, group: NativeGroup) -> Tensor:
         options = group.sampler_options()
         try:
-            conds = dict(group.conds)
-            if group.text_options is not None:
-                conds["c_crossattn"] = self._refine_text(conds["c_crossattn"], group.text_options)
-            out = self.shadow.base.apply_model(group.x, group.sigma, transformer_options=options, **conds)
+            with without_comfy_compiler((), {"transformer_options": options}):
+                conds = dict(group.conds)
+                if group.text_options is not None:
+                    conds["c_crossattn"] = self._refine_text(conds["c_crossattn"], group.text_options)
+                out = self.shadow.base.apply_model(group.x, group.sigma, transformer_options=options, **conds)
         except (RuntimeError, TypeError, KeyError, IndexError, AttributeError, AssertionError) as error:
             # Only what ComfyUI's own code raises before anything is compiled: no sentence of ours, nor the compiler's.
             of_core = type(error).__module__ == "builtins" and not isinstance(error, NotImplementedError)
             if self._ran or not of_core or comfy.model_management.is_oom(error):
                 raise
             cause = str(error).strip().partition("\n")[0]
+            if isinstance(getattr(error, "obj", None), FrozenModule) or "NativeLinear" in cause:
+                raise unusable("its layers", cause) from error
             raise ValueError(
                 f"model is {self.title}, whose forward fails on this data ({shown(cause)}); prepare the data with the "
                 "VAE and the text encoders of this model."
@@ -251,25 +256,27 @@ class NativeTransformer:
         finally:
             self._samples = samples
 
-    def _hook(self, block: NativeBlock) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            assert self._run is not None, block.name
-            if (mode := self._mode) is None:
-                return self._run(block, *flatten(args, kwargs, self._samples))
-            args, kwargs = mode.current(args), mode.current(kwargs)
-            mode.__exit__(None, None, None)  # a block has a mode of its own, which the compiler sees
-            try:
-                tensors, call = flatten(_steady(args), _steady(kwargs), self._samples)
-                return self._run(block, self._alike(block, tensors), call)
-            finally:
-                mode.__enter__()
+    def _enter(self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a method of a block that the model has called."""
+        block, mode = self._blocks[name], self._mode
+        tensors, call = flatten(args, kwargs, self._samples, method)
+        if block.running.depth or not tensors:  # from within the block, or no computation
+            return getattr(type(block.core), method)(block.core, *args, **kwargs)
+        assert self._run is not None, block.name
+        if mode is None:
+            return self._run(block, tensors, call)
+        args, kwargs = mode.current(args), mode.current(kwargs)
+        mode.__exit__(None, None, None)  # a block has a mode of its own, which the compiler sees
+        try:
+            tensors, call = flatten(_steady(args), _steady(kwargs), self._samples, method)
+            return self._run(block, self._alike(block, tensors, method), call)
+        finally:
+            mode.__enter__()
 
-        return forward
-
-    def _alike(self, block: NativeBlock, tensors: list[Tensor]) -> list[Tensor]:
+    def _alike(self, block: NativeBlock, tensors: list[Tensor], method: str) -> list[Tensor]:
         """Have the first block of a kind look like the others to the compiler: what they are given by the block before
         is contiguous and requires a gradient."""
-        structure = block.structure()
+        structure = f"{method} {block.structure()}"
         ids = tuple(map(id, tensors))
         before = self._before.get(structure)
         streams = self._streams.setdefault(structure, set())

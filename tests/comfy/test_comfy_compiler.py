@@ -1,7 +1,9 @@
 """ComfyUI's own compiler, which newer releases have: it records no call that is compiled, swapped or tuned."""
 
+import sys
 import threading
-from types import SimpleNamespace
+from argparse import Namespace
+from types import ModuleType
 
 import comfy.cli_args
 import pytest
@@ -9,31 +11,55 @@ import tiny
 import torch
 from comfy.ldm.flux.model import Flux
 from comfy.patcher_extension import WrappersMP
-from tessera.common.core import without_comfy_compiler
 from tessera.compile.attach import compile_model
 from tessera.compile.settings import CompileSettings
 from tessera.compile.tune.inputs import StepSize, step_inputs
 from tessera.compile.tune.search import tune
+from tessera.memory.comfy_compiler import without_comfy_compiler
+from tessera.models import registry
 from tessera.models.swapped_model import SwapSettings, swap
+from tessera.train.settings import MemoryOptions
+from tiny.training import make_data, make_trainer, shown
 
 OPTION = "disable_comfy_compiler"
 STEPS = 2
 
 
-class ModelPrefetch:
+class Graph:
+    """What a thread has recorded, as newer ComfyUI keeps it."""
+
+    _comfy_active = False
+
+
+class ModelPrefetch(ModuleType):
     """As `comfy.model_prefetch` of a release that has the compiler, with its calls counted."""
 
     def __init__(self, args):
-        self.args, self.begun, self.ended, self.options = args, 0, 0, []
+        super().__init__("comfy.model_prefetch")
+        self.args, self.begun, self.ended, self.aborted, self.options = args, 0, 0, 0, []
+        self.MALLOC_GRAPHS = {}
 
     def malloc_graph_enabled(self, device):
         return not self.args.disable_comfy_compiler
 
     def malloc_graph_begin(self, device):
+        if not self.malloc_graph_enabled(device):
+            return
         self.begun += 1
+        self.MALLOC_GRAPHS.setdefault(threading.get_ident(), Graph())._comfy_active = True
 
     def malloc_graph_end(self):
-        self.ended += 1
+        graph = self.MALLOC_GRAPHS.get(threading.get_ident())
+        if graph is not None and graph._comfy_active:
+            self.ended += 1
+            graph._comfy_active = False
+
+    def cleanup_malloc_graph(self):
+        self.aborted += self.MALLOC_GRAPHS.pop(threading.get_ident())._comfy_active
+
+    @property
+    def active(self):
+        return [thread for thread, graph in self.MALLOC_GRAPHS.items() if graph._comfy_active]
 
 
 @pytest.fixture
@@ -54,6 +80,7 @@ def recording(monkeypatch):
         return out
 
     monkeypatch.setattr(Flux, "forward", recorded)
+    monkeypatch.setitem(sys.modules, "comfy.model_prefetch", prefetch)
     return prefetch
 
 
@@ -112,24 +139,27 @@ def test_who_started_comfyui_without_it_has_it_off_afterwards(tiny_flux, recordi
     assert comfy.cli_args.args.disable_comfy_compiler is True and recording.begun == 0
 
 
-def test_of_two_calls_at_once_the_last_one_puts_it_back(monkeypatch):
-    args = SimpleNamespace(disable_comfy_compiler=False)
+def test_other_threads_keep_it_meanwhile(monkeypatch):
+    args = Namespace(disable_comfy_compiler=False)
     monkeypatch.setattr(comfy.cli_args, "args", args)
-    inside, leave = threading.Event(), threading.Event()
+    inside, leave, seen = threading.Event(), threading.Event(), []
 
     def other():
         with without_comfy_compiler((), {"transformer_options": {}}):
             inside.set()
             leave.wait(10)
+            seen.append(args.disable_comfy_compiler)
 
     thread = threading.Thread(target=other)
     with without_comfy_compiler((), {}):
         thread.start()
-        assert inside.wait(10)
-    assert args.disable_comfy_compiler is True
+        assert inside.wait(10) and args.disable_comfy_compiler is True
+    assert args.disable_comfy_compiler is False
     leave.set()
     thread.join()
-    assert args.disable_comfy_compiler is False
+    assert seen == [True] and args.disable_comfy_compiler is False
+    args.disable_comfy_compiler = True  # as other packs set it
+    assert vars(args) == {OPTION: True} and args.disable_comfy_compiler is True
 
 
 def test_a_comfyui_that_has_no_such_compiler_is_given_nothing(tiny_flux, monkeypatch):
@@ -137,3 +167,53 @@ def test_a_comfyui_that_has_no_such_compiler_is_given_nothing(tiny_flux, monkeyp
     options = {}
     with without_comfy_compiler((), {"transformer_options": options}):
         assert options == {} and not hasattr(comfy.cli_args.args, OPTION)
+
+
+def native_step(model, folder, monkeypatch, **changes):
+    """A training step through ComfyUI's own forward."""
+    monkeypatch.setattr(registry, "FAMILIES", ())
+    trainer = make_trainer(model, make_data([(8, 8)], [5]), folder, **changes)
+    trainer.forward_backward([shown(0)])
+    return trainer
+
+
+MODES = {"plain": {}, "swapped": {"memory": MemoryOptions(blocks_to_swap=2)}, "compiled": {"backend": "aot_eager"}}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_training_through_comfyui_s_own_forward_is_not_recorded(mode, tiny_flux, recording, tmp_path, monkeypatch):
+    native_step(tiny_flux, tmp_path, monkeypatch, **MODES[mode]).close()
+    assert recording.begun == 0 and recording.options and set(recording.options) == {True} and as_it_was(tiny_flux)
+
+
+def test_what_an_error_of_sampling_left_recording_on_the_thread_is_ended(tiny_flux, recording, tmp_path, monkeypatch):
+    recording.malloc_graph_begin(None)  # and no end, as a forward that ran out of memory leaves it
+    other = threading.Thread(target=recording.malloc_graph_begin, args=(None,))
+    other.start()
+    other.join()
+    native_step(tiny_flux, tmp_path, monkeypatch).close()
+    assert recording.aborted == 1 and recording.active == [other.ident]
+
+
+def test_an_error_in_a_forward_that_records_all_the_same_leaves_nothing_active(
+    tiny_flux, recording, tmp_path, monkeypatch
+):
+    trainer = native_step(tiny_flux, tmp_path, monkeypatch)
+    forward = Flux.forward
+
+    def failing(self, *args, **kwargs):
+        recording.begun += 1
+        recording.MALLOC_GRAPHS.setdefault(threading.get_ident(), Graph())._comfy_active = True
+        raise InterruptedError
+
+    monkeypatch.setattr(Flux, "forward", failing)
+    with pytest.raises(InterruptedError):
+        trainer.forward_backward([shown(0)])
+    assert recording.begun == 1 and not recording.active
+    monkeypatch.setattr(Flux, "forward", forward)
+    trainer.close()
+    finished = Graph()
+    recording.MALLOC_GRAPHS[threading.get_ident()] = finished
+    sampled(tiny_flux)  # records again, and what it has recorded stays for the next step
+    assert recording.begun == recording.ended + 1 == STEPS + 1
+    assert recording.MALLOC_GRAPHS[threading.get_ident()] is finished

@@ -14,7 +14,7 @@ from tessera.lora.files.lora_model import LoraModel
 from tessera.lora.options import NetworkOptions
 from tessera.lora.plan import choose_targets
 from tessera.lora.source import LoraSource
-from tessera.models.family import linear_shapes
+from tessera.models.blocks import linear_shapes
 from tessera.models.registry import family_of
 from tessera.nodes.options.lora_files import low_noise_source
 from tessera.nodes.train.inherited_settings import shared_lora_notes

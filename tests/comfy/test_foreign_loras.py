@@ -20,7 +20,7 @@ from tessera.lora.source import LoraSource
 from tessera.lora.warm_start import read_warm_start
 from tessera.models.adapters.base import AdapterSpec
 from tessera.models.adapters.lora import LoraAdapter
-from tessera.models.family import linear_shapes
+from tessera.models.blocks import linear_shapes
 from tessera.models.registry import family_of
 from tessera.train.preflight.checks import check_run
 from tiny.foreign_loras import FOREIGN, foreign

@@ -13,7 +13,7 @@ import pytest
 import torch
 from comfy.ldm.flux.math import rope
 from tessera.models.layers.attention import attention_function
-from tessera.models.native.kernels import core_attention, training_kernels
+from tessera.models.native.kernels import core_attention, training_kernels, unread_arguments
 from tessera.models.native.ropes import ROPES
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -273,3 +273,22 @@ def test_a_checkpoint_computes_again_with_the_same_kernels():
         assert len(calls) == 1
         out.square().sum().backward()
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("call", [lambda q, rope: rope(q, q, turned=True), lambda q, rope: rope([q], q)])
+def test_a_rope_that_is_called_in_another_way_is_named_with_the_version_of_comfyui(call):
+    with training_kernels(SDPA), pytest.raises(ValueError, match=r"apply_rope1 of ComfyUI [\d.]+ in a way that"):
+        call(torch.randn(1, 2, 3, 4), comfy_kitchen.apply_rope1)
+
+
+def test_more_arguments_of_attention_than_are_known_are_named_with_the_version_of_comfyui():
+    with pytest.raises(ValueError, match=r"optimized_attention of ComfyUI [\d.]+ in a way that .* \(9 arguments\)"):
+        core_attention(SDPA)(*tensors(), H, None, None, True, False, 0.5)
+
+
+def test_unknown_names_of_arguments_are_collected_and_known_ones_not():
+    with unread_arguments() as found:
+        core_attention(SDPA)(*tensors(), H, skip_reshape=True, transformer_options={}, preferred_attention=None)
+        assert not found
+        core_attention(SDPA)(*tensors(), H, skip_reshape=True, sinks=None)
+    assert found == {"sinks"}

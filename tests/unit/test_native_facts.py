@@ -10,7 +10,7 @@ import comfy.samplers
 import comfy.supported_models
 import pytest
 from tessera.lora.patterns import match_targets
-from tessera.models.family import linear_shapes
+from tessera.models.blocks import linear_shapes
 from tessera.models.native.facts.lookup import NAMED, facts_of
 from tessera.models.native.facts.model_facts import ModelFacts, NamedRelease
 from tessera.models.native.facts.targets import as_patterns, default_targets

@@ -16,7 +16,7 @@ from ...compile.region import run_block
 from ...lora.network import LoraNetwork
 from ...memory.activations.cost import COMPILED_SAVES, EagerBlockWork, block_work
 from ...memory.activations.results import ResultBytes
-from ...memory.swap.block_cost import BlockCost
+from ...memory.swap.block_cost import BlockCost, add_costs
 from ...memory.swap.training import BlockSwap, frozen_modules
 from ...memory.weights.cards import RATES
 from ...memory.weights.products import FP8, INT8
@@ -26,7 +26,7 @@ from ..settings import TrainSettings
 
 class Probe:
     """Block runner for measuring: runs the first block of each structure and input shapes and returns its outputs for
-    the others. A structure costs what its largest inputs do.
+    the others. A structure costs what its largest inputs do; where a block is called for several things, their sum.
 
     costs: of the eager block, by structure.
     compiled: of the compiled one, as it is reckoned from what the eager one was counted to do.
@@ -39,18 +39,22 @@ class Probe:
         self.costs: dict[str, BlockCost] = {}
         self.compiled: dict[str, BlockCost] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self._largest: dict[str, dict[str, tuple[BlockCost, BlockCost]]] = {}  # by structure and kind of call
         self._outputs: dict[tuple[Any, ...], Any] = {}
         self.outside: dict[int, Tensor] = {}
 
     def run(self, block: Block, *args: Any) -> Any:
-        structure = block.structure()
+        structure, kind = block.structure(), getattr(args[-1], "method", "")  # some have several, see models/native
         # Blocks of one structure may see other tokens: those of the text, of the picture, or both.
-        place = structure, tuple(a.shape for a in args if isinstance(a, Tensor))
+        place = structure, kind, tuple(a.shape for a in args if isinstance(a, Tensor))
         if place not in self._outputs:
             self.outside |= {storage_of(a): a for a in args if isinstance(a, Tensor) and not a.requires_grad}
             cost, compiled, self._outputs[place] = self._measure(block, args)
-            if structure not in self.costs or self.costs[structure].saved < cost.saved:
-                self.costs[structure], self.compiled[structure] = cost, compiled
+            largest = self._largest.setdefault(structure, {})
+            if kind not in largest or largest[kind][0].saved < cost.saved:
+                largest[kind] = cost, compiled
+                eager, together = zip(*largest.values(), strict=True)
+                self.costs[structure], self.compiled[structure] = add_costs(eager), add_costs(together)
                 self.shapes[structure] = tuple(args[0].shape)
         return self._outputs[place]
 
@@ -123,7 +127,9 @@ class Probe:
             module.take()
         if isinstance(outputs, Tensor):
             return *costs, outputs.detach().requires_grad_()
-        return *costs, tuple(output.detach().requires_grad_() for output in outputs)
+        return *costs, tuple(
+            output.detach().requires_grad_() if output.is_floating_point() else output for output in outputs
+        )
 
 
 def _flop_counter() -> FlopCounterMode:
@@ -180,7 +186,7 @@ def count_saved(into: dict[int, Tensor], own: set[int]) -> saved_tensors_hooks:
 
 
 def _backward(outputs: Any) -> None:
-    tensors = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    tensors = [t for t in ([outputs] if isinstance(outputs, Tensor) else outputs) if t.requires_grad]
     torch.autograd.backward(tensors, [torch.ones_like(tensor) for tensor in tensors])
 
 

@@ -22,7 +22,7 @@ SMALL_FRAMES = 2
 def check_sample(family: Family, patcher: ModelPatcher, sample: Sample) -> tuple[NoisySample, float]:
     """Noise a sample at `LEVEL`, as a whole grid. Returns it, and the model's sigma of it."""
     tensors = sample.load()
-    latent = model_space(patcher, tensors)
+    latent = model_space(patcher, family, tensors)
     objective = family.objective(patcher)
     sigma = objective.noise_level(LEVEL)
     noise = sample_noise(latent.shape, generator(0, "check"))

@@ -4,7 +4,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ...family import linear_shapes
+from ...blocks import linear_shapes
 from .images import IMAGES
 from .model_facts import ModelFacts
 from .newer import NEWER

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ...blocks import find_blocks
-from ...family import linear_shapes
+from ...blocks import find_blocks, linear_shapes
 
 # Lists of blocks that the noisy latent does not pass through, by words in their names: of the text, of what refines or
 # adapts it, of modulation, of reference pictures, of sound and of control. `noise_refiner` is the latent's own.

@@ -9,7 +9,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from ....common.core import without_comfy_compiler
+from ....memory.comfy_compiler import without_comfy_compiler
 from ....memory.weights.reading import Misread
 from ...family import Block, Family, NoisySample, RunBlock, Transformer
 from ..inputs import NativeGroup, native_inputs

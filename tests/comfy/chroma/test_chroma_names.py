@@ -11,8 +11,8 @@ from tessera.lora.files.formats import save_lora
 from tessera.lora.files.lora_model import LoraModel
 from tessera.lora.options import NetworkOptions
 from tessera.lora.plan import choose_targets
+from tessera.models.blocks import linear_shapes
 from tessera.models.chroma.names import CHROMA_NAMES
-from tessera.models.family import linear_shapes
 from tessera.models.flux.names import FLUX1_NAMES
 from tessera.models.registry import family_of, table_of
 from tiny.chroma import APPROXIMATOR

@@ -14,7 +14,7 @@ import torch
 from family_cases import CASES, cases
 from peft import LoraConfig
 from tessera.lora.options import NetworkOptions
-from tessera.models.family import linear_shapes
+from tessera.models.blocks import linear_shapes
 from tessera.train.settings import MemoryOptions
 from tiny.family_case import Diffusers, computing_in, relative_error
 from tiny.reference_gradients import Gradients, gradient, lora_gradients, written_out_loss

@@ -19,7 +19,7 @@ from tessera.lora.files.formats import FORMATS, save_lora
 from tessera.lora.files.lora_model import LoraModel
 from tessera.lora.files.readers import PROGRAMS
 from tessera.lora.patterns import match_targets
-from tessera.models.family import linear_shapes
+from tessera.models.blocks import linear_shapes
 from tessera.models.registry import family_of
 from tiny.family_case import ALL, FamilyCase, relative_error
 from tiny.foreign_loras import foreign

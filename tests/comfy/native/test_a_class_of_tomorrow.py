@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import comfy.cli_args
 import comfy.conds
 import comfy.latent_formats
 import comfy.lora
@@ -14,16 +15,37 @@ import pytest
 import torch
 from comfy.ldm.modules.attention import optimized_attention
 from tessera.train.settings import MemoryOptions
+from tiny.native.reference import plain_model, tokens, with_lora
+from tiny.native.step import batch_of
 from tiny.reference_gradients import lora_gradients
 from tiny.runs import train, training_data
-from tiny.training import fill_up_matrices, make_trainer, shown
+from tiny.training import fill_up_matrices, make_trainer, reference_masters, shown
 from torch import Tensor, nn
 
 WIDTH, HEADS, TEXT = 32, 2, 24
 
 
+class Recorder:
+    """Stands for ComfyUI's own compiler, which models call around their blocks; it must not record a step."""
+
+    begun = 0
+
+    def begin(self) -> None:
+        self.begun += not comfy.cli_args.args.disable_comfy_compiler
+
+
+RECORDER = Recorder()
+
+
+class OfLoading:
+    """What a loader leaves on a module: a handle that can't be copied, and frees memory when it goes."""
+
+    def __deepcopy__(self, memo: Any) -> None:
+        raise TypeError("cannot pickle a handle")
+
+
 class TomorrowBlock(nn.Module):
-    """Writes in place wherever it can, into parts of tensors too."""
+    """Writes in place wherever it can, into parts of tensors too. The model never calls its `forward`."""
 
     def __init__(self, index: int, operations: Any):
         super().__init__()
@@ -34,16 +56,32 @@ class TomorrowBlock(nn.Module):
         self.to_out = operations.Linear(WIDTH, WIDTH)
         self.gate = nn.Parameter(torch.ones(WIDTH))
 
-    def forward(self, x: Tensor, vec: Tensor, transformer_options: dict[str, Any]) -> Tensor:
+    def _qkv(self, x: Tensor, vec: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         scale, shift = self.modulation(vec)[:, None].chunk(2, dim=-1)
         y = self.norm(x)
         y *= 1 + scale
         y += shift
         q, k, v = self.to_qkv(y).chunk(3, dim=-1)
         q[..., : WIDTH // 2].mul_(0.5)
+        return q, k, v
+
+    def forward_prefix(
+        self, x: Tensor, vec: Tensor, transformer_options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self._qkv(x, vec)
         out = self.to_out(optimized_attention(q, k, v, HEADS))
         out *= self.gate
         x += out
+        return x, k, v
+
+    def forward_gen(
+        self, x: Tensor, vec: Tensor, k: Tensor, v: Tensor, attend: Any, transformer_options: dict[str, Any]
+    ) -> Tensor:
+        q, own_k, own_v = self._qkv(x, vec)
+        out = self.to_out(attend(q, torch.cat((k, own_k), dim=1), torch.cat((v, own_v), dim=1)))
+        # The first write is at another offset than the tensor's own.
+        x[:, 2:].addcmul_(out[:, 2:], self.gate)
+        x[:, :2].addcmul_(out[:, :2], 0.5 * self.gate)
         return x
 
 
@@ -55,23 +93,36 @@ class TomorrowModel(nn.Module):
         self.txt_in = operations.Linear(TEXT, WIDTH)
         self.layers = nn.ModuleList(TomorrowBlock(index, operations) for index in range(3))
         self.head = operations.Linear(WIDTH, 4)
+        self.prompt, self.prompts = None, {}
 
     def forward(
         self, x: Tensor, timestep: Tensor, context: Tensor, transformer_options: dict[str, Any], **kwargs: Any
     ) -> Tensor:
         height, width = x.shape[-2:]
         img, txt = self.img_in(x.flatten(2).transpose(1, 2)), self.txt_in(context)
-        tokens = torch.cat((txt, img), dim=1)
-        vec = txt.mean(dim=1) + torch.cos(timestep)[:, None]
+        # Caches as some models have them: whatever prompt comes next, the first one is used.
+        if self.prompt is None:
+            self.prompt = self.prompts["first"] = txt.mean(dim=1).detach()
+        vec = self.prompt + self.prompts["first"] + torch.cos(timestep)[:, None]
+        RECORDER.begin()
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return optimized_attention(q, k, v, HEADS, transformer_options=transformer_options)
+
         for index, layer in enumerate(self.layers):
             transformer_options["block_index"] = index
-            tokens = layer(tokens, vec, transformer_options=transformer_options)
-        return self.head(tokens[:, txt.shape[1] :]).transpose(1, 2).unflatten(2, (height, width))
+            txt, k, v = layer.forward_prefix(txt, vec, transformer_options=transformer_options)
+            img = layer.forward_gen(img, vec, k, v, attend, transformer_options=transformer_options)
+        return self.head(img).transpose(1, 2).unflatten(2, (height, width))
 
 
 class TomorrowBase(comfy.model_base.BaseModel):
     def __init__(self, config: Any, device: Any = None):
         super().__init__(config, comfy.model_base.ModelType.FLOW, device=device, unet_model=TomorrowModel)
+        self.latent_shapes = None
+
+    def process_latent_in(self, latent: Tensor) -> Tensor:
+        return super().process_latent_in(latent) + (0.0 if self.latent_shapes is None else 1.0)
 
     def extra_conds(self, **kwargs: Any) -> dict[str, Any]:
         return super().extra_conds(**kwargs) | {"c_crossattn": comfy.conds.CONDRegular(kwargs["cross_attn"])}
@@ -97,6 +148,8 @@ def tomorrow() -> Any:
         model = config.get_model({}, device=torch.device("cpu"))
         for parameter in model.diffusion_model.parameters():
             parameter.copy_(torch.randn(parameter.shape) / parameter.shape[-1] ** 0.5)
+    for module in model.diffusion_model.modules():
+        module._v_of_tomorrow = OfLoading()
     cpu = torch.device("cpu")
     patcher = comfy.model_patcher.ModelPatcher(model, load_device=cpu, offload_device=cpu)
     patcher.cached_patcher_init = (tomorrow, ())
@@ -106,6 +159,8 @@ def tomorrow() -> Any:
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
     monkeypatch.setattr(comfy.supported_models, "models", [*comfy.supported_models.models, Tomorrow])
+    monkeypatch.setattr(comfy.cli_args.args, "disable_comfy_compiler", False, raising=False)
+    monkeypatch.setattr(RECORDER, "begun", 0)
 
 
 def data() -> Any:
@@ -142,7 +197,92 @@ def test_it_trains_alike_in_every_mode_and_as_one_graph(tmp_path):
         assert other == pytest.approx(loss, rel=1e-6), name
         for key, value in wanted.items():
             assert torch.allclose(found[key], value, rtol=1e-4, atol=1e-7), (name, key)
-    assert trainer.placed.runner.planned_graphs == trainer.placed.runner.report.counts().graphs == 1
+    # One for each method by which the model enters its blocks.
+    assert trainer.placed.runner.planned_graphs == trainer.placed.runner.report.counts().graphs == 2
+    assert RECORDER.begun == 0
+
+
+def out_of_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write the block's code without a write, for the reference."""
+
+    def qkv(self: TomorrowBlock, x: Tensor, vec: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scale, shift = self.modulation(vec)[:, None].chunk(2, dim=-1)
+        q, k, v = self.to_qkv(self.norm(x) * (1 + scale) + shift).chunk(3, dim=-1)
+        return torch.cat((0.5 * q[..., : WIDTH // 2], q[..., WIDTH // 2 :]), dim=-1), k, v
+
+    def prefix(self: TomorrowBlock, x: Tensor, vec: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self._qkv(x, vec)
+        return x + self.to_out(optimized_attention(q, k, v, HEADS)) * self.gate, k, v
+
+    def gen(self: TomorrowBlock, x: Tensor, vec: Tensor, k: Tensor, v: Tensor, attend: Any, **_: Any) -> Tensor:
+        q, own_k, own_v = self._qkv(x, vec)
+        out = self.to_out(attend(q, torch.cat((k, own_k), dim=1), torch.cat((v, own_v), dim=1)))
+        factor = torch.ones(x.shape[1], 1, dtype=x.dtype)
+        factor[:2] = 0.5
+        return x + out * self.gate * factor
+
+    for name, twin in (("_qkv", qkv), ("forward_prefix", prefix), ("forward_gen", gen)):
+        monkeypatch.setattr(TomorrowBlock, name, twin)
+
+
+@pytest.mark.parametrize("memory", [{}, {"checkpointing": "full", "blocks_to_swap": 2}], ids=["plain", "swapped"])
+def test_its_gradients_are_those_of_code_without_a_write_in_fp64(memory, tmp_path, monkeypatch):
+    trainer, loss, found = step(tmp_path, **memory)
+    batch = batch_of(trainer, 0, 1)
+    lora, masters = reference_masters(trainer)
+    out_of_place(monkeypatch)
+    model = plain_model(tomorrow())
+    model.diffusion_model.double()
+    model.diffusion_model.dtype = torch.float64
+    (group,) = batch.inputs.groups
+    options = {"sigmas": group.sigma, "cond_or_uncond": [0, 0]}
+    with with_lora(model, lora):
+        out = model._apply_model(
+            group.x.double(), group.sigma.double(), transformer_options=options, c_crossattn=group.conds["c_crossattn"]
+        )
+        wanted = torch.stack([tokens(one, 64) for one in out]).float().sub(batch.target).square().mean()
+        wanted.backward()
+    assert loss == pytest.approx(float(wanted.detach()), rel=1e-5)
+    for name, master in masters.items():
+        assert (found[name] - master.grad).norm() <= 1e-5 * master.grad.norm(), name
+
+
+def sample(patcher: Any) -> None:
+    """Leave on the MODEL what a sampler does."""
+    text = torch.full((2, 5, TEXT), 3.0)
+    with torch.inference_mode():
+        patcher.model.latent_shapes = [torch.Size((2, 4, 8, 8)), torch.Size((2, 8))]
+        patcher.model.apply_model(torch.zeros(2, 4, 8, 8), torch.full((2,), 0.5), c_crossattn=text)
+    assert patcher.model.diffusion_model.prompt is not None and patcher.model.diffusion_model.prompts
+    patcher.model.diffusion_model.layers[0]._graph_of_tomorrow = OfLoading()
+
+
+def test_what_sampling_leaves_on_the_model_changes_no_step(tmp_path):
+    _, loss, wanted = step(tmp_path / "fresh")
+    used = tomorrow()
+    sample(used)
+    trainer = make_trainer(used, data(), tmp_path / "used", batch_size=2, memory=MemoryOptions(checkpointing="none"))
+    fill_up_matrices(trainer)
+    sample(used)  # between the start of a run and its next step, as a preview does
+    before = {name: dict(vars(module)) for name, module in used.model.named_modules()}
+    assert float(trainer.forward_backward([shown(0, 1)])) == loss
+    found = lora_gradients(trainer)
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    assert before == {name: dict(vars(module)) for name, module in used.model.named_modules()}
+
+
+def test_a_layer_that_runs_without_its_block_is_refused(tmp_path, monkeypatch):
+    forward = TomorrowModel.forward
+
+    def reaching_in(self: TomorrowModel, x: Tensor, timestep: Tensor, context: Tensor, **named: Any) -> Tensor:
+        self.layers[1].to_out(self.txt_in(context))
+        return forward(self, x, timestep, context, **named)
+
+    monkeypatch.setattr(TomorrowModel, "forward", reaching_in)
+    trainer = make_trainer(tomorrow(), data(), tmp_path)
+    with pytest.raises(ValueError, match=r"its to_out runs while its block layers\.1 does not, so that block swap"):
+        trainer.run()
+    trainer.close()
 
 
 def test_its_lora_loads_in_comfyui_and_changes_every_layer_that_it_trains(tmp_path):

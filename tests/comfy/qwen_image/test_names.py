@@ -1,7 +1,7 @@
 """The names in a LoRA file tell Qwen-Image from FLUX where a single one does not."""
 
 from family_cases import CASES
-from tessera.models.family import linear_shapes
+from tessera.models.blocks import linear_shapes
 from tessera.models.flux.names import FLUX1_NAMES
 from tessera.models.qwen_image.names import QWEN_IMAGE_NAMES
 from tessera.models.registry import table_of

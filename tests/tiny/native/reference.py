@@ -38,7 +38,8 @@ def plain_output(patcher: Any) -> Any:
 def raw_output(model: Any, row: NativeRow, sample: Any, x: Tensor, sigma: Tensor, guidance: float | None) -> Tensor:
     """Run core's forward of one sample. x: (C, …) noisy latent in the model's space; sigma: (1,)."""
     noisy, conds = core_conds(model, row, sample, x[None], guidance)
-    out = model.apply_model(noisy, sigma, transformer_options={"sigmas": sigma, "cond_or_uncond": [0]}, **conds)
+    options = {"sigmas": sigma, "sample_sigmas": torch.cat((sigma, sigma)), "cond_or_uncond": [0]}
+    out = model.apply_model(noisy, sigma, transformer_options=options, **conds)
     return out if row.audio is None else out.flatten()[: prod(row.latent)].view(1, *row.latent)
 
 

@@ -170,5 +170,7 @@ def core_forward(patcher: Any, row: NativeRow, sample: Any, sigma: float, x: Ten
     latent = (model.process_latent_in(sample.load().latent[None]) if x is None else x[None]).clone()
     with torch.no_grad():
         noisy, conds = core_conds(model, row, sample, latent)
-        denoised = model.apply_model(noisy, torch.tensor([sigma]), **conds)
+        level = torch.tensor([sigma])
+        options = {"sigmas": level, "sample_sigmas": torch.tensor([sigma, 0.0]), "cond_or_uncond": [0]}
+        denoised = model.apply_model(noisy, level, transformer_options=options, **conds)
     return denoised.flatten()[: latent.numel()].view(latent.shape)[0]

@@ -23,13 +23,13 @@ def trainer_of(row: NativeRow, folder: Path, mode: str = "none", model: Any = No
     return make_trainer(build(row) if model is None else model, data_of(row), folder, **settings)
 
 
-def batch_of(trainer: Any) -> Any:
-    """Make the first micro-batch, which holds the first sample."""
+def batch_of(trainer: Any, *indices: int) -> Any:
+    """Make the first micro-batch, of these samples; the first one by default."""
     from tessera.data.samples import FIRST_VARIANT
     from tessera.train.batch import make_batch
 
-    sample, settings = trainer.data.samples[0], trainer.settings
-    read = [(sample, sample.load(FIRST_VARIANT))]
+    samples, settings = [trainer.data.samples[index] for index in indices or (0,)], trainer.settings
+    read = [(sample, sample.load(FIRST_VARIANT)) for sample in samples]
     of, objective = (trainer.patcher, trainer.family), settings.objective
     return make_batch(*of, read, objective, trainer.device, settings.seed, (0, 0), trainer.batches.strata)
 

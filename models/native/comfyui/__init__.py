@@ -1,0 +1,1 @@
+"""Ways into ComfyUI's blocks, and leftovers of its sampling."""

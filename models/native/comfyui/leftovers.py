@@ -1,0 +1,141 @@
+"""Leftovers of sampling on a model: caches of prompts, shapes of latents, handles of its memory.
+
+Training must not see it, or a preview would change the training and a resumed run differ. A fresh model of the same
+class and sizes, which takes no memory, shows what belongs there.
+"""
+
+import copy
+import enum
+import logging
+from collections.abc import Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Attributes of one object as its constructor makes them: None, False or what is empty; _FILLED for any other value.
+Fresh = Mapping[str, Any]
+
+OF_TORCH = frozenset(vars(nn.Module()))
+_SETTINGS = (
+    *(bool, int, float, complex, str, bytes, type(None), type, enum.Enum, torch.dtype, torch.device, nn.Module),
+    *(FunctionType, BuiltinFunctionType, MethodType, ModuleType),
+)
+_FILLED = object()
+_made: dict[Any, dict[str, Fresh] | None] = {}
+
+
+def fresh_attributes(model: Any) -> dict[str, Fresh] | None:
+    """Return the attributes of a fresh model, under "", and of the modules of its diffusion model, by their names.
+
+    None for a model that can't be made from its configuration. model: a BaseModel.
+    """
+    config = model.model_config
+    key = type(model), type(config), repr(sorted(config.unet_config.items(), key=str))
+    if key not in _made:
+        _made[key] = _make(model)
+    return _made[key]
+
+
+def _make(model: Any) -> dict[str, Fresh] | None:
+    config: Any = object.__new__(type(model.model_config))  # copy.copy trips over its __getattr__
+    vars(config).update(vars(model.model_config))
+    config.unet_config = dict(config.unet_config)
+    level = logging.root.manager.disable
+    logging.disable(max(level, logging.INFO))  # it would say once more what was loaded
+    try:
+        fresh = config.get_model({}, "", device=torch.device("meta"))
+        found = {f"diffusion_model.{name}".rstrip("."): vars(m) for name, m in fresh.diffusion_model.named_modules()}
+    except Exception:  # whatever a class of another pack does that is not made for this
+        logging.getLogger(__name__).debug("no fresh %s", type(model).__name__, exc_info=True)
+        return None
+    finally:
+        logging.disable(level)
+    if type(fresh) is not type(model):
+        return None
+    return {name: _empty_ones(table) for name, table in {"": vars(fresh), **found}.items()}
+
+
+def _empty_ones(table: Mapping[str, Any]) -> Fresh:
+    return {name: value if _is_empty(value) else _FILLED for name, value in table.items() if name not in OF_TORCH}
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or value is False or (isinstance(value, list | tuple | dict | set) and not value)
+
+
+def _is_setting(value: Any) -> bool:
+    """Return True for what a loader or another node may have set: no tensor, no size, no handle."""
+    if isinstance(value, torch.Size):
+        return False
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(_is_setting, value))
+    if isinstance(value, dict):
+        return all(map(_is_setting, value.values()))
+    return isinstance(value, _SETTINGS)
+
+
+def leftovers(table: Mapping[str, Any], fresh: Fresh | None, settings_too: bool = False) -> dict[str, Any]:
+    """Collect the attributes that hold something of a sample, with their fresh values; ABSENT for those without.
+
+    table: attributes of a model or a module; those of torch, parameters among them, are left out.
+    settings_too: a cache's plain values go with its tensors, such as the length that it was made for.
+    """
+    if fresh is None:
+        return {name: None for name, value in table.items() if name not in OF_TORCH and _holds_sizes(value)}
+    found = {}
+    for name, value in table.items():
+        if name in OF_TORCH or name.startswith("_tessera") or _is_setting(value):
+            continue
+        before = fresh.get(name, ABSENT)
+        if before is not _FILLED:
+            found[name] = copy.copy(before)
+    if found and settings_too:
+        plain = {name: before for name, before in fresh.items() if before is not _FILLED and name in table}
+        found |= {name: copy.copy(before) for name, before in plain.items() if table[name] is not before}
+    return found
+
+
+def _holds_sizes(value: Any) -> bool:
+    if isinstance(value, list | tuple) and value and not isinstance(value, torch.Size):
+        return all(isinstance(inner, torch.Size) for inner in value)
+    return isinstance(value, torch.Size)
+
+
+class _Absent:
+    def __copy__(self) -> "_Absent":
+        return self
+
+
+ABSENT = _Absent()
+
+
+def reset(table: dict[str, Any], found: Mapping[str, Any]) -> None:
+    """Put the fresh values of `leftovers` into a table of attributes."""
+    for name, value in found.items():
+        if value is ABSENT:
+            table.pop(name, None)
+        else:
+            table[name] = value
+
+
+def as_loaded(model: Any) -> Any:
+    """Copy a BaseModel shallowly, and its diffusion model, without what sampling has left on the two."""
+    fresh = fresh_attributes(model) or {}
+    outer, inner = copy.copy(model), copy.copy(model.diffusion_model)
+    outer._modules = {**model._modules, "diffusion_model": inner}
+    reset(vars(outer), leftovers(vars(outer), fresh.get("")))
+    reset(vars(inner), leftovers(vars(inner), fresh.get("diffusion_model"), settings_too=True))
+    return outer
+
+
+def cannot_be_copied(value: Any) -> bool:
+    """Return True for a lock, a stream, a handle of foreign code."""
+    if isinstance(value, (*_SETTINGS, Tensor, list, tuple, dict, set)):
+        return False
+    try:
+        value.__reduce_ex__(4)
+    except Exception:
+        return True
+    return False
