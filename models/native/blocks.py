@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from ..blocks import BlockOfModel
 from ..family import Block, ModelInputs
 from .comfyui.entries import Running
-from .out_of_place import out_of_place
 from .shadow import NativeLayer, SharedTensors
+from .writes.out_of_place import out_of_place
 
 # Attributes by which a block knows its place. Where its forward reads one, each block has a graph of its own.
 _PLACES = frozenset(
@@ -136,7 +136,7 @@ class NativeBlock(Block):
         tensors, call, masks = args[:-2], args[-2], args[-1]
         for name, linear in self._linears.items():
             linear.samples, linear.mask = call.samples, masks.get(name)
-        out = out_of_place(self.name, self.run_core, *tensors, call=call)
+        out = out_of_place(self, self.run_core, *tensors, call=call)
         for linear in self._linears.values():
             linear.mask = None
         return out

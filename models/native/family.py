@@ -24,9 +24,9 @@ from .inputs import NativeInputs, native_inputs, patchify
 from .kernels import unread_arguments
 from .names import native_names, origin_of
 from .objective import SamplingObjective, default_shift, objective_of
-from .out_of_place import blocks_to_leave_eager
 from .shadow import Shadow
 from .transformer import INFLUENCE, Batching, NativeTransformer, OnDevice
+from .writes.out_of_place import blocks_to_leave_eager
 
 log = logging.getLogger(__name__)
 

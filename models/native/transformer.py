@@ -23,9 +23,9 @@ from .comfyui.entries import entries_of, hook_block
 from .gradients import check_gradients
 from .inputs import NativeGroup, NativeInputs, patchify
 from .kernels import training_kernels, unusable
-from .out_of_place import OutOfPlace
 from .shadow import Shadow, restore
 from .verify.precision import cast_buffers, dtype_told, run_in
+from .writes.out_of_place import OutOfPlace
 
 # What one sample may do to another of its batch. Independent ones come out the same bit for bit; experts that a router
 # gives other tokens add in another order.

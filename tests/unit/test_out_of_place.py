@@ -6,12 +6,18 @@ import weakref
 
 import pytest
 import torch
-from tessera.models.native.out_of_place import OutOfPlace, blocks_to_leave_eager, out_of_place
+from tessera.models.native.writes.out_of_place import OutOfPlace, blocks_to_leave_eager, out_of_place
 from tiny.native.reference import writing_allowed
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+
+class Named:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
 
 W = torch.linspace(-1.0, 1.0, 24).reshape(4, 6)
 
@@ -95,6 +101,16 @@ def handed_back(x: Tensor, w: Tensor) -> Tensor:
     return z * y
 
 
+def not_dropped(x: Tensor, w: Tensor) -> Tensor:
+    y = x * w
+    parts = [F.dropout(y, 0.5, False), F.dropout1d(y, 0.0), nn.Dropout(0.5).eval()(y), torch.dropout(y, 0.5, False)]
+    parts.append(F.alpha_dropout(y))
+    for part in parts:
+        part *= 2
+    y += 1
+    return sum(parts) * y
+
+
 def rounded(x: Tensor, w: Tensor) -> Tensor:
     y = (x * w).to(torch.bfloat16)
     y += w * 1.001  # rounds to the dtype that it is
@@ -122,7 +138,7 @@ def operators(x: Tensor, w: Tensor) -> Tensor:
 
 
 PROGRAMS = [added, chained, parts_of_a_base, parts_of_parts, base_after_a_view, views_of_all_kinds, copies, layers]
-PROGRAMS += [handed_back, rounded, gathered, operators]
+PROGRAMS += [handed_back, not_dropped, rounded, gathered, operators]
 
 
 def parts(x: Tensor, w: Tensor) -> Tensor:
@@ -202,7 +218,7 @@ def run(call, program) -> tuple[Tensor, Tensor]:
 
 
 def ours(program, *args):
-    return out_of_place("a block", program, *args)
+    return out_of_place(Named("a block"), program, *args)
 
 
 def checkpointed(program, *args):
@@ -251,24 +267,24 @@ def test_random_numbers_are_those_of_the_code_that_writes():
 
 
 class Block(nn.Module):
-    def __init__(self, where: str):
+    def __init__(self, name: str):
         super().__init__()
-        self.where, self.linear = where, nn.Linear(4, 4)
+        self.name, self.linear = name, nn.Linear(4, 4)
 
     def body(self, x: Tensor) -> Tensor:
         x += self.linear(x)
         return x
 
     def forward(self, x: Tensor) -> Tensor:
-        return out_of_place(self.where, self.body, x)
+        return out_of_place(self, self.body, x)
 
 
 def test_blocks_of_other_names_share_one_graph():
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     forward = torch.compile(lambda block, x: block(x), backend=counter, fullgraph=True, dynamic=False)
-    for where in ("layer 1", "layer 2", "layer 3"):
-        forward(Block(where), torch.ones(2, 4))
+    for name in ("layer 1", "layer 2", "layer 3"):
+        forward(Block(name), torch.ones(2, 4))
     assert counter.frame_count == 1
 
 
@@ -293,13 +309,13 @@ def stale_part(x):
 @pytest.mark.parametrize(("program", "said"), [(stale_base, "add"), (stale_view, "mul"), (stale_part, "mul")])
 def test_what_shares_memory_in_a_way_that_is_not_followed_is_refused(program, said):
     with pytest.raises(NotImplementedError, match=f"^layer 3 uses a tensor in {said} after it was written through"):
-        out_of_place("layer 3", program, torch.ones(2, 3))
+        out_of_place(Named("layer 3"), program, torch.ones(2, 3))
 
 
 @pytest.mark.parametrize("write", [lambda x: x.t_(), lambda x: torch.ops.aten.add_.Tensor(x, 1)])
 def test_a_write_that_makes_no_new_tensor_is_refused(write):
     with pytest.raises(NotImplementedError, match=r"^layer 3 calls (t_|aten\.add_\.Tensor), .*training"):
-        out_of_place("layer 3", write, torch.ones(2, 2))
+        out_of_place(Named("layer 3"), write, torch.ones(2, 2))
 
 
 def test_sizes_of_memory_that_can_not_be_followed_may_be_read():
@@ -354,8 +370,8 @@ def test_an_eager_run_tells_what_a_compiled_one_would_not_follow(program):
     hidden = program in (assigned, iterated, written_by_a_function, raised, read_by_a_function)
     args = (torch.ones(4, 6), W) if program in (*PROGRAMS, *WITHOUT) else (torch.ones(2, 3),)
     with blocks_to_leave_eager() as names:
-        out_of_place("layer 3", program, *args)
-        out_of_place("layer 4", lambda x: x + 1, args[0])
+        out_of_place(Named("layer 3"), program, *args)
+        out_of_place(Named("layer 4"), lambda x: x + 1, args[0])
     assert names == ({"layer 3"} if hidden else set())
 
 

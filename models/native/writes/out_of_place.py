@@ -5,83 +5,33 @@ inside a checkpoint changes gradients without an error. Here each write makes a 
 old one and of its views wherever the code uses them later. Dynamo traces all of it.
 """
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode, get_overridable_functions
+from torch.overrides import TorchFunctionMode
+
+from .torch_functions import (
+    AS_STRIDED,
+    CUTS,
+    DETACH,
+    DROPOUTS,
+    FACTORIES,
+    FACTS,
+    IN_PLACE,
+    INPLACE_AT,
+    OPERATORS_OF_TORCH,
+    PLAIN,
+    REFUSED,
+    UNBIND,
+    VISIBLE,
+)
 
 # How a view was made: a function and what it got behind the tensor that it views.
 Step = tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]]
-
-# They change of a tensor what no new one can stand for.
-_METADATA = ("transpose_", "t_", "swapaxes_", "swapdims_", "as_strided_", "squeeze_", "unsqueeze_")
-_NO_WRITE = ("requires_grad_", "retain_grad_", "share_memory_", "rename_")
-_RANDOM = ("bernoulli_",)  # bernoulli takes its tensor for probabilities, bernoulli_ does not read it
-_OPERATORS = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"}
-_OPERATORS |= {name: name for name in ("add", "sub", "mul", "pow", "div")}
-_OPERATORS |= {name: f"__{name}__" for name in ("and", "or", "xor", "lshift", "rshift")}
-
-
-def _in_place() -> dict[Any, Callable[..., Tensor] | None]:
-    """Map torch's in-place functions to those that return a new tensor; None where there is none.
-
-    Keys are the functions themselves: dynamo traces such a table, and breaks the graph at tests of their names.
-    """
-    twins: dict[Any, Callable[..., Tensor] | None] = {}
-    for holder in (Tensor, torch, F):
-        for name in dir(holder):
-            if name.endswith("_") and not name.startswith("_") and name not in (*_METADATA, *_NO_WRITE):
-                twin = None if name in _RANDOM else getattr(holder, name[:-1], None)
-                twins[getattr(holder, name)] = twin if callable(twin) else None
-    for operator, name in _OPERATORS.items():
-        if hasattr(Tensor, f"__i{operator}__"):
-            twins[getattr(Tensor, f"__i{operator}__")] = getattr(Tensor, name)
-    twins[Tensor.__setitem__] = None
-    return twins
-
-
-def _functions(*names: str) -> list[Any]:
-    """Collect functions of these names from Tensor and torch, getters of attributes too."""
-    found = [getattr(holder, name) for holder in (Tensor, torch) for name in names if hasattr(holder, name)]
-    return [f if callable(f) else f.__get__ for f in found if callable(f) or hasattr(f, "__get__")]
-
-
-IN_PLACE = _in_place()
-# Position of `inplace` in functions that take it.
-_INPLACE_AT = {
-    function: list(inspect.signature(function).parameters).index("inplace")
-    for function in vars(F).values()
-    if inspect.isfunction(function) and "inplace" in inspect.signature(function).parameters
-}
-_REFUSED = frozenset(_functions(*_METADATA))
-# They tell of a tensor what no write changes.
-_FACTS = frozenset(
-    _functions("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_meta", "itemsize", "nbytes")
-    + _functions("size", "dim", "numel", "nelement", "element_size", "get_device", "is_floating_point", "is_complex")
-    + [Tensor.__len__]
-)
-# Functions that cut a tensor in parts, with the position of `dim`.
-_CUTS = {cut: 2 for cut in _functions("chunk", "split", "split_with_sizes", "tensor_split")}
-_UNBIND = {unbind: 1 for unbind in _functions("unbind")}
-_DETACH = frozenset(_functions("detach", "data"))
-_AS_STRIDED = frozenset(_functions("as_strided"))  # counts in memory, which a new tensor may lay out otherwise
-_FACTORIES = frozenset(
-    _functions("empty", "zeros", "ones", "full", "empty_like", "zeros_like", "ones_like", "full_like", "clone")
-    + _functions("new_empty", "new_zeros", "new_ones", "new_full")
-)
-# Dynamo hands these to a mode; all else it hides, but for calls of operators.
-_VISIBLE = (
-    {function for functions in get_overridable_functions().values() for function in functions if callable(function)}
-    | {function for name in dir(Tensor) if callable(function := getattr(Tensor, name))}
-) - {Tensor.__setitem__, Tensor.pow_, Tensor.__ipow__, *_functions("real", "imag", "data")}
-_PLAIN = _VISIBLE - {*IN_PLACE, *_INPLACE_AT, *_REFUSED}  # for speed; dynamo finds not all of them in a set
-_OPERATORS_OF_TORCH = torch._ops.OperatorBase, torch._ops.OpOverloadPacket
 
 
 class Place:
@@ -137,7 +87,7 @@ class OutOfPlace(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _FACTS:
+        if func in FACTS:
             return func(*args, **kwargs)
         now, named = args, kwargs
         if self.written:
@@ -147,28 +97,32 @@ class OutOfPlace(TorchFunctionMode):
             if kwargs:
                 named = {name: self.current(value, func) for name, value in kwargs.items()}
         self.hiding = False
-        if not (self.eager and func in _PLAIN):
-            if self.eager and not (func in _VISIBLE or isinstance(func, _OPERATORS_OF_TORCH)):
+        if not (self.eager and func in PLAIN):
+            if self.eager and not (func in VISIBLE or isinstance(func, OPERATORS_OF_TORCH)):
                 self.hiding = True
                 self.hidden_uses |= self.renewed
             if func in IN_PLACE:
                 return self._write_in_place(func, args, kwargs, now, named)
-            if func in _INPLACE_AT:
-                at = _INPLACE_AT[func]
+            if func in INPLACE_AT:
+                at = INPLACE_AT[func]
                 if named.get("inplace") or (len(now) > at and now[at]):
                     now, named = now[:at], {**named, "inplace": False}
                     return self._write(args[0] if args else kwargs["input"], func(*now, **named))
+            if func in DROPOUTS and _drops_nothing(func, now, named):
+                return now[0] if now else named["input"]  # dynamo makes another tensor of it, up to torch 2.11
             self._refuse_writing(func)
         if "out" in named and named["out"] is not None:
             out = kwargs["out"]
             if not isinstance(out, Tensor):
                 raise NotImplementedError(f"{self.where} calls {func.__name__} with several tensors as out.")
             return self._write(out, func(*now, **{name: value for name, value in named.items() if name != "out"}))
+        if func is Tensor.unflatten:  # a method of Python, which dynamo can't trace here up to torch 2.11
+            func = torch.unflatten
         result = func(*now, **named)
         if isinstance(result, Tensor):
-            if self.eager and func in _FACTORIES:
+            if self.eager and func in FACTORIES:
                 self.fresh.add(self._place(result).memory)
-            if result._base is not None or func in _DETACH:
+            if result._base is not None or func in DETACH:
                 self._note_view(func, now, result, (func, now[1:], named), 0)
         elif isinstance(result, tuple | list):
             self._note_parts(func, now, named, result)
@@ -194,7 +148,7 @@ class OutOfPlace(TorchFunctionMode):
 
     def _refuse_writing(self, func: Any) -> None:
         """Raise for functions that write and that are not known by another that returns a new tensor."""
-        if func in _REFUSED:
+        if func in REFUSED:
             raise NotImplementedError(f"{self.where} calls {func.__name__}, a write that training can't follow.")
         if self.eager:
             overload = isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable
@@ -285,30 +239,37 @@ class OutOfPlace(TorchFunctionMode):
             if not isinstance(part, Tensor):
                 return
             step: Step | None = None
-            if func in _UNBIND:
-                step = Tensor.select, (_dim(now, named, _UNBIND[func]), i), {}
-            elif func in _CUTS:
-                dim = _dim(now, named, _CUTS[func])
+            if func in UNBIND:
+                step = Tensor.select, (_dim(now, named, UNBIND[func]), i), {}
+            elif func in CUTS:
+                dim = _dim(now, named, CUTS[func])
                 step = Tensor.narrow, (dim, start, part.shape[dim]), {}
                 start += part.shape[dim]
             self._note_view(func, now, part, step, 0 if step is None else self.cuts)
 
     def _note_view(self, func: Any, now: Any, result: Tensor, step: Step | None, cut: int) -> None:
-        base: Tensor | None = now[0] if func in _DETACH else result._base
+        base: Tensor | None = now[0] if func in DETACH else result._base
         if base is None or result in self.places:
             return
         source = now[0] if now and isinstance(now[0], Tensor) else None
-        if source is None or func in _DETACH or func in _AS_STRIDED or not (base is source or base is source._base):
+        if source is None or func in DETACH or func in AS_STRIDED or not (base is source or base is source._base):
             step, cut = None, 0
         parent = self._place(base if step is None or source is None else source)
         seen = len(self.writes[parent.memory])
         self.places[result] = Place(result, seen, parent.memory, parent, step, cut)
-        if self.eager and (func not in _VISIBLE or (func in _UNBIND and _iterates())):
+        if self.eager and (func not in VISIBLE or (func in UNBIND and _iterates())):
             self.hidden_uses.add(parent.memory)
 
 
 def _dim(now: Any, named: Any, position: int) -> int:
     return named["dim"] if "dim" in named else now[position] if len(now) > position else 0
+
+
+def _drops_nothing(func: Any, now: Any, named: Any) -> bool:
+    p, training, default = DROPOUTS[func]
+    trains = named["training"] if "training" in named else now[training] if len(now) > training else default
+    share = named["p"] if "p" in named else now[p] if len(now) > p else 0.5
+    return not trains or share == 0
 
 
 def _iterates() -> bool:
@@ -330,19 +291,25 @@ def blocks_to_leave_eager() -> Iterator[set[str]]:
         _watching.remove(found)
 
 
-def out_of_place(where: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+class Named(Protocol):
+    """Block that has a name, for messages."""
+
+    name: str
+
+
+def out_of_place(block: Named, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `function` with its in-place code out of place. What it returns holds the tensors of the end.
 
     Arguments are not written: what `function` writes to them, its result shows.
 
-    where: name of the block, for messages; compiled code does not look at it, so that like blocks share one graph.
+    block: compiled code does not look at its name, so that like blocks share one graph.
 
     Raises NotImplementedError, with the function and the block, for a write that can't be followed.
     """
-    mode = OutOfPlace("A compiled block" if torch.compiler.is_compiling() else where)
+    mode = OutOfPlace("A compiled block" if torch.compiler.is_compiling() else block.name)
     with mode:
         result = function(*args, **kwargs)
     if not torch.compiler.is_compiling() and mode.hidden:
         for found in _watching:
-            found.add(where)
+            found.add(block.name)
     return mode.current(result)

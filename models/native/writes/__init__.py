@@ -1,0 +1,1 @@
+"""In-place writes of ComfyUI's blocks, made out of place for autograd."""
