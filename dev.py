@@ -7,6 +7,8 @@
                                   of each family; no linters and no types
   python dev.py test              linters, types and all tests
   python dev.py test --core       the tests of what depends on ComfyUI, for a look at another one by COMFYUI_PATH
+  python dev.py test --torch 2.11 with another torch, in an environment beside the first: tests/pure and tests/unit, and
+                                  what --fast runs of each family; with more arguments the tests that those name
   python dev.py test [PYTEST …]   only pytest, with these arguments
   python dev.py serve [MAIN …]    start ComfyUI with this pack, open at Try it; the arguments go to its main.py
   python dev.py lists             write the lists of models that train into docs/limits.md and help pages
@@ -23,8 +25,10 @@ the folder `static` of another frontend than the one that ComfyUI asks for.
 import contextlib
 import hashlib
 import importlib.util
+import json
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -57,8 +61,10 @@ CORE_TESTS = """
     wan/start_pictures
 """.split()
 PURE_TESTS = "tests/pure"  # which fail where torch or ComfyUI is loaded: they get a process of their own
+UNIT_TESTS = "tests/unit"
 FAST_TESTS = ("tests/comfy/every_family",)  # where a case of each family is marked `fast`
 MODES = ("--fast", "--core", "--slowest")
+OTHER_TORCH = "--torch"  # takes a version
 IN_PARALLEL = ("-n", "2", "--dist", "loadfile", "-q")
 TORCH = ("torch==2.14.0", "torchvision", "torchaudio")  # resolved together: torch takes only its own builds of the rest
 PACKAGES = ("nodes", "train", "data", "lora", "compile", "models", "memory", "common", "headless")
@@ -201,16 +207,12 @@ def is_complete(folder: Path) -> bool:
     return (folder / STAMP).is_file() and venv_python(folder).exists()
 
 
-def make_venv(folder: Path) -> Path:
-    import venv
-
-    try:
-        venv.create(folder, with_pip=True, symlinks=sys.platform != "win32")
-    except (subprocess.CalledProcessError, ImportError):
+def make_venv(folder: Path, python: str = sys.executable) -> Path:
+    if call([python, "-m", "venv", str(folder)]):
         raise SystemExit(
-            f"{sys.executable} cannot make virtual environments with pip; install its venv package "
+            f"{python} cannot make virtual environments with pip; install its venv package "
             "(on Debian and Ubuntu: apt-get install python3-venv)."
-        ) from None
+        )
     return venv_python(folder)
 
 
@@ -238,10 +240,42 @@ def python_of_environment(comfyui: Path) -> str:
     return str(venv_python(folder))
 
 
-def setup() -> tuple[str, Path]:
-    """The interpreter and the ComfyUI to run with."""
+def python_with_torch(python: str, version: str) -> str:
+    """Return an interpreter with this version of torch and all other packages of `python`.
+
+    Its environment holds torch, torchvision, torchaudio and their libraries. The packages of the first come behind
+    those by a .pth file, so that each name that both have is the own one.
+    """
+    folders = packages_of(python)
+    key = hashlib.sha256("\0".join(["1", version, *folders]).encode()).hexdigest()[:16]
+    folder = cache_folder() / "envs" / f"{key}-torch-{version}"
+    own = str(venv_python(folder))
+    with locked(folder.with_name(f"{folder.name}.lock")):
+        if not is_complete(folder):
+            print(f"Installing torch {version} in {folder} (some minutes, once; about 5 GB) …", flush=True)
+            shutil.rmtree(folder, ignore_errors=True)
+            make_venv(folder, python)
+            if call([own, "-m", "pip", "install", "--quiet", f"torch=={version}", *TORCH[1:]]):
+                shutil.rmtree(folder, ignore_errors=True)
+                raise SystemExit(f"torch {version} could not be installed; pip says why above.")
+            Path(packages_of(own)[0], "first_environment.pth").write_text("\n".join(folders), encoding="utf-8")
+            (folder / STAMP).write_text("complete\n")
+    return own
+
+
+def packages_of(python: str) -> list[str]:
+    """Return the folders of packages of an interpreter, in the order in which it looks into them."""
+    code = "import json, os, site; print(json.dumps([p for p in site.getsitepackages() if os.path.isdir(p)]))"
+    found: list[str] = json.loads(subprocess.run([python, "-c", code], capture_output=True, check=True).stdout)
+    return found
+
+
+def setup(torch: str | None = None) -> tuple[str, Path]:
+    """The interpreter and the ComfyUI to run with. torch: a version other than the pinned one."""
     comfyui = fetch_comfyui()
     python = python_of_environment(comfyui)
+    if torch is not None:
+        python = python_with_torch(python, torch)
     avoid_forbidden_instructions(python)
     return python, comfyui
 
@@ -403,11 +437,12 @@ def slowest(times: Path, count: int = 25) -> str:
 
 def test(arguments: list[str]) -> int:
     """Run all checks, or the part that one of MODES names; with arguments for pytest alone only pytest."""
+    torch, arguments = take_torch(arguments)
     chosen = {mode for mode in MODES if mode in arguments}
     arguments = [argument for argument in arguments if argument not in MODES]
     if {"--fast", "--core"} <= chosen:
         raise SystemExit("--fast and --core are two parts of the tests; give one of them.")
-    python, comfyui = setup()
+    python, comfyui = setup() if torch is None else setup(torch)
     with tempfile.TemporaryDirectory() as scratch:
         pytest = Pytest(python, comfyui, arguments, Path(scratch) if "--slowest" in chosen else None)
         if "--fast" in chosen:
@@ -417,11 +452,34 @@ def test(arguments: list[str]) -> int:
             status = pytest.run("pytest", *IN_PARALLEL, *core_files())
         elif arguments:
             status = only_pytest(pytest, python)
+        elif torch is not None:
+            status = with_torch(pytest, torch)
         else:
             status = everything(pytest, python)
         if pytest.times:
             print(slowest(pytest.times), flush=True)
     return status
+
+
+def take_torch(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """Return the version that `--torch VERSION` names, and the other arguments."""
+    arguments = [part for a in arguments for part in (a.split("=", 1) if a.startswith(f"{OTHER_TORCH}=") else [a])]
+    if OTHER_TORCH not in arguments:
+        return None, arguments
+    at = arguments.index(OTHER_TORCH)
+    version = "".join(arguments[at + 1 : at + 2])
+    if not re.fullmatch(r"\d+\.\d+(\.\d+)?(\+\w+)?", version):
+        raise SystemExit(f"--torch is {version or 'given no version'}; give it one, such as --torch 2.11.")
+    return version, arguments[:at] + arguments[at + 2 :]
+
+
+def with_torch(pytest: Pytest, version: str) -> int:
+    """Run what shows that the pack works with another torch."""
+    print(f"With torch {version}: tests/pure, tests/unit and what is marked `fast` of each family …", flush=True)
+    pytest.run("pytest without torch", *IN_PARALLEL, PURE_TESTS)
+    pytest.run("pytest of units", *IN_PARALLEL, UNIT_TESTS)
+    pytest.run("pytest of families", *IN_PARALLEL, "-m", "fast", *FAST_TESTS)
+    return told(pytest.failed)
 
 
 def only_pytest(pytest: Pytest, python: str) -> int:

@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import subprocess
 import sys
 import tarfile
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -205,6 +206,50 @@ def test_the_fast_tier_is_the_pure_tests_and_the_marked_ones_and_tells_what_it_l
     assert left_out.startswith("Left out: linters and types") and last == "Failed: pytest."
     with pytest.raises(SystemExit, match="give one of them"):
         dev.test(["--fast", "--core"])
+
+
+def test_another_torch_runs_units_and_families_and_names_what_failed(monkeypatch, capsys):
+    commands = recorded(monkeypatch, failing=("tests/unit",))
+    versions: list[str | None] = []
+    monkeypatch.setattr(dev, "setup", lambda torch=None: versions.append(torch) or ("python", Path("comfyui")))
+    assert dev.test(["--torch", "2.11"]) == 1
+    pure, units, families = commands
+    assert PURE in pure and "tests/unit" in units and families[families.index("-m", 3) + 1] == FAST
+    assert capsys.readouterr().out.splitlines()[-1] == "Failed: pytest of units."
+    monkeypatch.setattr(dev, "find_chromium", lambda python: None)
+    assert dev.test(["--torch=2.14.1", "tests/comfy", "-x"]) == 0
+    assert [word for word in commands[3] if "=" not in word] == ["python", "-m", "pytest", "tests/comfy", "-x"]
+    assert versions == ["2.11", "2.14.1"]
+
+
+@pytest.mark.parametrize("arguments", [["--torch"], ["--torch", "tests/unit"], ["--torch=2"], ["--torch", "2.11; x"]])
+def test_a_torch_without_a_version_is_a_sentence(arguments):
+    with pytest.raises(SystemExit, match="--torch is .*give it one, such as --torch 2.11"):
+        dev.test(arguments)
+
+
+def test_another_torch_comes_first_and_all_else_from_the_first_environment(tmp_path, monkeypatch):
+    """A real environment; in place of pip, a package is written into it."""
+    monkeypatch.setenv("TESSERA_CACHE", str(tmp_path / "cache"))
+    plain = dev.call
+
+    def call(command, **variables):
+        if "pip" not in command:
+            return plain(command, **variables)
+        installed.append(command[-3:])
+        (Path(dev.packages_of(command[0])[0]) / "pytest.py").write_text("own = True")
+        return len(installed) == 1
+
+    installed: list[list[str]] = []
+    monkeypatch.setattr(dev, "call", call)
+    with pytest.raises(SystemExit, match="torch 2.99 could not be installed"):
+        dev.python_with_torch(sys.executable, "2.99")
+    python = dev.python_with_torch(sys.executable, "2.99")
+    assert dev.python_with_torch(sys.executable, "2.99") == python
+    assert installed == [["torch==2.99", "torchvision", "torchaudio"]] * 2
+    code = "import pytest, _pytest; print(pytest.own, _pytest.__file__)"
+    found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert found[0] == "True" and any(found[1].startswith(folder) for folder in dev.packages_of(sys.executable))
 
 
 def test_with_arguments_pytest_runs_alone_and_with_no_other_options(monkeypatch):
