@@ -19,7 +19,8 @@ With --slowest each of the tests' commands ends by printing where the time went.
 
 COMFYUI_PATH names a ComfyUI to run with, TESSERA_PYTHON an interpreter that has everything installed already,
 TESSERA_CACHE the folder for the environment and ComfyUI, CHROMIUM the browser for the browser tests, TESSERA_FRONTEND
-the folder `static` of another frontend than the one that ComfyUI asks for.
+the folder `static` of another frontend than the one that ComfyUI asks for. The core part runs with the packages of
+NEWEST_PACKAGES in place of those that ComfyUI asks for; TESSERA_PACKAGES=pinned has it run with the latter.
 """
 
 import contextlib
@@ -60,6 +61,8 @@ CORE_TESTS = """
     flux2/flux2_family lora_files lora_reader model_kept preview qwen_image/full_width residency swap_patcher
     wan/start_pictures
 """.split()
+# What the core part runs with in place of what OLDEST asks for: the newest of the registry, raised by hand.
+NEWEST_PACKAGES = ("comfy-kitchen==0.2.40", "comfy-aimdo==0.6.0")
 PURE_TESTS = "tests/pure"  # which fail where torch or ComfyUI is loaded: they get a process of their own
 UNIT_TESTS = "tests/unit"
 FAST_TESTS = ("tests/comfy/every_family",)  # where a case of each family is marked `fast`
@@ -270,6 +273,24 @@ def packages_of(python: str) -> list[str]:
     return found
 
 
+def newest_packages(python: str, comfyui: Path) -> dict[str, str]:
+    """Provide NEWEST_PACKAGES in a folder of the cache, which goes before the environment: the variable that says so.
+
+    Empty for any other ComfyUI than OLDEST's, which asks for what it needs.
+    """
+    if comfyui != unpacked_comfyui() or os.environ.get("TESSERA_PACKAGES") == "pinned":
+        return {}
+    parts = (python, *NEWEST_PACKAGES)
+    folder = cache_folder() / "newest" / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    with locked(folder.with_suffix(".lock")):
+        if not (folder / STAMP).is_file():
+            print(f"Fetching {', '.join(NEWEST_PACKAGES)} …", flush=True)
+            shutil.rmtree(folder, ignore_errors=True)
+            run([python, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *NEWEST_PACKAGES])
+            (folder / STAMP).write_text("complete\n")
+    return {"PYTHONPATH": str(folder)}
+
+
 def setup(torch: str | None = None) -> tuple[str, Path]:
     """The interpreter and the ComfyUI to run with. torch: a version other than the pinned one."""
     comfyui = fetch_comfyui()
@@ -449,13 +470,13 @@ def test(arguments: list[str]) -> int:
             status = fast(pytest)
         elif "--core" in chosen:
             print(f"The core part with {comfyui} …", flush=True)
-            status = pytest.run("pytest", *IN_PARALLEL, *core_files())
+            status = pytest.run("pytest", *IN_PARALLEL, *core_files(), **newest_packages(python, comfyui))
         elif arguments:
             status = only_pytest(pytest, python)
         elif torch is not None:
             status = with_torch(pytest, torch)
         else:
-            status = everything(pytest, python)
+            status = everything(pytest, python, comfyui)
         if pytest.times:
             print(slowest(pytest.times), flush=True)
     return status
@@ -496,8 +517,8 @@ def fast(pytest: Pytest) -> int:
     return told(pytest.failed)
 
 
-def everything(pytest: Pytest, python: str) -> int:
-    """Run linters, types and all tests."""
+def everything(pytest: Pytest, python: str, comfyui: Path) -> int:
+    """Run linters, types and all tests: those of what depends on ComfyUI with the newest packages."""
     failed = failed_checks(python)
     options = [*IN_PARALLEL, "--durations=15"]
     pytest.run("pytest without torch", *IN_PARALLEL, PURE_TESTS)
@@ -507,7 +528,10 @@ def everything(pytest: Pytest, python: str) -> int:
         print(missing, flush=True)
         failed.append("browser tests (no Chromium)")
         options += ["--ignore", "tests/browser"]
-    pytest.run("pytest", *options, "--ignore", PURE_TESTS)
+    core = core_files()
+    apart = [word for path in core for word in ("--ignore", path)]
+    pytest.run("pytest", *options, "--ignore", PURE_TESTS, *apart)
+    pytest.run("pytest with the newest packages", *options, *core, **newest_packages(python, comfyui))
     return told(failed + pytest.failed)
 
 

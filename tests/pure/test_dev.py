@@ -153,10 +153,11 @@ def test_without_a_chromium_everything_else_is_checked_and_the_browser_tests_fai
     commands = recorded(monkeypatch)
     monkeypatch.setattr(dev, "provide_chromium", none)
     assert dev.test([]) == 1
-    *checks, pure, tests = commands
+    *checks, pure, tests, core = commands
     assert [set(c) & {"format", "mypy"} or {"check"} for c in checks] == [{"check"}, {"format"}, {"mypy"}]
     assert PURE in pure and "--ignore" not in pure
-    assert ignored(tests) == ["tests/browser", PURE]
+    assert ignored(tests) == ["tests/browser", PURE, *dev.core_files()]
+    assert set(dev.core_files()) <= set(core)
     assert "no Chromium here" in capsys.readouterr().out.splitlines()
 
 
@@ -169,8 +170,9 @@ def test_linters_and_types_come_before_chromium_is_looked_for_and_every_failure_
     before: list[int] = []
     monkeypatch.setattr(dev, "provide_chromium", lambda python: before.append(len(commands)))
     assert dev.test([]) == 1
-    assert before == [4] and len(commands) == 5 and ignored(commands[-1]) == [PURE]
-    assert capsys.readouterr().out.splitlines()[-1] == "Failed: ruff format, pytest without torch, pytest."
+    assert before == [4] and len(commands) == 6 and ignored(commands[-2]) == [PURE, *dev.core_files()]
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "Failed: ruff format, pytest without torch, pytest, pytest with the newest packages."
     recorded(monkeypatch)
     assert dev.test([]) == 0
 
@@ -179,9 +181,10 @@ def test_the_whole_run_is_of_one_comfyui_the_oldest_that_the_pages_and_the_packa
     commands = recorded(monkeypatch)
     monkeypatch.setattr(dev, "provide_chromium", lambda python: "chromium")
     monkeypatch.setattr(dev, "setup", lambda: ("python", dev.unpacked_comfyui()))
-    assert dev.test([]) == 0 and len(commands) == 5
+    monkeypatch.setattr(dev, "newest_packages", lambda python, comfyui: {})
+    assert dev.test([]) == 0 and len(commands) == 6
     parts = [word for command in commands for word in command if word.startswith("COMFYUI_PATH=")]
-    assert parts == [f"COMFYUI_PATH={dev.unpacked_comfyui()}"] * 2
+    assert parts == [f"COMFYUI_PATH={dev.unpacked_comfyui()}"] * 3
     asked = re.search(r'^requires-comfyui = ">=(.+)"$', (dev.ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
     assert asked and asked[1] == dev.OLDEST.version
     assert f"with {dev.OLDEST.version})" in (dev.ROOT / "README.md").read_text("utf-8")
@@ -194,6 +197,29 @@ def test_the_core_tests_run_alone_with_the_comfyui_that_is_there(monkeypatch):
     files = [word for word in command if word.startswith("tests/")]
     assert files == dev.core_files() and all((dev.ROOT / file).is_file() for file in files)
     assert "-x" in command and "COMFYUI_PATH=comfyui" in command
+
+
+def test_the_core_part_has_the_newest_packages_before_the_environment_s_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("TESSERA_CACHE", str(tmp_path))
+    monkeypatch.delenv("TESSERA_PACKAGES", raising=False)
+    commands = recorded(monkeypatch)
+
+    def install(command, **_):
+        Path(command[command.index("--target") + 1]).mkdir(parents=True)
+        commands.append(list(command))
+
+    monkeypatch.setattr(dev, "run", install)
+    monkeypatch.setattr(dev, "setup", lambda: ("python", dev.unpacked_comfyui()))
+    for _ in range(2):
+        assert dev.test(["--core"]) == 0
+    install, first, second = commands
+    assert install[-len(dev.NEWEST_PACKAGES) :] == list(dev.NEWEST_PACKAGES)
+    folder = install[install.index("--target") + 1]
+    assert f"PYTHONPATH={folder}" in first and f"PYTHONPATH={folder}" in second
+    monkeypatch.setenv("TESSERA_PACKAGES", "pinned")
+    assert dev.newest_packages("python", dev.unpacked_comfyui()) == {}
+    monkeypatch.delenv("TESSERA_PACKAGES")
+    assert dev.newest_packages("python", Path("another")) == {}
 
 
 def test_the_fast_tier_is_the_pure_tests_and_the_marked_ones_and_tells_what_it_leaves_out(monkeypatch, capsys):
