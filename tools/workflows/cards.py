@@ -66,6 +66,7 @@ _ROWS = [
     ("qwen_image_compile", "Compile Qwen-Image to sample faster", "Qwen-Image", WHOLE, NONE, ""),
     ("wan_compile", "Compile Wan to sample faster", "Wan 2.1", WHOLE, NONE, ""),
     ("flux_block_swap", "Sample FLUX with block swap", "FLUX.1 dev", SWAPPED, NONE, "Compiled as well."),
+    ("qwen_image21_lora", "Train a Qwen Image 2.1 LoRA", "Qwen Image 2.1", STREAMS, PICTURES, "ComfyUI 0.37 or newer."),
 ]
 CARDS = {
     name: Card(f"{number} {title}", f"{title}, on {model}. {more}".strip(), model, card, data)

@@ -66,6 +66,25 @@ def z_image_lora(graph: Graph) -> None:
     picture(graph, sampled[0], vae[0], "my_z_image_lora")
 
 
+def qwen_image21_lora(graph: Graph) -> None:
+    files = "Qwen-Image-2.1/resolve/main"
+    model_file = hub_file(f"{files}/diffusion_models/qwen_image_2.1_int8_convrot.safetensors", "diffusion_models")
+    clip_file = hub_file(f"{files}/text_encoders/qwen3vl_8b_int8_convrot.safetensors", "text_encoders")
+    vae_file = hub_file(f"{files}/vae/qwen_image_2.1_vae_bf16.safetensors", "vae")
+    more = "Qwen Image 2.1 needs ComfyUI 0.37 or newer. Tessera was not tried on the real model."
+    training_note(graph, [model_file, clip_file, vae_file], more)
+    model, clip, vae = load(graph, model_file, "qwen_image", [clip_file], vae_file)
+    data = pictures(graph, vae[0], clip[0])
+    positive, negative = prompts(graph, clip[0], PROMPT)
+    options = preview(graph, vae[0], positive[0])
+    trained = train(graph, "my_qwen_image21_lora", model[0], data, **options)
+    graph.column("Sample", NARROW)
+    latent = graph.node("EmptyLatentImage", width=1024, height=1024)
+    with_lora = graph.node("LoraModelLoader", tall=LORA_TALL, model=model[0], lora=trained[0])
+    sampled = ksampler(graph, with_lora, positive[0], negative[0], latent[0], steps=25, cfg=1)
+    picture(graph, sampled[0], vae[0], "my_qwen_image21_lora")
+
+
 def krea2_lora(graph: Graph) -> None:
     raw_file, turbo_file = (
         hub_file(f"Krea-2/resolve/main/diffusion_models/krea2_{name}_fp8_scaled.safetensors", "diffusion_models")
@@ -259,6 +278,7 @@ def ltx2_3_lora(graph: Graph) -> None:
 
 DESCRIPTIONS = [
     z_image_lora,
+    qwen_image21_lora,
     krea2_lora,
     anima_lora,
     sdxl_lora,
