@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -175,7 +176,8 @@ def eager(block: torch.nn.Module, given: Sequence[Any]) -> dict[str, Any]:
         return tensor
 
     own_kernels = {"scaled_dot_product_attention": lambda q, k, v, **_: flash(q, k, v), "rms_norm": eager_norm}
-    with patch.multiple(torch.nn.functional, **own_kernels):
+    on_gpu = patch.object(import_module("tessera.models.layers.norm_rope"), "DEVICES", ("meta",))
+    with on_gpu, patch.multiple(torch.nn.functional, **own_kernels):
         with saved_tensors_hooks(pack, lambda tensor: tensor), Launches() as forward:
             out = block(*given, {})
         outs = out if isinstance(out, tuple | list) else (out,)

@@ -89,13 +89,19 @@ def counts_table(rows: Rows) -> str:
 def priced(rows: Rows, card: str = "H100") -> str:
     """Seconds of a step's blocks on a card, by kinds of kernels."""
     lines = [
-        [name, way, *(f"{part:.3f}" for part in seconds(blocks, way, card)), str(step_launches(blocks, way))]
+        [name, f"{way}{' *' * (not _complete(blocks, way))}", *(f"{part:.3f}" for part in seconds(blocks, way, card)),
+         str(step_launches(blocks, way))]
         for name, blocks in rows.items()
         for way in (*ways(blocks), EAGER)
-    ]
+    ]  # fmt: skip
     return markdown_table(
         ("model", "kept for backward", *(name for name, _ in COLUMNS), "sum, seconds", "launches"), lines
     )
+
+
+def _complete(blocks: list[Block], way: str) -> bool:
+    """True where copies, bytes moved and cycles were counted too."""
+    return all(len(line) > 5 for block in blocks for graph in graphs_of(block, way) for line in graph["kernels"])
 
 
 def cards_table(rows: Rows) -> str:
@@ -195,7 +201,8 @@ H100): a price by these rates, no measurement. Other kernels take what their mem
 longer, and 3 us each (`cost.py`, `triton_work.py`). By these counts of the code that ran on one H100 with torch 2.11,
 each kind of kernel comes out within 5 % of what it took there, with nothing recomputed and with all
 (`counted_measured.json`). Of eager kernels only the bytes are known: there those beside products and attention took
-a third longer.
+a third longer. Lines with a star were counted by bytes only, and cost more than they say:
+`counted.py --write` counts them whole.
 
 {priced(rows)}
 
@@ -217,8 +224,7 @@ Time of a step's blocks and what they keep, as parts of those where nothing is c
 
 ## Before and after
 
-Against the counts of before the step was brought down (`counted_before.json`). RMS norm of the eager blocks is taken
-apart in those, as torch does it without a GPU, and one kernel now.
+Against the counts of the code that ran on an H100 (`counted_before.json`), lowered by the same torch.
 
 {compared(before["rows"], rows)}
 

@@ -26,6 +26,7 @@ from triton_work import SMS, work_by_kernel
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 NO_LAUNCH = ("empty", "_unsafe_view", "detach", "prim.")
+OWN = "tessera."  # ops of the pack whose kernels are in Triton
 THIN = 64  # a product with a side up to this is bound by bytes
 L2_CACHE = 25 << 20  # each half of an H100's
 # cuBLAS splits a long sum along rows of memory where the result has fewer tiles of this size than the card has SMs, and
@@ -238,7 +239,7 @@ def _generated(graph: torch.fx.GraphModule, inputs: list[Any], fake: Any, name: 
             kernels = [kernel for node in lowering.scheduler.nodes for kernel in _kernels(node, fake)]
     text = getattr(code, "value", code)
     launched = len(LAUNCHED.findall(text))
-    counted = sum(kernel.kind == "triton" for kernel in kernels)
+    counted = sum(kernel.kind == "triton" and not kernel.name.startswith(OWN) for kernel in kernels)
     assert launched == counted, f"{launched} kernels are launched and {counted} were found"
     return kernels, text
 
@@ -252,7 +253,7 @@ def _measured(kernels: Sequence[Kernel], code: str) -> list[Kernel]:
     known, names = work_by_kernel(code), iter(LAUNCHED.findall(code))
     found = []
     for kernel in kernels:
-        if kernel.kind == "triton" and (name := next(names)):
+        if kernel.kind == "triton" and not kernel.name.startswith(OWN) and (name := next(names)):
             kernel = replace(kernel, moved=known[name].moved, cycles=known[name].cycles)
         found.append(kernel)
     return found
@@ -303,7 +304,16 @@ def _of_op(op: Any, given: Sequence[Any], options: dict[str, Any], out: Any, siz
         flop = 2 * out.numel() * a.shape[-1] if in_place else flop
         product = Kernel("thin" if min(sides) <= THIN else "product", f"{_short(op)} {sides}", size, flop)
         return [*_before_product(given[-2:] if in_place else given, sides), product]
+    if str(op).startswith(OWN) and not flop:
+        return _own(op, given, out)
     return [Kernel("other", _short(op), size, flop)]
+
+
+def _own(op: Any, given: Sequence[Any], out: Any) -> list[Kernel]:
+    """The launches of an op of ours: one for each part that it is given, which reads and writes every tensor once."""
+    moved = sum(t.numel() * t.element_size() for t in tree_leaves((given, out)) if isinstance(t, torch.Tensor))
+    parts = next(len(value) for value in given if isinstance(value, list | tuple))
+    return [Kernel("triton", _short(op), moved // parts)] * parts
 
 
 def _before_product(given: Sequence[Any], sides: tuple[int, int, int]) -> list[Kernel]:
@@ -379,7 +389,7 @@ def _short(op: Any) -> str:
 
 
 def _value(value: Any) -> Any:
-    return value.meta["val"] if isinstance(value, torch.fx.Node) else value
+    return torch.fx.map_arg(value, lambda node: node.meta["val"])
 
 
 def _ops_of(node: Any) -> str:
@@ -477,7 +487,9 @@ def lower(
     attending = patch.object(functional, "scaled_dot_product_attention", _flash)
     gradients = import_module("tessera.models.adapters.low_rank.gradients")
     as_cuda = patch.object(gradients, "DEVICES", ("cpu", "cuda"))  # for which these tensors stand
-    with fake, as_cuda, compiling, attending, patch.object(functional, "rms_norm", norm), suppress(_AllIsLowered):
+    own = patch.object(import_module("tessera.models.layers.norm_rope"), "DEVICES", ("cpu",))  # moved to a GPU later
+    norms = patch.object(functional, "rms_norm", norm)
+    with fake, as_cuda, compiling, attending, own, norms, suppress(_AllIsLowered):
         compiled(*state.values(), *tensors)
     for module, of, value in casts.values():
         module.casts = {**module.casts, of: value}

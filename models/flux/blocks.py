@@ -6,7 +6,7 @@ trace whole; so the blocks are written here again, without in-place operations, 
 B samples, N tokens of the sample's own picture, R of its references, L of its text, D hidden.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,17 +15,21 @@ from torch import Tensor, nn
 from ...memory.weights.frozen import FrozenWeights
 from ..family import Block, ModelInputs
 from ..layers.lora_linear import LoraLinear, Masks, masks_of
-from ..layers.math import finite_in_fp16, gate_parts, modulate_parts, rotate
+from ..layers.math import finite_in_fp16, gate_parts, modulate_parts
+from ..layers.norm_rope import norm_rope
 from .layers import QKNorm, gated_silu, gelu
 
 Modulation = tuple[Tensor, ...]
 """shift, scale and gate, each (B, 1, D), or (B, 2, D) with a second row for the tokens from a given one on."""
 
 
-def _turned(q: Tensor, k: Tensor, norm: QKNorm, pe: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k, each (B, T, H, head), normalised and rotated."""
-    q, k = norm(q, k)
-    return rotate(q, pe), rotate(k, pe)
+def _rotated(q: Sequence[Tensor], k: Sequence[Tensor], norms: Sequence[QKNorm], pe: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k, normalised, rotated and joined, of the parts of a sequence, each (B, T, H, head)."""
+    query, key = [norm.query for norm in norms], [norm.key for norm in norms]
+    q_joint, k_joint = (
+        norm_rope(parts, [norm.weight for norm in own], pe, own[0].eps) for parts, own in ((q, query), (k, key))
+    )
+    return q_joint, k_joint
 
 
 class FluxStream(nn.Module):
@@ -50,14 +54,12 @@ class FluxStream(nn.Module):
         assert self.mod is not None
         return self.mod(vec, masks.get("mod"))
 
-    def heads(
-        self, x: Tensor, modulation: Modulation, pe: Tensor, own: int, masks: Masks
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """x: (B, T, D), pe: (B, T, 1, head/2, 2) → rotated q and k, and v, each (B, T, H, head)."""
+    def heads(self, x: Tensor, modulation: Modulation, own: int, masks: Masks) -> tuple[Tensor, Tensor, Tensor]:
+        """x: (B, T, D) → q and k before their norm, and v, each (B, T, H, head)."""
         shift, scale, _ = modulation
         qkv = self.qkv(modulate_parts(x, shift, scale, own), masks.get("qkv"))
         q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).unbind(2)
-        return *_turned(q, k, self.norm, pe), v
+        return q, k, v
 
     def after_attention(
         self, x: Tensor, attended: Tensor, first: Modulation, second: Modulation, own: int, masks: Masks
@@ -108,19 +110,20 @@ class JointBlock(Block):
         attention that takes them; the rest as in `forward`."""
         img_masks, txt_masks = masks_of("img.", masks), masks_of("txt.", masks)
         img_parts, txt_parts, text = img_mod.chunk(6, dim=-1), txt_mod.chunk(6, dim=-1), txt.shape[1]
+        img_heads = self.img.heads(img, img_parts[:3], own, img_masks)
+        txt_heads = self.txt.heads(txt, txt_parts[:3], text, txt_masks)
         # Rotated before they are joined: a compiler then writes of all this only what attention reads.
-        txt_pe, img_pe = self.parted(pe, text)
-        img_heads = self.img.heads(img, img_parts[:3], img_pe, own, img_masks)
-        txt_heads = self.txt.heads(txt, txt_parts[:3], txt_pe, text, txt_masks)
-        q, k, v = map(self.joined, txt_heads, img_heads)
+        qs, ks, vs = map(self.in_order, txt_heads, img_heads)
+        q, k = _rotated(qs, ks, self.in_order(self.txt.norm, self.img.norm), pe)
+        v = torch.cat(vs, dim=1)
         txt_attended, img_attended = self.parted(self.attention(q, k, v, *bounds), text)
         img = self.img.after_attention(img, img_attended, img_parts[:3], img_parts[3:], own, img_masks)
         txt = self.txt.after_attention(txt, txt_attended, txt_parts[:3], txt_parts[3:], text, txt_masks)
         return img, finite_in_fp16(txt)
 
-    def joined(self, txt: Tensor, img: Tensor) -> Tensor:
-        """txt: (B, L, …), img: (B, N + R, …) → (B, L + N + R, …)."""
-        return torch.cat((txt, img) if self.text_first else (img, txt), dim=1)
+    def in_order(self, txt: Any, img: Any) -> tuple[Any, Any]:
+        """The things of the text and of the pictures, as these stand in the joint sequence."""
+        return (txt, img) if self.text_first else (img, txt)
 
     def parted(self, joint: Tensor, text: int) -> tuple[Tensor, Tensor]:
         """The parts of the text, of L = `text` tokens, and of the pictures. joint: (B, L + N + R, …)."""
@@ -189,7 +192,7 @@ class ParallelBlock(Block):
         heads = self.num_heads
         parts = joint.unflatten(-1, (-1, x.shape[-1] // heads))
         q, k, v, hidden = parts.split((heads, heads, heads, parts.shape[2] - 3 * heads), dim=2)
-        q, k = _turned(q, k, self.norm, pe)
+        q, k = _rotated([q], [k], [self.norm], pe)
         joint = torch.cat((self.attention(q, k, v, *bounds), self.activation(hidden.flatten(2))), dim=-1)
         return finite_in_fp16(gate_parts(x, self.linear2(joint, masks.get("linear2")), gate, own))
 

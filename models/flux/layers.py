@@ -9,15 +9,12 @@ from ..layers.lora_linear import LoraLinear
 
 
 class QKNorm(nn.Module):
-    """RMS norm of queries and keys over the head dimension."""
+    """RMS norms of queries and keys over the head dimension, which `norm_rope` applies."""
 
     def __init__(self, weights: FrozenWeights, name: str, eps: float | None):
         super().__init__()
         self.query = RMSNorm(weights, f"{name}.query_norm", eps)
         self.key = RMSNorm(weights, f"{name}.key_norm", eps)
-
-    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return self.query(q), self.key(k)
 
 
 class Embedder(nn.Module):

@@ -14,7 +14,8 @@ from ..family import Block, ModelInputs, RunBlock
 from ..layers.attention import RaggedAttention
 from ..layers.frozen import RMSNorm
 from ..layers.lora_linear import LoraLayer, LoraLinear, Masks, masks_of, run_together
-from ..layers.math import gate_parts, modulate, modulate_parts, rope, rotate
+from ..layers.math import gate_parts, modulate, modulate_parts, rope
+from ..layers.norm_rope import norm_rope
 
 Modulation = tuple[Tensor, Tensor, Tensor]
 """shift, scale and gate, each (B, 1, D), or (B, 2, D) with a row for the tokens of references."""
@@ -54,12 +55,12 @@ class QwenStream(nn.Module):
         self.norm_k = RMSNorm(weights, f"{prefix}.attn.{k_norm}", getattr(block.attn, k_norm).eps)
         self.num_heads = block.num_attention_heads
 
-    def heads(self, x: Tensor, first: Modulation, pe: Tensor, own: int, masks: Masks) -> tuple[Tensor, Tensor, Tensor]:
-        """x: (B, T, D), pe: (B, T, 1, head/2, 2) → q and k, normalised and rotated, and v, each (B, T, H, head)."""
+    def heads(self, x: Tensor, first: Modulation, own: int, masks: Masks) -> tuple[Tensor, Tensor, Tensor]:
+        """x: (B, T, D) → q and k before their norm, and v, each (B, T, H, head)."""
         x = modulate_parts(x, first[0], first[1], own)
         qkv = run_together((self.q, self.k, self.v), x, [masks.get(name) for name in "qkv"])
         q, k, v = (part.unflatten(-1, (self.num_heads, -1)) for part in qkv)
-        return rotate(self.norm_q(q), pe), rotate(self.norm_k(k), pe), v
+        return q, k, v
 
     def after_attention(
         self, x: Tensor, attended: Tensor, first: Modulation, second: Modulation, own: int, masks: Masks
@@ -100,10 +101,12 @@ class QwenBlock(Block):
         img_masks, txt_masks = masks_of("img.", masks), masks_of("txt.", masks)
         img_mod = self.img.mod(vec, img_masks.get("mod")).chunk(6, dim=-1)
         txt_mod = self.txt.mod(vec[:, :1], txt_masks.get("mod")).chunk(6, dim=-1)
-        img_pe, txt_pe = pe.split((img.shape[1], txt.shape[1]), dim=1)
-        img_heads = self.img.heads(img, img_mod[:3], img_pe, own, img_masks)
-        txt_heads = self.txt.heads(txt, txt_mod[:3], txt_pe, own, txt_masks)
-        q, k, v = (torch.cat(both, dim=1) for both in zip(img_heads, txt_heads, strict=True))
+        img_heads = self.img.heads(img, img_mod[:3], own, img_masks)
+        txt_heads = self.txt.heads(txt, txt_mod[:3], own, txt_masks)
+        qs, ks, vs = zip(img_heads, txt_heads, strict=True)
+        q = norm_rope(qs, (self.img.norm_q.weight, self.txt.norm_q.weight), pe, self.img.norm_q.eps)
+        k = norm_rope(ks, (self.img.norm_k.weight, self.txt.norm_k.weight), pe, self.img.norm_k.eps)
+        v = torch.cat(vs, dim=1)
         attended = self.attend(q, k, v, bounds)
         img_attended, txt_attended = attended.split((img.shape[1], txt.shape[1]), dim=1)
         img = self.img.after_attention(img, img_attended, img_mod[:3], img_mod[3:], own, img_masks)

@@ -11,7 +11,7 @@ from ..family import Block, ModelInputs
 from ..layers.attention import Attention
 from ..layers.frozen import LayerNorm, RMSNorm
 from ..layers.lora_linear import LoraLinear, Masks, masks_of, run_together
-from ..layers.math import rotate
+from ..layers.norm_rope import rope_heads
 from .layers import Modulation, gate_frames, modulate_frames
 
 
@@ -33,8 +33,8 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, pe: Tensor, masks: Masks) -> Tensor:
         q, k, v = run_together((self.q, self.k, self.v), x, [masks.get(name) for name in "qkv"])
-        q = rotate(_heads(self.norm_q(q), self.num_heads), pe)
-        k = rotate(_heads(self.norm_k(k), self.num_heads), pe)
+        q = rope_heads(_heads(self.norm_q(q), self.num_heads), pe)
+        k = rope_heads(_heads(self.norm_k(k), self.num_heads), pe)
         return self.o(self.attention(q, k, _heads(v, self.num_heads)), masks.get("o"))
 
 
