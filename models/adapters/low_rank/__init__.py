@@ -1,1 +1,0 @@
-"""Products of the small factors of an adapter, beside a frozen Linear."""
