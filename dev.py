@@ -268,7 +268,8 @@ def python_with_torch(python: str, version: str) -> str:
 
 def packages_of(python: str) -> list[str]:
     """Return the folders of packages of an interpreter, in the order in which it looks into them."""
-    code = "import json, os, site; print(json.dumps([p for p in site.getsitepackages() if os.path.isdir(p)]))"
+    # Not `site.getsitepackages`, which leaves out what .pth files add.
+    code = "import json, sys; print(json.dumps([p for p in sys.path if p.endswith('-packages')]))"
     found: list[str] = json.loads(subprocess.run([python, "-c", code], capture_output=True, check=True).stdout)
     return found
 

@@ -1,6 +1,7 @@
 """Sentences for every kind of graph break that the installed torch knows."""
 
 import json
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,6 +12,9 @@ _TORCH = find_spec("torch")  # found, not loaded
 assert _TORCH is not None and _TORCH.origin is not None
 _REGISTRY = json.loads((Path(_TORCH.origin).parent / "_dynamo" / "graph_break_registry.json").read_text())
 KINDS = sorted({entry["Gb_type"] for entries in _REGISTRY.values() for entry in entries})
+# Torch 2.11 has them not yet, 2.14 has them.
+NEWER = {"Custom op missing fake impl during tracing", "Data pointer comparison", "Tensor device mismatch"}
+HAS_NEWER = tuple(map(int, version("torch").split(".")[:2])) >= (2, 14)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +41,7 @@ KINDS = sorted({entry["Gb_type"] for entries in _REGISTRY.values() for entry in 
     ],
 )
 def test_the_kinds_that_models_meet_are_kinds_of_this_torch_and_have_their_words(kind, said):
-    assert kind in KINDS
+    assert kind in KINDS or (kind in NEWER and not HAS_NEWER)
     assert said in explain_break(f"{kind}\n  Explanation: what torch says\n  Hint: no hint")
 
 
