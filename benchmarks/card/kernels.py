@@ -17,7 +17,7 @@ KINDS = {
     "optimizer": ("multi_tensor", "adam"),
 }
 REGIONS = ("Torch-Compiled Region", "CompiledFunction")  # the names of what runs a compiled graph
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm")
 LOW_PRODUCTS = ("aten::_scaled_mm", "comfy_kitchen::int8_linear")  # a layer that fell back to 16 bits calls neither
 LARGEST = 25  # kernels that are named
 

@@ -28,8 +28,9 @@ MATMUL_OPS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops
 
 def matmul_ops() -> set[Any]:
     """Return the ops of which selective checkpointing keeps a part of the results."""
-    own = ("stored_linear", "quantised_linear", "low_linear")
-    return MATMUL_OPS | {getattr(torch.ops.tessera, name).default for name in own}
+    names = ("stored_linear", "quantised_linear", "low_linear", "adapted_linear")
+    own = (getattr(torch.ops.tessera, name, None) for name in names)
+    return MATMUL_OPS | {op.default for op in own if op is not None}
 
 
 def attention_ops() -> set[Any]:

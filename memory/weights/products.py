@@ -227,18 +227,23 @@ def _low_linear(
     forward: str,
     backward: str,
     turned: int,
+    hidden: Tensor | None = None,
+    up: Tensor | None = None,
 ) -> Tensor:
-    """x: (…, in) → (…, out). codes, steps: x as `_to_fp8` rounds it, where `forward` is FP8."""
+    """x: (…, in) → (…, out). codes, steps: x as `_to_fp8` rounds it, where `forward` is FP8. hidden, up: see
+    `low_linear`."""
+    y: Tensor
     if codes is not None and steps is not None:
-        return _fp8_linear(codes, steps, weight, scale, bias, x.dtype)
-    if forward == INT8 and scale is not None:
-        return _int8_product(x, weight, scale, bias, turned, x.dtype)
-    full: Tensor = (
-        torch.ops.tessera.stored_linear(x, weight, scale, bias)
-        if layout is None
-        else torch.ops.tessera.quantised_linear(x, [weight, scale], bias, layout)
-    )
-    return full
+        y = _fp8_linear(codes, steps, weight, scale, bias, x.dtype)
+    elif forward == INT8 and scale is not None:
+        y = _int8_product(x, weight, scale, bias, turned, x.dtype)
+    elif layout is None:
+        y = torch.ops.tessera.stored_linear(x, weight, scale, bias)
+    else:
+        y = torch.ops.tessera.quantised_linear(x, [weight, scale], bias, layout)
+    if hidden is not None and up is not None:
+        y.view(-1, len(up)).addmm_(hidden, up.t())
+    return y
 
 
 @_low_linear.register_fake
@@ -249,12 +254,13 @@ def _(x, codes, steps, weight, *_):
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.set_materialize_grads(False)
     weight, scale = inputs[3:5]
-    ctx.layout, _, ctx.backward, ctx.turned = inputs[6:]
+    ctx.layout, _, ctx.backward, ctx.turned, hidden, _ = inputs[6:]
+    assert hidden is None, "whoever gives a thin product has its gradient"
     ctx.save_for_backward(weight, scale)
 
 
 def _input_grad(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-    none = (None,) * 9
+    none = (None,) * 11
     if grad is None:  # nothing downstream contributes to the loss
         return None, *none
     weight, scale = ctx.saved_tensors
@@ -281,19 +287,31 @@ def _flops(weight: Tensor, shape: Any) -> int:
     return 2 * math.prod(shape[:-1]) * weight.numel()
 
 
-register_flop_formula(torch.ops.tessera.low_linear, get_raw=True)(lambda *given, **_: _flops(given[3], given[0].shape))
+@register_flop_formula(torch.ops.tessera.low_linear, get_raw=True)
+def _low_linear_flops(x: Tensor, codes: Any, steps: Any, weight: Tensor, *rest: Any, **_: Any) -> int:
+    hidden, up = rest[6:8] if len(rest) > 6 else (None, None)
+    return _flops(weight, x.shape) + (0 if hidden is None else 2 * hidden.numel() * len(up))
+
+
 for _op in (torch.ops.tessera.int8_matmul_back, torch.ops.tessera.fp8_matmul_back):
     register_flop_formula(_op, get_raw=True)(lambda grad, weight, *_, **__: _flops(weight, grad.shape))
 
 
 def low_linear(
-    x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, layout: str | None, products: Products
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    layout: str | None,
+    products: Products,
+    added: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     """Multiply x, (…, in) → (…, out), by `products`; only weight and scale are saved for backward.
 
     An op of its own, opaque as that of a full product is, and for the same reason. scale: fp32, a scalar or (out, 1).
-    layout: the text of the weight's `Format` where it has one.
+    layout: the text of the weight's `Format` where it has one. added: hidden (n, rank) and up (m, rank), whose product
+    is added to the result in place; without a gradient, for the forward of a function that has one.
     """
     # Rounded in the open, and handed to the op beside x, through which the gradient goes.
     rounded = _to_fp8(x.detach()) if products.forward == FP8 else (None, None)
-    return _low_linear(x, *rounded, weight, scale, bias, layout, *products)
+    return _low_linear(x, *rounded, weight, scale, bias, layout, *products, *added)

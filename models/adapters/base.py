@@ -150,16 +150,6 @@ def as_rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def add_product(y: Tensor, hidden: Tensor, up: Tensor) -> Tensor:
-    """y + hidden · upᵀ, (…, out), as one product that starts from y: the product alone is never in memory.
-
-    hidden: (…, rank) with the rows of y. up: (out, rank). Out of place, as selective checkpointing may hold y. From
-    torch 2.14 on CUDA's product reads y and writes the sum; before, it copies y first, which takes as long as a sum of
-    its own (pytorch/pytorch#191706).
-    """
-    return torch.addmm(as_rows(y), as_rows(hidden), up.t()).view(y.shape)
-
-
 def kaiming_uniform(into: Tensor, source: torch.Generator) -> None:
     """Initialise as torch does a Linear: uniform within 1 / √columns."""
     bound = into.shape[-1] ** -0.5

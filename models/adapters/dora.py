@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ...memory.weights.frozen_linear import FrozenLinear
-from .base import AdapterSpec, DropMask, ReadWeights, Shape, add_product
+from .base import AdapterSpec, DropMask, ReadWeights, Shape, as_rows
 from .lora import LoraAdapter
+from .low_rank.linear import added_product
 
 # ComfyUI's reader adds it to the lengths.
 _EPS = torch.finfo(torch.float32).eps
@@ -55,13 +56,13 @@ class DoraAdapter(LoraAdapter):
         # rounded to x's dtype, as a merged weight is: in bf16 a column's length takes effect from about 0.2 % on.
         gain = (ratio - 1).to(x.dtype)
         if mask is not None and mask.module is not None:
-            y = frozen.apply(torch.addcmul(x, x, gain * mask.module))
-        else:
-            y = frozen.apply(torch.addcmul(x, x, gain))
+            gain = gain * mask.module
+        scaled = torch.addcmul(x, x, gain)
         hidden = self.scaled(linear(x, (self.down * ratio).to(x.dtype)))
         if mask is not None:
             hidden = hidden * mask.update
-        return add_product(y, hidden, self.up.to(x.dtype))
+        y = added_product(frozen, as_rows(scaled), as_rows(hidden), self.up.to(x.dtype))
+        return y.unflatten(0, x.shape[:-1])
 
     def adapted_lengths(self, frozen: FrozenLinear, dtype: torch.dtype) -> Tensor:
         """(in,): ‖W + delta W‖ of each column, fp32, without a gradient."""

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ...memory.weights.frozen_linear import FrozenLinear
-from .base import Adapter, AdapterSpec, DropMask, ReadWeights, Shape, add_product, as_rows, norm_of_product
+from .base import Adapter, AdapterSpec, DropMask, ReadWeights, Shape, as_rows, norm_of_product
+from .low_rank.linear import added_product
 
 # A slice of delta W, in numbers: 16 MB in fp32.
 _SLICE = 2**22
@@ -44,15 +45,14 @@ class LohaAdapter(Adapter):
 
     def forward(self, x: Tensor, frozen: FrozenLinear, mask: DropMask | None) -> Tensor:
         rows = as_rows(x)
-        y = frozen.apply(rows)
         a, b = self.factors()
         # The rows of B are products of normal numbers: made as short as LoRA's, so that fp16 holds what they give.
         length = math.sqrt(self.in_features)
         hidden, a = self.scaled(linear(rows, (b / length).to(x.dtype))), (a * length).to(x.dtype)
         if mask is None:
-            return add_product(y, hidden, a).unflatten(0, x.shape[:-1])
+            return added_product(frozen, rows, hidden, a).unflatten(0, x.shape[:-1])
         update = linear(hidden, a).unflatten(0, x.shape[:-1])
-        return y.view_as(update) + update * mask.update
+        return frozen.apply(rows).view_as(update) + update * mask.update
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """A (out, rank²) and B (rank², in)."""

@@ -12,11 +12,12 @@ from .base import (
     DropMask,
     ReadWeights,
     Shape,
-    add_product,
+    as_rows,
     factorize,
     kaiming_uniform,
     norm_of_product,
 )
+from .low_rank.linear import added_product
 
 
 class LokrAdapter(Adapter):
@@ -61,7 +62,6 @@ class LokrAdapter(Adapter):
             kaiming_uniform(self.lokr_w2_a, source)
 
     def forward(self, x: Tensor, frozen: FrozenLinear, mask: DropMask | None) -> Tensor:
-        y = frozen.apply(x)
         w1 = self.cast("lokr_w1", x.dtype)
         rows = x.unflatten(-1, (w1.shape[1], -1))  # (…, m, n)
         if self.full_matrix:
@@ -70,9 +70,9 @@ class LokrAdapter(Adapter):
             hidden = _mixed(self.scaled(linear(rows, self.cast("lokr_w2_b", x.dtype))), w1)
             w2_a = self.cast("lokr_w2_a", x.dtype)
             if mask is None:
-                return add_product(y.unflatten(-1, (w1.shape[0], -1)), hidden, w2_a).flatten(-2)
+                return added_product(frozen, as_rows(x), as_rows(hidden), w2_a).unflatten(0, x.shape[:-1])
             update = linear(hidden, w2_a)
-        update = update.flatten(-2)
+        update, y = update.flatten(-2), frozen.apply(x)
         return y + (update if mask is None else update * mask.update)
 
     def drop_width(self) -> int:

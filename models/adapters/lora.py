@@ -6,10 +6,10 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from ...memory.weights.frozen_linear import FrozenLinear
-from .base import DROPOUTS, Adapter, AdapterSpec, DropMask, ReadWeights, Shape, add_product, as_rows, norm_of_product
+from .base import DROPOUTS, Adapter, AdapterSpec, DropMask, ReadWeights, Shape, as_rows, norm_of_product
+from .low_rank.linear import Update, lora_linears
 
 
 class LoraAdapter(Adapter):
@@ -39,16 +39,8 @@ class LoraAdapter(Adapter):
         self.down.uniform_(-bound, bound, generator=source)
 
     def forward(self, x: Tensor, frozen: FrozenLinear, mask: DropMask | None) -> Tensor:
-        down, up = self.factors(x.dtype)
-        rows = as_rows(x)
-        return self.finish(frozen.apply(rows), linear(rows, down), up, x.shape[:-1], mask)
-
-    def finish(self, y: Tensor, hidden: Tensor, up: Tensor, shape: torch.Size, mask: DropMask | None) -> Tensor:
-        """The output (*shape, out) from the frozen layer's, y (rows, out), x·downᵀ (rows, ranks), and up."""
-        hidden = self.scaled(hidden)
-        if mask is not None:
-            hidden = hidden.unflatten(0, shape) * self.kept(mask.update)
-        return add_product(y, hidden, up).unflatten(0, shape)
+        (y,) = run_loras(x, [frozen], [self], [mask])
+        return y
 
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """down and up of the update, in `dtype`."""
@@ -75,11 +67,11 @@ def run_loras(
 ) -> list[Tensor]:
     """Run Linears that read one input, x (…, in), with one product for the downs of all: for these x, and in backward
     x and its gradient, pass through memory once."""
-    rows = as_rows(x)
     factors = [adapter.factors(x.dtype) for adapter in adapters]
     downs = [down for down, _ in factors]
-    hidden = linear(rows, torch.cat(downs)).split([len(down) for down in downs], dim=1)
-    return [
-        adapter.finish(weights.apply(rows), own, up, x.shape[:-1], mask)
-        for weights, adapter, own, (_, up), mask in zip(frozen, adapters, hidden, factors, masks, strict=True)
+    updates = [
+        Update(up, adapter.scale, None if mask is None else adapter.kept(mask.update))
+        for adapter, (_, up), mask in zip(adapters, factors, masks, strict=True)
     ]
+    down, shape = downs[0] if len(downs) == 1 else torch.cat(downs), x.shape[:-1]
+    return [y.unflatten(0, shape) for y in lora_linears(as_rows(x), frozen, down, updates, shape)]

@@ -14,6 +14,7 @@ from tessera.lora.options import NetworkOptions
 from tessera.lora.plan import base_spec
 from tessera.memory.weights.frozen_linear import FrozenLinear
 from tessera.models.adapters.base import Adapter, DropMask, factorize
+from tessera.models.adapters.low_rank.ops import adapted_input_grad, adapted_linear, stored_tensors
 from tessera.models.adapters.registry import adapter_kind
 from tessera.models.layers.lora_linear import LoraLinear, run_together
 from tiny.adapters import ALGORITHMS, adapted_weight, fill, numbers
@@ -190,14 +191,30 @@ class Writes(TorchDispatchMode):
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("name", ["lora", "pissa", "dora", "loha", "lokr"])
 def test_the_frozen_product_is_where_the_update_starts(name, masked):
-    """Two products write the layer's output, and no sum of two does; masks of whole outputs cannot be in a product."""
+    """One op writes the layer's output, and inside it the second product adds to the first. Masks of whole outputs
+    cannot be in a product."""
     frozen = frozen_layer()
     adapter = made(NetworkOptions(**ALGORITHMS[name]), frozen)
     mask = DropMask(torch.ones(2, 1, adapter.drop_width()), torch.ones(2, 1, 1) if name == "dora" else None)
     with Writes(2 * 5 * OUT) as written:
         adapter(random(2, 5, IN), frozen, mask if masked else None)
     by_rows = masked and name in ("loha", "lokr")
-    assert written.ops == (["addmm", "mm", "mul", "add"] if by_rows else ["addmm", "addmm"])
+    assert written.ops == (["mm", "addmm", "mul", "add"] if by_rows else ["adapted_linear"])
+
+
+def test_the_second_product_adds_to_the_first_in_place():
+    """Forward and back, of a weight in the compute dtype and of a stored one; of three Linears too."""
+    dense = frozen_layer()
+    stored = FrozenLinear(dense.weight.to(torch.float8_e4m3fn), torch.tensor(0.5), dense.bias)
+    x, grad, hidden = random(6, IN), random(6, OUT), random(6, 4)
+    for frozen, first in ((dense, ("addmm", "mm")), (stored, ("stored_linear", "stored_linear_input_grad"))):
+        tensors, storage = stored_tensors(frozen)
+        with Writes(6 * OUT) as written:
+            adapted_linear(x, tensors, storage, frozen.bias, hidden, random(OUT, 4))
+        assert written.ops == [first[0], "addmm_"]
+        with Writes(6 * IN) as written:
+            adapted_input_grad([grad], tensors, storage, hidden, random(4, IN))
+        assert written.ops == [first[1], "addmm_"]
 
 
 def test_a_lora_keeps_its_input_its_weights_and_the_rank_activations():
@@ -211,22 +228,21 @@ def test_a_lora_keeps_its_input_its_weights_and_the_rank_activations():
     assert sum(kept.values()) == x.nbytes + frozen.weight.nbytes + adapter.up.nbytes + adapter.down.nbytes + hidden
 
 
-def test_a_compiled_backward_adds_gradients_of_the_input_as_matrices():
-    """A view between a product and the sum keeps inductor from making them one."""
+def test_a_compiled_lora_is_one_op_a_pass_and_copies_nothing():
     torch._dynamo.reset()
-    frozen, added = frozen_layer(), []
+    frozen, graphs = frozen_layer(), []
     adapter = made(NetworkOptions(**ALGORITHMS["lora"]), frozen)
 
     def record(graph, inputs):
-        for node in graph.graph.nodes:
-            if node.target is torch.ops.aten.add.Tensor and node.meta["val"].numel() == 2 * 5 * IN:
-                added.append([arg.target for arg in node.args])
+        size = 2 * 5 * (IN if graphs else OUT)
+        nodes = [node for node in graph.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+        made = [n for n in nodes if n.op == "call_function" and n.meta["val"].numel() == size and "view" not in n.name]
+        graphs.append([node.target.overloadpacket.__name__ for node in made if "unflatten" not in node.name])
         return make_boxed_func(graph.forward)
 
-    plain = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=record)
-    run = torch.compile(adapter, backend=plain, fullgraph=True)
-    run(random(2, 5, IN).requires_grad_(), frozen, None).sum().backward()
-    assert added == [[torch.ops.aten.mm.default] * 2]
+    run = torch.compile(adapter, backend=aot_autograd(fw_compiler=record, bw_compiler=record), fullgraph=True)
+    run(random(2, 5, IN).requires_grad_(), frozen, None).square().sum().backward()
+    assert graphs == [["adapted_linear"], ["adapted_input_grad"]]
 
 
 def layers(kinds, dtype=torch.float32):
@@ -285,7 +301,8 @@ def test_loras_of_one_input_read_it_in_one_product(kinds, reads):
     x = random(2, 5, IN).requires_grad_()
 
     def products():
-        return sum(name in ("mm", "addmm") for name, operands in read.ops if x.data_ptr() in operands)
+        names = ("mm", "addmm", "adapted_linear")
+        return sum(name in names for name, operands in read.ops if x.data_ptr() in operands)
 
     with Reads() as read:
         outs = run_together(given, x, [None] * 3)

@@ -143,7 +143,9 @@ def _flop_counter() -> FlopCounterMode:
         return 10 * math.prod(q) * k[-2]
 
     def low(x: Any, codes: Any, steps: Any, weight: Any, *rest: Any, **_: Any) -> float:
-        return 2 * math.prod(x[:-1]) * math.prod(weight) / RATES[rest[3]]
+        frozen = 2 * math.prod(x[:-1]) * math.prod(weight) / RATES[rest[3]]
+        hidden, up = rest[6:8] if len(rest) > 6 else (None, None)
+        return frozen if hidden is None or up is None else frozen + 2 * math.prod(hidden) * up[0]
 
     def low_back(rate: float) -> Callable[..., float]:
         return lambda grad, weight, *_, **__: 2 * math.prod(grad[:-1]) * math.prod(weight) / rate

@@ -1,0 +1,1 @@
+"""Products of the small factors of an adapter, beside a frozen Linear."""
