@@ -6,6 +6,7 @@ nothing else. Needs the Triton package.
 """
 
 import copy
+import math
 import re
 import sys
 import types
@@ -19,7 +20,7 @@ from unittest.mock import patch
 import torch
 from gpu_norm import norm_of
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from train_step_work import flash
 from triton_work import SMS, work_by_kernel
 
@@ -235,7 +236,7 @@ def _generated(graph: torch.fx.GraphModule, inputs: list[Any], fake: Any, name: 
             metrics.reset()
             written = lowering.codegen()
             code = written[0] if isinstance(written, tuple) else written
-            kernels = [kernel for node in lowering.scheduler.nodes for kernel in _kernels(node)]
+            kernels = [kernel for node in lowering.scheduler.nodes for kernel in _kernels(node, fake)]
     text = getattr(code, "value", code)
     launched = len(LAUNCHED.findall(text))
     counted = sum(kernel.kind == "triton" and not kernel.name.startswith(OWN) for kernel in kernels)
@@ -258,7 +259,13 @@ def _measured(kernels: Sequence[Kernel], code: str) -> list[Kernel]:
     return found
 
 
-def _kernels(node: Any) -> list[Kernel]:
+def _functions() -> dict[Any, Callable[..., Any]]:
+    """The functions behind ops of the pack that launch several kernels, and are opaque to inductor."""
+    return import_module("tessera.models.adapters.low_rank.ops").FUNCTIONS
+
+
+def _kernels(node: Any, fake: Any) -> list[Kernel]:
+    """The launches of one node of inductor's."""
     from torch._inductor import ir
     from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
 
@@ -272,8 +279,12 @@ def _kernels(node: Any) -> list[Kernel]:
     origin = _origin(node.node)
     if origin is None:
         return [Kernel("other", str(node.node.get_name()), size)]
+    if function := _functions().get(origin.target):
+        with fake, Launches() as inside:
+            inside.run(origin.target, function, tree_map(_value, origin.args))
+        return inside.kernels
     options = {name: _value(value) for name, value in origin.kwargs.items()}
-    return _of_op(origin.target, [_value(a) for a in origin.args], options, origin.meta["val"], size)
+    return _of_op(origin.target, tree_map(_value, origin.args), options, origin.meta["val"], size)
 
 
 def _of_op(op: Any, given: Sequence[Any], options: dict[str, Any], out: Any, size: int) -> list[Kernel]:
@@ -286,11 +297,13 @@ def _of_op(op: Any, given: Sequence[Any], options: dict[str, Any], out: Any, siz
         kind = "attention_backward" if "backward" in str(op) else "attention"
         beside = _beside_attention(given[1]) if kind == "attention_backward" else []
         return [Kernel(kind, f"{_short(op)} {tuple(given[0].shape)}", size, flop), *beside]
-    if op.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+    in_place = op.overloadpacket is torch.ops.aten.addmm_
+    if in_place or op.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
         a, b = given[-2:]
         sides = a.shape[-2], a.shape[-1], b.shape[-1]
+        flop = 2 * out.numel() * a.shape[-1] if in_place else flop
         product = Kernel("thin" if min(sides) <= THIN else "product", f"{_short(op)} {sides}", size, flop)
-        return [*_before_product(given, sides), product]
+        return [*_before_product(given[-2:] if in_place else given, sides), product]
     if str(op).startswith(OWN) and not flop:
         return _own(op, given, out)
     return [Kernel("other", _short(op), size, flop)]
@@ -332,7 +345,22 @@ class Launches(TorchDispatchMode):
         super().__init__()
         self.kernels: list[Kernel] = []
 
+    def run(self, op: Any, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Run an op of the pack for what it launches. Its Triton kernels are counted by what they take and give."""
+        if op is not torch.ops.tessera.thin_product_grads.default:
+            return function(*args)
+        grad, hidden, up = args
+        parts = import_module("tessera.models.adapters.low_rank.gradients_kernel").part_shapes(*grad.shape, up.shape[1])
+        between, out = sum(4 * math.prod(shape) for shape in parts), _bytes_of(hidden) + _bytes_of(up)
+        name = f"thin_product_grads {(*grad.shape, up.shape[1])}"
+        self.kernels.append(Kernel("thin", name, _bytes_of(grad) + out + between, 4 * grad.numel() * up.shape[1]))
+        self.kernels.append(Kernel("thin", f"{name}, sums", between + out))
+        return torch.empty_like(hidden), torch.empty_like(up)
+
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function := _functions().get(op):
+            with self:
+                return self.run(op, function, args)
         out = op(*args, **(kwargs or {}))
         if not op.is_view and not any(part in str(op) for part in NO_LAUNCH):
             marks = zip(op._schema.arguments, args, strict=False)
@@ -457,8 +485,11 @@ def lower(
     norm = norm_of(decomposed._fused_rms_norm, decomposed._fused_rms_norm_backward)
     compiling = patch.object(torch.compiler, "is_compiling", _always(True))
     attending = patch.object(functional, "scaled_dot_product_attention", _flash)
+    gradients = import_module("tessera.models.adapters.low_rank.gradients")
+    as_cuda = patch.object(gradients, "DEVICES", ("cpu", "cuda"))  # for which these tensors stand
     own = patch.object(import_module("tessera.models.layers.norm_rope"), "DEVICES", ("cpu",))  # moved to a GPU later
-    with fake, compiling, attending, own, patch.object(functional, "rms_norm", norm), suppress(_AllIsLowered):
+    norms = patch.object(functional, "rms_norm", norm)
+    with fake, as_cuda, compiling, attending, own, norms, suppress(_AllIsLowered):
         compiled(*state.values(), *tensors)
     for module, of, value in casts.values():
         module.casts = {**module.casts, of: value}
