@@ -28,7 +28,7 @@ MATMUL_OPS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops
 
 def matmul_ops() -> set[Any]:
     """Return the ops of which selective checkpointing keeps a part of the results."""
-    names = ("stored_linear", "quantised_linear", "low_linear", "adapted_linear")
+    names = ("stored_linear", "quantised_linear", "low_linear", "adapted_linear", "adapted_linears")
     own = (getattr(torch.ops.tessera, name, None) for name in names)
     return MATMUL_OPS | {op.default for op in own if op is not None}
 

@@ -146,14 +146,18 @@ class FrozenLinear(NamedTuple):
         """Multiply x, (…, in) → (…, out); only the stored weight is saved for backward."""
         if self.pre_quant_scale is not None:
             x = x * self.pre_quant_scale.to(x.dtype)
-        if self.products is not None and x.numel() >= LEAST_ROWS * x.shape[-1]:
+        if (products := self.products_for(x)) is not None:
             if self.meter is not None:
-                return self._measured(x, self.products, self.meter)
-            return low_linear(x, self.weight, self._scale, self.bias, self.layout, self.products)
+                return self._measured(x, products, self.meter)
+            return low_linear(x, self.weight, self._scale, self.bias, self.layout, products)
         bias = None if self.bias is None else self.bias.to(x.dtype)  # of another where a check computes in fp32
         if self.layout is not None:
             return quantised_linear(x, [self.weight, *self.parts], bias, self.layout)
         return frozen_linear(x, self.weight, self.scale, bias)
+
+    def products_for(self, x: Tensor) -> Products | None:
+        """Return the products that multiply x, (…, in), in low precision; None where it is multiplied in full."""
+        return self.products if x.numel() >= LEAST_ROWS * x.shape[-1] else None
 
     @property
     def _scale(self) -> Tensor | None:

@@ -11,6 +11,7 @@ round x for it, and dy for both, are plain operations, which a compiler joins wi
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -159,7 +160,7 @@ def _int8_input_grad(grad: Tensor, codes: Tensor, scale: Tensor, turned: int) ->
 # fp8
 
 
-def _to_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
+def to_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Round each row of (…, k) to e4m3 codes, with fp32 scales (…, 1)."""
     scales = (rows.abs().amax(-1, keepdim=True).float() / _LARGEST_FP8).clamp(min=_LEAST_SCALE)
     codes = (rows.float() / scales).clamp(-_LARGEST_FP8, _LARGEST_FP8)
@@ -207,7 +208,7 @@ def _(codes, weight, dtype):
 def _fp8_input_grad(grad: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     """grad: (…, out) → (…, in). scale: fp32, a scalar or (out, 1)."""
     rows = grad.reshape(-1, grad.shape[-1])
-    codes, steps = _to_fp8(rows if scale is None else rows.float() * scale.view(1, -1))
+    codes, steps = to_fp8(rows if scale is None else rows.float() * scale.view(1, -1))
     columns = fp8_matmul_back(codes, weight, grad.dtype) * steps
     return columns.to(grad.dtype).view(*grad.shape[:-1], weight.shape[1])
 
@@ -230,7 +231,7 @@ def _low_linear(
     hidden: Tensor | None = None,
     up: Tensor | None = None,
 ) -> Tensor:
-    """x: (…, in) → (…, out). codes, steps: x as `_to_fp8` rounds it, where `forward` is FP8. hidden, up: see
+    """x: (…, in) → (…, out). codes, steps: x as `to_fp8` rounds it, where `forward` is FP8. hidden, up: see
     `low_linear`."""
     y: Tensor
     if codes is not None and steps is not None:
@@ -304,14 +305,16 @@ def low_linear(
     bias: Tensor | None,
     layout: str | None,
     products: Products,
+    rounded: Sequence[Tensor] = (),
     added: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     """Multiply x, (…, in) → (…, out), by `products`; only weight and scale are saved for backward.
 
     An op of its own, opaque as that of a full product is, and for the same reason. scale: fp32, a scalar or (out, 1).
-    layout: the text of the weight's `Format` where it has one. added: hidden (n, rank) and up (m, rank), whose product
-    is added to the result in place; without a gradient, for the forward of a function that has one.
+    layout: the text of the weight's `Format` where it has one.
+    rounded: x by `to_fp8`, if it is known. added: hidden (n, rank) and up (m, rank), whose product is added to the
+    result in place; without a gradient, for the forward of a function that has one.
     """
     # Rounded in the open, and handed to the op beside x, through which the gradient goes.
-    rounded = _to_fp8(x.detach()) if products.forward == FP8 else (None, None)
-    return _low_linear(x, *rounded, weight, scale, bias, layout, *products, *added)
+    codes, steps = (rounded or to_fp8(x.detach())) if products.forward == FP8 else (None, None)
+    return _low_linear(x, codes, steps, weight, scale, bias, layout, *products, *added)

@@ -5,8 +5,8 @@ first has made, in place.
     dx = dy·W            then  dx += dhidden·down
 
 In the open a compiler makes the second `torch.addmm(y, …)`, which copies y before it adds to it; in place nobody may
-write to a tensor that others could have seen. So each pair is an op of its own, opaque, without side effects. They have
-no gradient: `linear.py` has it. They are registered by hand, as `torch.library.custom_op` takes twice the host's time.
+write to a tensor that others could have seen. So each pair is an op of its own, opaque, without side effects. Their
+gradient is that of `linear.py`. They are registered by hand, as `torch.library.custom_op` takes twice the host's time.
 """
 
 import functools
@@ -25,11 +25,18 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """What each op runs: for whoever counts the launches inside."""
 
 
-def register(function: Callable[..., Any], fake: Callable[..., Any], flops: Callable[..., int]) -> Any:
+def register(
+    function: Callable[..., Any],
+    fake: Callable[..., Any],
+    flops: Callable[..., int],
+    save: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> Any:
     """Register `function` as the op tessera::<its name>, and return the op.
 
     fake: makes results of the right shapes. flops: by the op's arguments; the partitioner of a compiled graph weighs by
-        it what to keep, and an op without a formula counts as free.
+        it what to keep, and an op without a formula counts as free. save, backward: its gradient, as
+        `torch.library.register_autograd` takes them; without them it has none.
     """
     name = function.__name__
     if not hasattr(torch.ops.tessera, name):  # of a pack that is imported twice the first stays
@@ -37,6 +44,8 @@ def register(function: Callable[..., Any], fake: Callable[..., Any], flops: Call
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"tessera::{name}", fake, lib=_LIBRARY)
         register_flop_formula(getattr(torch.ops.tessera, name), get_raw=True)(flops)
+        if backward is not None:
+            torch.library.register_autograd(f"tessera::{name}", backward, setup_context=save, lib=_LIBRARY)
     op = getattr(torch.ops.tessera, name).default
     FUNCTIONS[op] = function
     return op
