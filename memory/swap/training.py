@@ -5,6 +5,7 @@ sake of swapping. A slot is written behind autograd's back, which its version co
 engine checks before and after each backward that the slot holds the right block.
 """
 
+import gc
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -83,6 +84,7 @@ class BlockSwap:
         page-locked for as long as they are there.
         """
         self.ring.end_locking()
+        gc.collect()  # the check before step 1 leaves circles of objects that hold buffers
         for j, (refs, layout) in enumerate(zip(self.refs, self.layouts, strict=True)):
             weights, self.ring.flat_weights[j] = self.ring.flat_weights[j], torch.empty(0, dtype=torch.uint8)
             if isinstance(weights, ScatteredBuffer):
