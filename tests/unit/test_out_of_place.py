@@ -399,3 +399,29 @@ def test_code_without_writes_hands_every_tensor_through():
         views = [x[0], x.t(), *x.chunk(2)]
         total = sum([view.sum() for view in views])
     assert not mode.written and mode.current(views) == views and total == 15
+
+
+def test_parts_of_a_linear_s_result_are_followed_without_gradients():
+    """There it is a view of the rows that it was computed in, which nobody else holds."""
+    x, w, bias = torch.randn(1, 5, 8), torch.randn(12, 8), torch.randn(12)
+
+    def code(x: Tensor, w: Tensor) -> Tensor:
+        q, k, v = F.linear(x, w, bias).chunk(3, dim=-1)
+        q[..., :2].mul_(0.5)
+        return torch.cat((q, k, v), dim=-1).unsqueeze(0)
+
+    with torch.no_grad():
+        assert F.linear(x, w, bias)._base is not None
+        found = out_of_place(Named("a block"), code, x, w)
+        assert torch.equal(found, code(x, w))
+
+
+def test_a_view_of_an_argument_by_name_is_followed():
+    def code(x: Tensor) -> Tensor:
+        y = x * 1.0
+        view = torch.reshape(input=y, shape=(-1,))
+        y.mul_(2)
+        return view.sum()
+
+    with pytest.raises(NotImplementedError, match="after it was written through another view"):
+        out_of_place(Named("a block"), code, torch.ones(2, 3))

@@ -123,7 +123,7 @@ class OutOfPlace(TorchFunctionMode):
             if self.eager and func in FACTORIES:
                 self.fresh.add(self._place(result).memory)
             if result._base is not None or func in DETACH:
-                self._note_view(func, now, result, (func, now[1:], named), 0)
+                self._note_view(func, now, named, result, (func, now[1:], named), 0)
         elif isinstance(result, tuple | list):
             self._note_parts(func, now, named, result)
         return result
@@ -245,13 +245,15 @@ class OutOfPlace(TorchFunctionMode):
                 dim = _dim(now, named, CUTS[func])
                 step = Tensor.narrow, (dim, start, part.shape[dim]), {}
                 start += part.shape[dim]
-            self._note_view(func, now, part, step, 0 if step is None else self.cuts)
+            self._note_view(func, now, named, part, step, 0 if step is None else self.cuts)
 
-    def _note_view(self, func: Any, now: Any, result: Tensor, step: Step | None, cut: int) -> None:
+    def _note_view(self, func: Any, now: Any, named: Any, result: Tensor, step: Step | None, cut: int) -> None:
         base: Tensor | None = now[0] if func in DETACH else result._base
         if base is None or result in self.places:
             return
         source = now[0] if now and isinstance(now[0], Tensor) else None
+        if self.eager and base not in self.places and not _reads((*now, *named.values()), base):
+            return  # a view of a tensor that only the operation itself has held, as without gradients a Linear gives
         if source is None or func in DETACH or func in AS_STRIDED or not (base is source or base is source._base):
             step, cut = None, 0
         parent = self._place(base if step is None or source is None else source)
@@ -259,6 +261,12 @@ class OutOfPlace(TorchFunctionMode):
         self.places[result] = Place(result, seen, parent.memory, parent, step, cut)
         if self.eager and (func not in VISIBLE or (func in UNBIND and _iterates())):
             self.hidden_uses.add(parent.memory)
+
+
+def _reads(args: Any, base: Tensor) -> bool:
+    """Return True where a tensor among the arguments is this one, or a view of it."""
+    tensors = [one for value in args for one in (value if isinstance(value, list | tuple) else (value,))]
+    return any(one is base or one._base is base for one in tensors if isinstance(one, Tensor))
 
 
 def _dim(now: Any, named: Any, position: int) -> int:
