@@ -8,12 +8,21 @@ from pathlib import Path
 from typing import Any
 
 
+def template_file(template: str) -> Path:
+    spec = find_spec("comfyui_workflow_templates_json")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent / "templates" / f"{template}.json"
+
+
+def has_template(template: str) -> bool:
+    """Test for a template of this name; newer packages have more."""
+    return template_file(template).is_file()
+
+
 @cache
 def nodes_of(template: str) -> list[dict[str, Any]]:
     """The nodes of a template that are not switched off, those of its subgraphs too."""
-    spec = find_spec("comfyui_workflow_templates_json")
-    assert spec is not None and spec.origin is not None
-    workflow = json.loads((Path(spec.origin).parent / "templates" / f"{template}.json").read_text(encoding="utf-8"))
+    workflow = json.loads(template_file(template).read_text(encoding="utf-8"))
     subgraphs = workflow.get("definitions", {}).get("subgraphs", [])
     nodes = workflow["nodes"] + [node for subgraph in subgraphs for node in subgraph["nodes"]]
     return [node for node in nodes if node.get("mode", 0) == 0]

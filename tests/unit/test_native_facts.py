@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from types import SimpleNamespace
 
 import comfy.model_base
@@ -16,7 +17,7 @@ from tessera.models.native.facts.model_facts import ModelFacts, NamedRelease
 from tessera.models.native.facts.targets import as_patterns, default_targets
 from tessera.models.native.family import NativeFamily
 from tiny.native import ROWS, build
-from workflow_templates import cfg_of, samplers_of, schedulers_of, steps_of, values
+from workflow_templates import cfg_of, has_template, samplers_of, schedulers_of, steps_of, values
 
 RELEASES = [(facts, release) for facts in NAMED for release in facts.releases]
 ATTENTION = {f"attn{n}.to_{part}" for n in (1, 2) for part in ("q", "k", "v", "out.*")}
@@ -93,8 +94,14 @@ PINNED: dict[str, tuple[int, set[str]]] = {
 ROW = {row.name: row for row in ROWS}
 
 
+# Models of a newer ComfyUI than that of the tests, which plays their class in tests of their own.
+NEWER = {"qwen-image-2.1": "test_qwen_image21.py"}
+
+
 def test_every_named_model_is_pinned():
-    assert PINNED.keys() == {facts.name for facts in NAMED}
+    assert PINNED.keys() | NEWER.keys() == {facts.name for facts in NAMED}
+    folder = Path(__file__).parents[1] / "comfy" / "native"
+    assert all((folder / file).is_file() for file in NEWER.values())
 
 
 @pytest.mark.parametrize("name", PINNED)
@@ -134,9 +141,8 @@ def test_every_row_names_classes_of_core_and_has_a_name_of_its_own():
     assert max(Counter(facts.title for facts in NAMED).values()) == 1
     claimed: Counter[tuple[str, str]] = Counter()
     for facts in NAMED:
-        assert all(
-            issubclass(getattr(comfy.model_base, name), comfy.model_base.BaseModel) for name in facts.model_classes
-        )
+        own = [getattr(comfy.model_base, name, None) for name in facts.model_classes]
+        assert all(issubclass(each, comfy.model_base.BaseModel) for each in own if each or facts.name not in NEWER)
         for config in facts.configs or [""]:
             assert not config or hasattr(comfy.supported_models, config)
             claimed.update((kind, config) for kind in facts.model_classes)
@@ -165,7 +171,7 @@ def test_files_and_sampling_are_those_of_the_workflow_template(facts: ModelFacts
     sampling, template = release.sampling, release.template
     assert sampling.sampler in comfy.samplers.KSampler.SAMPLERS
     assert sampling.scheduler in comfy.samplers.KSampler.SCHEDULERS
-    if not template:
+    if not template or (facts.name in NEWER and not has_template(template)):
         return
     loader = "CheckpointLoaderSimple" if release.checkpoint else "UNETLoader"
     assert release.file in {row[0] for row in values(template, loader)}
