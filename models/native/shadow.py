@@ -183,6 +183,7 @@ class Shadow:
         moved = {part: None if tensor is None else tensor.to(weights.device) for part, tensor in read.items()}
         vars(module)["_buffers"] = module._buffers | moved
         vars(module)["comfy_cast_weights"] = True  # whatever the dtype of x
+        vars(module)["place"] = None  # it has its weights, though its block does not run
         out: Tensor = module(x)
         return out
 
