@@ -107,7 +107,7 @@ def load_state(path: Path) -> TrainingState:
     header = read_header(path)
     try:
         tensors, metadata = read_tensors(path)
-        moving = unpack_state(tensors, json.loads(metadata["tessera"])["tree"])
+        moving = unpack_state(tensors, metadata_field(metadata, "tessera", STATE_HEADER)["tree"])
     except (OSError, KeyError, ValueError, safetensors.SafetensorError) as error:  # replaced since the header was read
         raise _damaged(path) from error
     return TrainingState(
