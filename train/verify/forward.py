@@ -97,7 +97,7 @@ def _check_own_forward(
             raise
         log.debug("%s is not compared in fp32: %s", family.title, error)
     else:
-        _check(family, relative(ours, exact), LEAST if _is_stored_wider(patcher, dtype) else EXACT)
+        _check(family, relative(ours, exact), LEAST if _loses_by_rounding(patcher, dtype) else EXACT)
     if dtype == torch.float32 and small.tokens == whole.tokens:
         return
     noise = 0.0 if dtype == torch.float32 else relative(core.velocity(small, level, guidance, dtype), exact)
@@ -107,13 +107,15 @@ def _check_own_forward(
     _check(family, found, bound)
 
 
-def _is_stored_wider(patcher: ModelPatcher, dtype: torch.dtype) -> bool:
-    """Test for fp32 matrices in a run of 16 bits.
+def _loses_by_rounding(patcher: ModelPatcher, dtype: torch.dtype) -> bool:
+    """Test for fp32 matrices in a run of 16 bits which are not of 16 bits already.
 
     Ours are rounded to the run's dtype on the device, ComfyUI's are not, so that in fp32 the two differ by that.
     """
     matrices = (weight for weight in patcher.model.diffusion_model.parameters() if weight.ndim == 2)
-    return dtype != torch.float32 and any(weight.dtype == torch.float32 for weight in matrices)
+    return dtype != torch.float32 and any(
+        weight.dtype == torch.float32 and not torch.equal(weight, weight.to(dtype).float()) for weight in matrices
+    )
 
 
 CONSEQUENCE = "so its LoRA would be wrong; nothing was trained. Please report this model."
