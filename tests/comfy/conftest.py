@@ -4,6 +4,14 @@ import pytest
 from with_comfyui import pytest_configure as pytest_configure
 
 
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Runs begin without the check of their forward, of which there would be more to count."""
+    from tessera.train.placement.placed_model import PlacedModel
+
+    monkeypatch.setattr(PlacedModel, "check_forward", lambda *_: None)
+
+
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory, tiny_files):
     """Processes that train together; started by the first test that uses them."""

@@ -17,6 +17,8 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 
 @pytest.mark.parametrize("budget", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("backend", [None, "aot_eager"], ids=["eager", "compiled"])

@@ -217,14 +217,14 @@ class BreakingConditioning(dict):
 
 
 def breaking(data, failing, error):
-    """The data, of which the read number `failing` raises `error`."""
+    """The data, of which the read number `failing` raises `error`; only batches ask for a variant of a sample."""
     reads = count()
 
     def broken(sample):
         tensors = sample.load()
         conditioning = BreakingConditioning(tensors.conditioning, reads, failing, error)
-        tensors = replace(tensors, conditioning=conditioning)
-        return replace(sample, load=lambda *_: tensors)
+        breaks = replace(tensors, conditioning=conditioning)
+        return replace(sample, load=lambda *variant: breaks if variant else tensors)
 
     return replace(data, samples=tuple(broken(s) for s in data.samples))
 

@@ -81,6 +81,7 @@ class Writes(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_the_masters_are_never_written_and_stay_the_models_own(deep_flux: Path, tmp_path: Path) -> None:
     model = tiny.load_flux(deep_flux)
     before = {key: tensor.clone() for key, tensor in model.model.state_dict().items()}

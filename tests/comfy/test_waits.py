@@ -24,6 +24,8 @@ from tiny.qwen_image import qwen_sample
 from tiny.runs import sample, training_data
 from tiny.two_devices import DEVICE, TwoDevices
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 FAMILIES = ("flux", "wan", "qwen_image")
 ACCUMULATION = 3
 ONCE = {"tolist": 1}

@@ -234,6 +234,7 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
     from tessera.train.distributed import meeting, node
     from tessera.train.distributed import world as worlds
     from tessera.train.placement import auto
+    from tessera.train.placement.placed_model import PlacedModel
     from tessera.train.placement.products import BlockProducts
     from tessera.train.step.losses import StepLosses
     from tessera.train.train_lora import train_lora
@@ -253,6 +254,7 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
     all_reduce = dist.all_reduce
     kept = {name: getattr(dist, name) for name in OTHER_COLLECTIVES}
     of_batch, begin, free = StepLosses.of_batch, BlockProducts.__init__, auto.free_memory
+    check = PlacedModel.check_forward
     memory, measure, planned = psutil.virtual_memory, auto.measure, list[int]()
 
     def measured(*args: Any) -> Any:
@@ -290,6 +292,8 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
         act_at(job, world)
     if job.get("without_gradient"):
         StepLosses.of_batch = partly_without_gradient(of_batch)  # type: ignore[method-assign]
+    if job.get("unchecked"):
+        PlacedModel.check_forward = lambda *_: None  # type: ignore[method-assign]
     if products := job.get("products", {}).get(str(world.rank)):
         BlockProducts.__init__ = having(products)  # type: ignore[method-assign]
     watcher, held = Watcher(), Held()
@@ -328,7 +332,7 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
         node.gather_pieces, ShardedRing.forward = gather, ring_forward  # type: ignore[method-assign]
         dist.all_reduce, StepLosses.of_batch = all_reduce, of_batch
         BlockProducts.__init__, auto.free_memory = begin, free  # type: ignore[method-assign]
-        psutil.virtual_memory, auto.measure = memory, measure
+        psutil.virtual_memory, auto.measure, PlacedModel.check_forward = memory, measure, check
         if world.killing is not None:
             world.killing.cancel()
         for name, function in kept.items():

@@ -21,6 +21,8 @@ from tiny.reference_gradients import Gradients, gradient, lora_gradients, writte
 from tiny.runs import training_data
 from torch import Tensor, nn
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 RANK, ALPHA = 2, 4.0
 # Largest relative error of one matrix's gradient: both sides have tables of sines in fp32.
 BOUND = 2e-6

@@ -14,6 +14,8 @@ from tiny.compiling import Graphs
 from tiny.flash_attn import installed
 from tiny.runs import Watcher, train, training_data
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 
 def refuse(*_: Any, **__: Any) -> Any:
     raise AssertionError("another attention ran")
