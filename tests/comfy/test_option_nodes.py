@@ -144,7 +144,7 @@ def test_ids_inputs_and_outputs_are_the_contract():
         ),
         "TesseraMemory": (
             "checkpointing attention activation_budget "
-            "blocks_to_swap prefetch_blocks pin_memory offload_activations products base shard".split(),
+            "blocks_to_swap prefetch_blocks pin_memory offload_activations products base shard verify".split(),
             ["TESSERA_MEMORY"],
         ),
         "TesseraValidation": (

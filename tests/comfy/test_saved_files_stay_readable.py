@@ -37,6 +37,7 @@ ADDED = {
     "base": "as stored",
     "shard": False,
     "loaded_base": "as stored",
+    "verify": "auto",
 }
 
 

@@ -90,10 +90,10 @@ def test_a_full_disk_leaves_the_old_file_and_no_litter(cache, tensors, monkeypat
 
 
 KILLED = f"""
-import importlib.util, os, pathlib, sys
-spec = importlib.util.spec_from_file_location("files", {str(ROOT / "common" / "files.py")!r})
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
+import importlib, os, pathlib, sys, types
+package = sys.modules["pack"] = types.ModuleType("pack")
+package.__path__ = [{str(ROOT)!r}]
+module = importlib.import_module("pack.common.files")
 
 def half(beside):
     beside.write_bytes(b"half")

@@ -38,7 +38,9 @@ def test_a_tiny_model_is_of_the_class_that_its_row_names():
 def test_the_rows_cover_thirty_distinct_forwards():
     assert len({row.name for row in ROWS}) == len(ROWS)
     assert {row.tier for row in NAMED} == {"A"}
-    assert {row.tier for row in ROWS[len(NAMED) :]} == {"B"}
+    # A second row of a class that people train has the tier of the first.
+    of_named = {row.model for row in NAMED}
+    assert all(row.tier == ("A" if row.model in of_named else "B") for row in ROWS[len(NAMED) :])
     assert all((row.tier == "–") == ("training" in row.left_out) for row in ROWS)
     forwards = {type(build(row).model.diffusion_model) for row in TRAINED}
     assert len(forwards) >= 30, len(forwards)
