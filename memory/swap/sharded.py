@@ -92,6 +92,9 @@ class ShardedRing(SlotRing):
         super().invalidate()
         self.fresh = True  # the others' slots are emptied too, when they meet
 
+    def copy_anew(self) -> None:
+        self.fresh = True  # from the next sweep on: one that broke off goes on to its end, as it does on the other ranks
+
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         with super().uncounted():

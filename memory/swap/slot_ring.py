@@ -125,7 +125,11 @@ class SlotRing:
             yield
         finally:
             self.copies, self.bytes_copied = before
-            self.invalidate()
+            self.copy_anew()
+
+    def copy_anew(self) -> None:
+        """Have every block copied again, whatever the slots hold."""
+        self.invalidate()
 
     def release(self) -> None:
         """Free the slots; the flat weights stay."""

@@ -87,10 +87,11 @@ def test_a_device_that_was_needed_for_something_else_has_all_slots_filled_anew(r
         assert answer["gathers"] == [blocks[j] for j in 2 * [0, 1, 2, 0]]
 
 
-def test_devices_out_of_memory_go_on_with_one_smaller_plan(ranks, tmp_path):
+@pytest.mark.parametrize("unchecked", [True, False], ids=["in a step", "in the check of the forward"])
+def test_devices_out_of_memory_go_on_with_one_smaller_plan(ranks, tmp_path, unchecked):
     memory = {"checkpointing": "auto", "blocks_to_swap": 4, "shard": True}
     settings = SHORT | {"memory": memory, "batch_size": 2}
-    job = {"free": [30_000_000, 20_000_000], "in_forward": {"rank": 1, "do": "oom", "at": 2}}
+    job = {"free": [30_000_000, 20_000_000], "in_forward": {"rank": 1, "do": "oom", "at": 2}, "unchecked": unchecked}
     answers = ranks.train(2, tmp_path / "less", settings, **job)
     assert not any(told(answers)), answers
     found = ranks.lora()
@@ -105,7 +106,7 @@ def test_devices_out_of_memory_go_on_with_one_smaller_plan(ranks, tmp_path):
 
 def test_a_cancel_in_the_middle_of_a_forward_ends_all(ranks, tmp_path):
     act = {"rank": 1, "do": "cancel", "at": 5}  # at the second of three blocks, in the second step
-    answers = ranks.train(3, tmp_path, SHORT | {"batch_size": 3, "memory": SHARD}, in_forward=act)
+    answers = ranks.train(3, tmp_path, SHORT | {"batch_size": 3, "memory": SHARD}, in_forward=act, unchecked=True)
     assert all(answer["error"].startswith("InterruptProcessingException") for answer in answers), answers
     assert len({answer["sums"] for answer in answers}) == 1
     (folder,) = tmp_path.iterdir()
@@ -122,7 +123,8 @@ def test_an_error_on_one_ends_all_and_saves(ranks, tmp_path):
 
 def test_a_killed_device_ends_the_others_in_a_sentence(ranks, tmp_path):
     act = {"rank": 1, "do": "kill", "at": 5}
-    answers = ranks.train(3, tmp_path, SHORT | {"batch_size": 3, "memory": SHARD}, in_forward=act, step_limit=10)
+    job = {"in_forward": act, "step_limit": 10, "unchecked": True}
+    answers = ranks.train(3, tmp_path, SHORT | {"batch_size": 3, "memory": SHARD}, **job)
     assert answers[1] == {} and "Device 1 did not get to share its part of the model" in answers[0]["error"], answers
     assert "Everything up to step 1 is saved" in answers[0]["error"]
 

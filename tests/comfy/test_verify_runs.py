@@ -18,7 +18,7 @@ BY_RULE = "joy-image"
 
 def run(name: str, root: Path, watcher: Any = None, **changes: Any) -> Any:
     row = BY_NAME[name]
-    return train(build(row), data_of(row), root, watcher, **changes)
+    return train(build(row), data_of(row), root, watcher, **{"memory": {"verify": "auto"}, **changes})
 
 
 def test_a_model_that_is_known_by_rule_gets_one_and_a_resumed_run_keeps_it(tmp_path, monkeypatch):

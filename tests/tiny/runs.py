@@ -98,7 +98,10 @@ def partly_without_gradient(of_batch: Any) -> Any:
 
 
 def run_settings(**changes: Any) -> Any:
-    """Settings of a short eager run. Options are given as dicts: network={"rank": 4}."""
+    """Settings of a short eager run. Options are given as dicts: network={"rank": 4}.
+
+    It makes no certificate unless memory={"verify": "auto"} asks for one.
+    """
     from tessera.lora.options import NetworkOptions
     from tessera.train.objective.options import ObjectiveOptions
     from tessera.train.optim.options import OptimizerOptions
@@ -108,7 +111,7 @@ def run_settings(**changes: Any) -> Any:
         "network": NetworkOptions(rank=4, alpha=4.0),
         "optimizer": OptimizerOptions(learning_rate=1e-2),
         "objective": ObjectiveOptions(),
-        "memory": MemoryOptions(checkpointing="none"),
+        "memory": MemoryOptions(checkpointing="none", verify="off"),
     }
     values = {"output_name": "tiny", "steps": 6, "batch_size": 1, "gradient_accumulation": 1, "seed": 3}
     values |= {"compile": "off", "save_every": 2, "resume": "latest"}
