@@ -13,6 +13,7 @@ NAMES += [
     "chroma_lora",
     "z_image_lora",
     "krea2_lora",
+    "qwen_image21_lora",
     "anima_lora",
     "sdxl_lora",
     "hunyuan_video15_lora",

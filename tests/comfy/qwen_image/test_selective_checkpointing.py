@@ -11,6 +11,8 @@ from tiny.qwen_image import qwen_sample
 from tiny.runs import training_data
 from torch.nn.attention import SDPBackend
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"], ids=["eager", "compiled"])
 @pytest.mark.parametrize(("mode", "forwards"), [("none", 1), ("selective", 1), ("full", 2)])
