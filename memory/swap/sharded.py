@@ -93,7 +93,8 @@ class ShardedRing(SlotRing):
         self.fresh = True  # the others' slots are emptied too, when they meet
 
     def copy_anew(self) -> None:
-        self.fresh = True  # from the next sweep on: one that broke off goes on to its end, as it does on the other ranks
+        """Have all slots emptied at the next sweep: one that broke off goes on to its end, as on the other ranks."""
+        self.fresh = True
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
