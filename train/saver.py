@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from .preflight.context import RunContext
 
 log = logging.getLogger(__name__)
 
+_SAVED = "saved"  # key of the step whose state rank 0 has written
 BEST = "tessera_best"
 
 
@@ -95,7 +97,7 @@ class Saver:
 
     environment: hardware and software that the last bits of a result may depend on.
     strata: samples of a step and of an epoch.
-    writes: false on all devices of a run but the first: they go on as if they had written.
+    writes: false on all devices of a run but the first, which tells the others what it has written.
     products: of the run's layers, whose decision states keep.
     """
 
@@ -110,7 +112,8 @@ class Saver:
     ):
         self.learner, self.context, self.settings, self.folder = learner, context, context.settings, context.folder
         self.environment, self.observer, self.strata, self.products = environment, observer, strata, products
-        self.validation_key, self.writes = context.validation_key, context.world.is_first
+        self.validation_key, self.world = context.validation_key, context.world
+        self.writes = self.world.is_first
         self.progress = Progress()
         self.last_state = ""  # as the `resume` input names it
         self.resumed_from: Path | None = None  # state that `resume` names
@@ -225,6 +228,8 @@ class Saver:
     def describe_last_save(self) -> str:
         """Describe the last save and how to resume from it, for a run that ends now."""
         progress = self.progress
+        if not self.writes:
+            self._hear_of_save()
         if progress.intact and progress.saved_step == progress.step:
             return saved_state_message(progress.saved_step, self.last_state)
         on_the_way = bool(self.settings.save_every or self.settings.save_every_epochs)
@@ -297,7 +302,7 @@ class Saver:
 
     def _write(self) -> None:
         if not self.writes:
-            self.progress.saved_step, self.last_state = self.progress.step, self.state_name(self.progress.step)
+            self._hear_of_save()
             return
         path = self.folder.step_lora_path(self.progress.step)
         self._write_lora(path, self.snapshot())
@@ -314,7 +319,16 @@ class Saver:
         step = self.progress.step
         save_state(state_path(self.folder.path, step), self._state())
         self.progress.saved_step, self.last_state = step, self.state_name(step)
+        if not self.world.is_lone:
+            with suppress(RuntimeError):  # the store may have ended with another process
+                self.world.post(_SAVED, step)
         self.folder.remove_old_states(step, self.resumed_from)
+
+    def _hear_of_save(self) -> None:
+        """Take over which state rank 0 has told to be on the disk. A store that has ended tells nothing."""
+        with suppress(RuntimeError):
+            if (step := self.world.read(_SAVED)) is not None:
+                self.progress.saved_step, self.last_state = step, self.state_name(step)
 
     def _save_copy(self, folder: Path, lora: LoraModel) -> Path | None:
         """Write the LoRA to another folder, under the name of the run's folder. Returns its path, None on failure."""

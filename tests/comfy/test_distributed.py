@@ -261,6 +261,18 @@ def test_a_process_that_is_gone_or_hangs_ends_the_run_and_its_last_state_goes_on
     near(dict(resumed.lora), dict(train(tiny_flux, mixed_data(), tmp_path / "whole", **STEP).lora))
 
 
+@pytest.mark.parametrize("save_every", [0, 1])
+def test_only_a_state_that_is_on_the_disk_is_named_where_the_process_that_writes_is_killed(save_every, ranks, tmp_path):
+    act = {"rank": 0, "do": "kill", "step": 2}
+    answers = ranks.train(2, tmp_path, STEP | {"save_every": save_every}, step_limit=10, act=act)
+    (folder,) = tmp_path.iterdir()
+    states = sorted(path.name for path in folder.glob("*.tessera"))
+    if save_every:
+        assert f"choose {folder.name}/{states[-1]} under resume" in answers[1]["error"], answers
+    else:
+        assert states == [] and "Nothing was saved before that" in answers[1]["error"], answers
+
+
 @pytest.fixture(scope="module")
 def whole_runs():
     return {}
