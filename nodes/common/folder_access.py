@@ -31,10 +31,12 @@ class FolderSettings:
 
     allowed_folders: absolute folders that workflows may read images from, with all below.
     delete_runs: runs may be deleted from the browser on a server that other machines can reach too.
+    hosts: names of tunnels and proxies whose pages may ask something of a run, in lower case.
     """
 
     allowed_folders: tuple[Path, ...] = ()
     delete_runs: bool = False
+    hosts: tuple[str, ...] = ()
 
 
 def read_settings() -> FolderSettings:
@@ -58,7 +60,12 @@ def read_settings() -> FolderSettings:
     delete_runs = content.get("delete_runs", False)
     if not isinstance(delete_runs, bool):
         raise ValueError(f'{_place()} has {shown(delete_runs)} under "delete_runs"; write true or false.')
-    return FolderSettings(tuple(Path(folder) for folder in folders), delete_runs)
+    hosts = content.get("hosts", [])
+    if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
+        raise ValueError(
+            f'{_place()} has {shown(hosts)} under "hosts"; write a list of names, such as {{"hosts": ["my.example"]}}.'
+        )
+    return FolderSettings(tuple(Path(f) for f in folders), delete_runs, tuple(host.lower() for host in hosts))
 
 
 def cache_folder() -> Path:

@@ -6,7 +6,6 @@ others than the user of this machine may ask. GET `/tessera/trash` lists what is
 """
 
 import asyncio
-import ipaddress
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -14,11 +13,9 @@ from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import folder_paths
 from aiohttp import web
-from comfy.cli_args import args
 
 from ...common.files import MACHINE
 from ...train.checkpoint.run_folder import RunFolder
@@ -28,6 +25,7 @@ from ...train.checkpoint.run_trash import deleted_runs, move_to_trash, own_files
 from ...train.preflight.claim import may_be_training
 from ..common import training_now
 from ..common.answers import answer, refusal
+from ..common.asked_by import host_of, is_loopback, listens_to_itself
 from ..common.folder_access import SETTINGS_FILE, read_settings
 from .run import runs_folder
 from .run_routes import NO_RUN, id_of, known_runs, refused_post
@@ -53,30 +51,13 @@ def why_off(headers: Mapping[str, str]) -> str:
             return ""
     except ValueError as error:
         return str(error)
-    listens = [address.strip() for address in str(args.listen).split(",")]
     forwarded = any(name in headers for name in FORWARDING)
-    if all(map(is_loopback, listens)) and is_loopback(_name_in(headers.get("Host", ""))) and not forwarded:
+    if listens_to_itself() and is_loopback(host_of(headers)) and not forwarded:
         return ""
     return (
         "Deleting runs is off, since this server can be reached from other machines; to allow it to all who can open "
         f'this page, write {{"delete_runs": true}} into {SETTINGS_FILE} in ComfyUI\'s user folder.'
     )
-
-
-def _name_in(host: str) -> str:
-    """Return a Host header without its port; empty where it is none."""
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
-
-
-def is_loopback(host: str) -> bool:
-    """Test for an address or name by which a machine reaches itself only."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
 
 
 def trash_folder() -> Path:
