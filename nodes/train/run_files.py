@@ -121,9 +121,8 @@ def _reduced(opened: Image.Image) -> Image.Image:
 
 
 def compared_saves(folder: RunFolder) -> list[str]:
-    """Names of a run's saves as ComfyUI's LoRA loaders list them, by step, the finished LoRA last; of many, some."""
-    paths = [*folder.step_loras().values(), folder.lora_path]
-    plain = [path for path in paths if own_file(path.parent, path.name) is not None]
+    """Names of a run's saves as ComfyUI's LoRA loaders list them, by step, the newest last; of many, some."""
+    plain = [path for path in folder.loras() if own_file(path.parent, path.name) is not None]
     return [path.relative_to(runs_folder()).as_posix() for path in spread(plain, MOST_COMPARED)]
 
 

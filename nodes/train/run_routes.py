@@ -30,6 +30,7 @@ from ...train.expert_pair import HIGH, LOW
 from ...train.observer import SAMPLE, SAVE, STOP
 from ..common import training_now
 from ..common.answers import answer, refusal
+from ..common.asked_by import why_foreign
 from .run import runs_folder
 from .run_index import PAGE, RunIndex, page_of, steps_of, text_of
 
@@ -139,7 +140,7 @@ class Runs:
                 facts, curve = shared.reader.facts(), shared.reader.read()
             except OSError:  # deleted meanwhile
                 return None
-            steps = steps_of(facts)
+            steps, newest = steps_of(facts), _newest_lora(found, root)
             window = max(10, steps // 20)
             # Those before `since` count in the first means after it, and no further back than one window.
             begin = max(0, bisect_right(list(curve.loss), since) - window)
@@ -160,8 +161,8 @@ class Runs:
                 "text": curve.text,
                 "can_go_on": facts.get("can_go_on") is True,
                 "can_sample": facts.get("can_sample") is True,
-                "lora": _lora_name(found, root),
-                "last_lora": _lora_name(found, root) or _last_save(found, root),
+                "lora": newest if own_file(found.path, found.lora_path.name) else "",
+                "last_lora": newest,
                 "loss_ends": _ends([loss for _, loss, _ in curve.loss.values()]),
                 "seconds": curve.seconds,
                 "timed_from": curve.timed_from,
@@ -188,15 +189,9 @@ def _changed(folder: Path) -> float:
     return changed
 
 
-def _lora_name(folder: RunFolder, root: Path) -> str:
-    """Name of a run's LoRA as ComfyUI's LoRA loaders list it; empty where there is none."""
-    lora = folder.lora_path
-    return "" if own_file(folder.path, lora.name) is None else str(lora.relative_to(root))
-
-
-def _last_save(folder: RunFolder, root: Path) -> str:
-    """Name of the LoRA of the last saved step, as `_lora_name` names one; empty where there is none."""
-    saves = [path for path in folder.step_loras().values() if _lies_in(path.parent, folder.path)]
+def _newest_lora(folder: RunFolder, root: Path) -> str:
+    """Name of a run's LoRA of the latest step as ComfyUI's LoRA loaders list it; empty where there is none."""
+    saves = [path for path in folder.loras() if _lies_in(path.parent, folder.path)]
     return next((str(path.relative_to(root)) for path in saves[::-1] if own_file(path.parent, path.name)), "")
 
 
@@ -263,6 +258,8 @@ async def ask_run(request: web.Request) -> web.Response:
     """Answer POST `/tessera/runs/{id}/save`, `/sample`, `/stop` with `{"prompt_id": …}`, that of the run."""
     if (refused := refused_post(request)) is not None:
         return refused
+    if foreign := await asyncio.to_thread(why_foreign, request.headers):
+        return refusal(foreign, 403)
     try:
         body = await request.json()
     except (LookupError, ValueError, RecursionError):  # LookupError: a charset that does not exist

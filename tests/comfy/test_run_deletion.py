@@ -8,8 +8,11 @@ import sys
 import time
 
 import pytest
+import torch
 from aiohttp.test_utils import make_mocked_request
+from safetensors.torch import save_file
 from tessera.common.files import MACHINE
+from tessera.nodes.common import asked_by
 from tessera.nodes.train import run_deletion
 from tessera.train.checkpoint.run_folder import RunFolder
 from tiny.prompt import awaited
@@ -85,6 +88,37 @@ def test_a_sparkline_has_as_many_points_as_were_asked_for_and_the_newest_save_st
         shutil.move(folder / "fox_steps", server.base / "elsewhere_steps")
         (folder / "fox_steps").symlink_to(server.base / "elsewhere_steps", target_is_directory=True)
         assert server.get(at)["last_lora"] == ""
+
+
+def test_the_newest_lora_is_handed_out_where_a_stopped_run_went_on_and_was_cancelled(server, run):
+    folder, at = run
+    save_file({"a": torch.zeros(1)}, folder / "fox.safetensors", {"ss_steps": "200"})
+    assert server.get(at)["lora"] == os.path.join("gone", "fox (001)", "fox.safetensors")
+    (folder / "fox_steps").mkdir()
+    for step in (150, 410):
+        (folder / "fox_steps" / f"fox-step{step:06d}.safetensors").touch()
+    found, newest = server.get(at), os.path.join("gone", "fox (001)", "fox_steps", "fox-step000410.safetensors")
+    assert (found["lora"], found["last_lora"]) == (newest, newest)
+    save_file({"a": torch.zeros(1)}, folder / "fox.safetensors", {"ss_steps": "410"})  # the run went on to its end
+    assert server.get(at)["lora"].endswith("fox.safetensors")
+
+
+def test_a_page_at_a_name_that_this_server_does_not_know_asks_nothing_of_a_run(server, run):
+    _, at = run
+    elsewhere = {"Host": "rebound.example:8188", "Origin": "http://rebound.example:8188"}
+    body = {"prompt_id": "a"}
+    usual = {"Content-Type": "application/json"}
+    for what in ("save", "sample", "stop"):
+        status, told = ask(server, f"{at}/{what}", "POST", body, **usual, **elsewhere)
+        assert status == 403 and '{"hosts": ["rebound.example"]}' in told["error"], told
+    settings = server.base / "user" / "tessera.json"
+    try:
+        settings.write_text('{"hosts": ["Rebound.example"]}')
+        assert ask(server, f"{at}/save", "POST", body, **usual, **elsewhere)[0] == 409  # it doesn't train
+        settings.write_text('{"hosts": "rebound.example"}')
+        assert "write a list of names" in ask(server, f"{at}/save", "POST", body, **usual, **elsewhere)[1]["error"]
+    finally:
+        settings.unlink()
 
 
 def test_a_run_is_deleted_by_a_page_of_this_server_and_comes_back(server, run):
@@ -184,7 +218,7 @@ def test_a_server_that_others_reach_deletes_only_where_its_user_allows_it(server
     ],
 )  # fmt: skip
 def test_deleting_is_off_where_the_server_listens_beyond_this_machine(monkeypatch, listen, off):
-    monkeypatch.setattr(run_deletion.args, "listen", listen)
+    monkeypatch.setattr(asked_by.args, "listen", listen)
     assert bool(run_deletion.why_off({"Host": "localhost:8188"})) == off
     assert run_deletion.why_off({"Host": "[::"}) and run_deletion.why_off({})
     assert not off or "can be reached from other machines" in run_deletion.why_off({"Host": "[::1]:8188"})

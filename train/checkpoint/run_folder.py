@@ -7,13 +7,14 @@ See `run_names` for the folder's name.
 
 import contextlib
 import json
+import math
 import os
-import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
+from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -26,7 +27,7 @@ from ...common.untrusted.json_text import read_json
 from ...common.untrusted.regular_files import is_regular
 from ...common.untrusted.tensor_files import open_tensors
 from ..preview.gallery import FOLDER as PREVIEWS
-from .run_names import STEPS, deleted_numbers, has_key, name_of, number_of, numbered
+from .run_names import STEPS, deleted_numbers, has_key, name_of, number_of, numbered, step_loras
 from .run_record import RECORD, RunReader
 from .schema import is_plain
 from .state import STATE_SUFFIX
@@ -81,6 +82,16 @@ class RunFolder:
     def step_loras(self) -> dict[int, Path]:
         """Map the step of each intermediate LoRA to its path, in ascending order."""
         return step_loras(self.path, self.name)
+
+    def loras(self) -> list[Path]:
+        """List the LoRAs by their steps, the newest last.
+
+        The final one is older than some where a run was stopped, kept and gone on with.
+        """
+        steps: list[tuple[float, Path]] = [(step, path) for step, path in self.step_loras().items()]
+        if self.lora_path.is_file():
+            steps.append((_step_in(self.lora_path), self.lora_path))
+        return [path for _, path in sorted(steps, key=itemgetter(0))]
 
     def remove_old_loras(self, step: int, keep: int) -> None:
         """Delete intermediate LoRAs up to `step` except the newest `keep`.
@@ -197,15 +208,13 @@ class RunFolder:
         return found if _is_whole(found) else None
 
 
-def step_loras(folder: Path, name: str) -> dict[int, Path]:
-    """Map the number of each `<name>-step<number>.safetensors` of a run folder to its path, in ascending order.
-
-    They lie in `<name>_steps`, or in the folder itself, where version 0.1 put them.
-    """
-    pattern = re.compile(rf"{re.escape(name)}-step(\d{{6,}})\.safetensors")
-    places = [place for place in (folder, folder / f"{name}{STEPS}") if place.is_dir()]
-    found = ((pattern.fullmatch(path.name), path) for place in places for path in place.iterdir())
-    return dict(sorted((int(match[1]), path) for match, path in found if match))
+def _step_in(lora: Path) -> float:
+    """Read the step of a LoRA from its metadata; infinite where it tells none."""
+    try:
+        with open_tensors(lora) as file:
+            return int((file.metadata() or {})["ss_steps"])
+    except (OSError, SafetensorError, KeyError, ValueError):
+        return math.inf
 
 
 def _remove_empty(*folders: Path) -> None:

@@ -81,3 +81,14 @@ def has_key(folder: Path, key: str) -> bool:
     """Test whether the run in a folder has this key. key: its first 8 digits suffice."""
     found = key_of(folder)
     return len(found) >= 8 and found[: len(key)] == key[: len(found)]
+
+
+def step_loras(folder: Path, name: str) -> dict[int, Path]:
+    """Map the number of each `<name>-step<number>.safetensors` of a run folder to its path, in ascending order.
+
+    They lie in `<name>_steps`, or in the folder itself, where version 0.1 put them.
+    """
+    pattern = re.compile(rf"{re.escape(name)}-step(\d{{6,}})\.safetensors")
+    places = [place for place in (folder, folder / f"{name}{STEPS}") if place.is_dir()]
+    found = ((pattern.fullmatch(path.name), path) for place in places for path in place.iterdir())
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
