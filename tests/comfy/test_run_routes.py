@@ -311,6 +311,14 @@ def test_a_preview_that_is_made_anew_has_a_thumbnail_of_its_own_though_it_is_as_
         assert max(abs(a - b) for a, b in zip(near, colour, strict=True)) < 30, second
 
 
+def test_a_preview_of_more_pixels_than_any_has_no_thumbnail(tmp_path):
+    """The next larger bound is PIL's own, at nearly three times as many."""
+    (folder := tmp_path / "previews").mkdir()
+    for rows, is_made in ((8000, True), (8001, False)):
+        Image.new("1", (8000, rows)).save(folder / "step000004_0.png")
+        assert (run_files.read_preview(tmp_path, 4, 0, small=True) is not None) == is_made
+
+
 def test_saves_are_named_by_step_the_finished_one_last_and_of_many_some(server):
     loras = server.base / "output" / "loras"
     (folder := loras / "saves-1234abcd").mkdir(parents=True)

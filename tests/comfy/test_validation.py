@@ -212,6 +212,14 @@ def test_where_training_makes_it_no_better_that_is_said_and_the_start_is_not_the
         assert any(note.startswith(told) for note in watcher.notes) == (lowest > 1)
 
 
+def test_of_equal_losses_the_earlier_one_stays_the_best(tiny_flux, tmp_path, monkeypatch):
+    given = iter((1.0, 0.5, 0.5, 0.5))
+    monkeypatch.setattr(Validation, "losses", lambda *_: [next(given)] * 9)
+    options = {"steps": 3, "validation": {"data": held_out(), "every_n_steps": 1}}
+    result = train(tiny_flux, mixed_data(), tmp_path, **options)
+    assert result.summary["validation"]["best"]["step"] == 1
+
+
 def test_after_each_measurement_the_progress_says_what_comes_next(tiny_flux, tmp_path):
     options = {"steps": 2, "validation": {"data": held_out(), "every_n_steps": 1}}
     train(tiny_flux, mixed_data(), tmp_path, watcher := Watcher(), **options)
