@@ -8,12 +8,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from ..common.files import write_atomically
-from ..common.untrusted.tensor_files import metadata_field, open_tensors
 from ..lora.files.formats import save_lora
 from ..lora.files.lora_model import LoraModel
+from .checkpoint.metadata import BEST, Best, read_best
 from .checkpoint.run_folder import place_of
 from .checkpoint.state import TrainingState, load_state, save_state, state_path
 from .errors import saved_state_message, unsaved_steps_message
@@ -26,23 +24,6 @@ from .preflight.context import RunContext
 log = logging.getLogger(__name__)
 
 _SAVED = "saved"  # key of the step whose state rank 0 has written
-BEST = "tessera_best"
-
-
-@dataclass(frozen=True)
-class Best:
-    """LoRA with the lowest validation loss so far.
-
-    file: name of its file.
-    step: optimizer steps it was trained for.
-    loss: mean validation loss.
-    of: validation key, see `RunContext.validation_key`.
-    """
-
-    file: str
-    step: int
-    loss: float
-    of: str
 
 
 @dataclass(frozen=True)
@@ -57,15 +38,6 @@ class FinalLora:
     lora: LoraModel
     saved: bool
     copy: Path | None = None
-
-
-def read_best(path: Path) -> Best | None:
-    """Read the record that `keep_best` wrote into a file's header; None for any other file."""
-    try:
-        with open_tensors(path) as file:
-            return Best(**metadata_field(file.metadata(), BEST))
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError):
-        return None
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -4,6 +4,7 @@
 `ss_*`: kohya's keys that model managers read, only those that apply to our run.
 `tessera`: all settings of the run as JSON.
 `tessera_modules`: the names of the base model's modules, where no family has a table of them.
+`tessera_best`: of the LoRA with the lowest validation loss.
 """
 
 import json
@@ -17,9 +18,11 @@ from typing import Any
 import comfyui_version
 import torch
 from comfy.model_patcher import ModelPatcher
+from safetensors import SafetensorError
 from torch import Tensor
 
 from ...common.core import loaded_from
+from ...common.untrusted.tensor_files import metadata_field, open_tensors
 from ...data.samples import TrainingData, data_facts, shown_per_epoch
 from ...lora.files.header import for_file, last_part, without_paths
 from ...lora.files.lora_model import ALPHA, DOWN, MODULES, LoraModel
@@ -30,6 +33,7 @@ from ..objective.options import ObjectiveOptions
 from ..optim.options import OptimizerOptions
 from ..settings import MemoryOptions, TrainSettings
 
+BEST = "tessera_best"
 VERSION = "0.1.0"  # as `pyproject.toml` names it
 
 # (step, last loss, LoRA) → the metadata of its file.
@@ -236,3 +240,28 @@ def metadata_writer(facts: RunFacts) -> Describe:
         return metadata_for(replace(facts, steps=step, final_loss=loss, finished=now()), lora)
 
     return describe
+
+
+@dataclass(frozen=True)
+class Best:
+    """LoRA with the lowest validation loss so far.
+
+    file: name of its file.
+    step: optimizer steps it was trained for.
+    loss: mean validation loss.
+    of: validation key, see `RunContext.validation_key`.
+    """
+
+    file: str
+    step: int
+    loss: float
+    of: str
+
+
+def read_best(path: Path) -> Best | None:
+    """Read the record that `keep_best` wrote into a file's header; None for any other file."""
+    try:
+        with open_tensors(path) as file:
+            return Best(**metadata_field(file.metadata(), BEST))
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError):
+        return None
