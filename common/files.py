@@ -6,6 +6,8 @@ import hashlib
 import os
 import platform
 import re
+import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from .untrusted.tensor_files import open_tensors
@@ -45,6 +48,9 @@ MACHINE = hashlib.blake2b(f"{platform.node()} {uuid.getnode()} {_processes()}".e
 _SESSION = uuid.uuid4().hex[:8]
 _OWNER = f"-{MACHINE}-{os.getpid()}-{_SESSION}"
 _ABANDONED = 24 * 60 * 60  # seconds
+_UNUSED = 7 * _ABANDONED
+_LOCK = re.compile(r"tessera-[0-9a-f]{16}\.lock")
+_OF_A_DEVICE = re.compile(r"tessera-device-(\d{1,10})-\w{1,20}")
 # Pattern of the name of an unfinished file: machine, process and session.
 UNFINISHED = r"\.[0-9a-f]{32}-([0-9a-f]{8})-(\d+)-([0-9a-f]{8})\.part"
 
@@ -126,3 +132,29 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def lock_of(name: str) -> FileLock:
+    """Make the lock of this name (16 hexadecimal digits), which a process of this machine holds at most, or fails.
+
+    Its file stays when it is released: to remove it then could leave two processes with a lock each.
+    """
+    return FileLock(Path(tempfile.gettempdir()) / f"tessera-{name}.lock", timeout=0, mode=0o666)
+
+
+def sweep_temporary() -> None:
+    """Remove locks that nobody took for a week, and day-old folders of processes that have ended. Raises nothing."""
+    root, now = Path(tempfile.gettempdir()), time.time()
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(root):
+            with contextlib.suppress(OSError, Timeout):  # gone meanwhile, held, or another user's
+                _sweep(entry, now - entry.stat(follow_symlinks=False).st_mtime)
+
+
+def _sweep(entry: os.DirEntry[str], age: float) -> None:
+    device = _OF_A_DEVICE.fullmatch(entry.name)
+    if device and age > _ABANDONED and entry.is_dir(follow_symlinks=False) and not psutil.pid_exists(int(device[1])):
+        shutil.rmtree(entry.path, ignore_errors=True)
+    elif _LOCK.fullmatch(entry.name) and age > _UNUSED and entry.is_file(follow_symlinks=False):
+        with FileLock(entry.path, timeout=0):
+            Path(entry.path).unlink()

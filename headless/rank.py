@@ -57,7 +57,7 @@ class Rank(NamedTuple):
         if self.rank == 0:
             yield list(options)
             return
-        temporary = tempfile.mkdtemp(prefix="tessera-device-")  # ComfyUI empties the one that it has
+        temporary = tempfile.mkdtemp(prefix=f"tessera-device-{os.getpid()}-")  # ComfyUI empties the one that it has
         quiet = [] if "--verbose" in options else ["--verbose", "ERROR"]
         try:
             own = [*options, "--database-url", "sqlite:///:memory:", "--temp-directory", temporary, *quiet]

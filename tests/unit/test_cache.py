@@ -5,12 +5,14 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from tessera.common import files
-from tessera.common.files import sweep_unfinished, write_atomically
+from tessera.common.files import lock_of, sweep_temporary, sweep_unfinished, write_atomically
 from tessera.data.cache import Cache, EncodeJob, run_jobs
 from with_pack import ROOT
 
@@ -141,6 +143,40 @@ def test_what_a_killed_process_left_is_swept_and_what_a_live_one_writes_is_not(t
         assert unfinished(folder) == [writing]
         live.communicate("")
     assert [path.name for path in folder.iterdir()] == ["file"]
+
+
+def test_old_locks_and_folders_of_ended_processes_go_from_the_temporary_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    gone, alive = int(ended.stdout), os.getpid()
+    for name in (
+        f"tessera-device-{gone}-a1_b2",
+        f"tessera-device-{gone}-new",
+        f"tessera-device-{alive}-c3",
+        "tessera-x",
+    ):
+        (tmp_path / name / "inside").mkdir(parents=True)
+    held, free, new = (lock_of(f"{number:016x}") for number in range(3))
+    for lock in (held, free, new):
+        lock.acquire()
+    free.release()
+    new.release()
+    (tmp_path / "tessera-of-another.lock").touch()
+    for path in tmp_path.iterdir():
+        age = 3600 if path.name.endswith("-new") or path == Path(new.lock_file) else 8 * 24 * 3600
+        os.utime(path, (time.time() - age,) * 2)
+    (tmp_path / "tessera-00000000000000ff.lock").symlink_to(tmp_path / "tessera-x")
+    sweep_temporary()
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {
+        f"tessera-device-{gone}-new",
+        f"tessera-device-{alive}-c3",
+        "tessera-x",
+        "tessera-of-another.lock",
+        "tessera-00000000000000ff.lock",
+        *(Path(lock.lock_file).name for lock in (held, new)),
+    }
+    held.release()
 
 
 def test_what_this_process_writes_stays_and_what_an_earlier_one_of_its_number_left_goes(tmp_path):

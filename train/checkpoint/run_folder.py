@@ -9,7 +9,6 @@ import contextlib
 import json
 import math
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,10 +17,10 @@ from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 from safetensors import SafetensorError
 
-from ...common.files import MACHINE, sweep_unfinished, write_atomically
+from ...common.files import MACHINE, lock_of, sweep_unfinished, write_atomically
 from ...common.untrusted.budgets import RUN_SUMMARY
 from ...common.untrusted.json_text import read_json
 from ...common.untrusted.regular_files import is_regular
@@ -174,7 +173,7 @@ class RunFolder:
         Raises ValueError where one does.
         """
         name = blake2b(os.fsencode(self.path.resolve()), digest_size=8).hexdigest()
-        lock = FileLock(Path(tempfile.gettempdir()) / f"tessera-{name}.lock", timeout=0, mode=0o666)
+        lock = lock_of(name)
         try:
             lock.acquire()
         except Timeout:

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from ...common.files import MACHINE
+from ...common.files import MACHINE, sweep_temporary
 from ..checkpoint.run_folder import RunFolder
 from ..checkpoint.run_record import PROGRESS, RunReader
 from ..observer import Observer
@@ -26,6 +26,7 @@ def claimed_by_one(folder: RunFolder, observer: Observer) -> Iterator[None]:
 
     Raises ValueError where one does.
     """
+    sweep_temporary()
     with folder.claimed():  # holds where the other one has the same folder for temporary files
         check_elsewhere(folder, observer)
         ended = threading.Event()
