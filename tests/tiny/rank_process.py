@@ -247,8 +247,7 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
     world.wait_limit = job.get("wait_limit", 60.0)
     world.killing, meeting.GRACE = None, job.get("grace", 5.0)
     world.meets, world.gathers_by_gloo = job.get("meets", False), not job.get("nccl_only")
-    if "step_limit" in job:
-        world.step_limit = worlds.timedelta(seconds=job["step_limit"])
+    world.step_limit = worlds.timedelta(seconds=job.get("step_limit", 240))  # half an hour would be that of the tests
     sent: list[int] = []
     others: list[str] = []
     all_reduce = dist.all_reduce
