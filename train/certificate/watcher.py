@@ -1,7 +1,6 @@
 """The certificate between the start of a run and its first step."""
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,9 @@ import torch
 
 from ...common.core import features
 from ...common.fingerprint import fingerprint
+from ...common.untrusted.budgets import RUN_SUMMARY
+from ...common.untrusted.json_text import read_json
+from ..checkpoint.metadata import VERSION
 from ..preflight.context import RunContext
 from ..trainer import Trainer, Watcher
 from .certificate import make_certificate
@@ -75,6 +77,7 @@ class CertificateWatcher:
         return fingerprint(
             {
                 "model": self.model,
+                "pack": VERSION,
                 "comfyui": features()["version"],
                 "torch": torch.__version__,
                 "device": str(trainer.device.type),
@@ -104,7 +107,7 @@ def _known(earlier: Path | None, key: str) -> Mapping[str, Any] | None:
     folders = [] if earlier is None else [earlier, *list(earlier.parents)[:2]]
     for folder in folders:
         try:
-            found = json.loads((folder / SUMMARY).read_text(encoding="utf-8")).get("certificate", {})
+            found = read_json(folder / SUMMARY, RUN_SUMMARY).get("certificate", {})
         except (OSError, ValueError, AttributeError):
             continue
         if isinstance(found, dict) and found.get("key") == key and isinstance(found.get("text"), str):
