@@ -26,7 +26,7 @@ class TesseraMemory(io.ComfyNode):
                     options=list(CHECKPOINTING),
                     default=MemoryOptions.checkpointing,
                     tooltip="Saves memory by computing parts of the forward pass again. full: every block, least "
-                    "memory, about a third slower. selective: as much as activation_budget says. none: nothing, "
+                    "memory, about 40% slower. selective: as much as activation_budget says. none: nothing, "
                     "fastest, most memory. auto: the fastest that fits, measured at the start. The result is the "
                     "same except for rounding.",
                 ),
