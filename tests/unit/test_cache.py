@@ -92,10 +92,10 @@ def test_a_full_disk_leaves_the_old_file_and_no_litter(cache, tensors, monkeypat
 
 
 KILLED = f"""
-import importlib, os, pathlib, sys, types
-package = sys.modules["pack"] = types.ModuleType("pack")
-package.__path__ = [{str(ROOT)!r}]
-module = importlib.import_module("pack.common.files")
+import os, pathlib, sys
+sys.path[0] = {str(ROOT / "tests" / "support")!r}
+import with_pack
+from tessera.common import files
 
 def half(beside):
     beside.write_bytes(b"half")
@@ -104,7 +104,7 @@ def half(beside):
     print("writing", flush=True)
     sys.stdin.read()
 
-module.write_atomically(pathlib.Path(sys.argv[1]) / "file", half)
+files.write_atomically(pathlib.Path(sys.argv[1]) / "file", half)
 """
 
 
