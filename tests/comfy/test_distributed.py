@@ -27,7 +27,7 @@ from tiny.runs import (
 )
 
 STEPS = STEP["steps"]
-KILLS = int(os.environ.get("TESSERA_KILLS", "5"))  # random moments at which a process is killed
+KILLS = int(os.environ.get("TESSERA_KILLS", "3"))  # random moments at which a process is killed
 DROPS = {"dropout": 0.3, "rank_dropout": 0.2, "module_dropout": 0.2}
 CASES = {
     "plain": STEP,

@@ -1,11 +1,11 @@
 """Torch's order of attention's kernels is decided before ComfyUI's first attention."""
 
-import asyncio
 from typing import Any
 
 import pytest
 import torch
 from tessera.models.layers import attention
+from tiny.prompt import awaited
 
 
 @pytest.fixture
@@ -41,5 +41,5 @@ def test_comfyui_has_it_asked_when_it_loads_the_pack(monkeypatch) -> None:
     monkeypatch.setattr(nodes, "settle_kernel_order", lambda: asked.append(True))
     monkeypatch.setattr(nodes, "use_persistent_cache", lambda folder: "")
     monkeypatch.setattr(nodes, "PromptServer", None)
-    asyncio.run(nodes.TesseraExtension().on_load())
+    awaited(nodes.TesseraExtension().on_load())
     assert asked == [True]
