@@ -23,7 +23,7 @@ from .preflight.context import RunContext
 
 log = logging.getLogger(__name__)
 
-_SAVED = "saved"  # key of the step whose state rank 0 has written
+_SAVED = "state on disk"  # key of the step whose state rank 0 has written
 
 
 @dataclass(frozen=True)
