@@ -25,7 +25,7 @@ def parse_json(text: str, budget: Budget, name: str) -> Any:
     containers = text.count("[") + text.count("{")
     check_size(budget, name, items=text.count(",") + containers)
     if containers > budget.depth:
-        check_size(budget, name, depth=depth_of(text))
+        check_size(budget, name, depth=depth_of(text, budget.depth))
     return json.loads(text, parse_float=_finite, parse_constant=lambda _: None)
 
 
@@ -34,13 +34,19 @@ def read_json(path: Path, budget: Budget) -> Any:
     return parse_json(read_regular(path, budget).decode("utf-8-sig"), budget, path.name)
 
 
-def depth_of(text: str) -> int:
-    """Count the levels of lists and objects inside one another."""
+def depth_of(text: str, enough: int | None = None) -> int:
+    """Count the levels of lists and objects inside one another.
+
+    enough: bound above which the count ends, for texts of millions of brackets; the result is then above it.
+    """
     deepest = level = 0
     for outside in _ESCAPE.sub("", text).split('"')[::2]:  # every other piece lies between two strings
-        for bracket in _BRACKET.findall(outside):
-            level += 1 if bracket in "[{" else -1
-            deepest = max(deepest, level)
+        for bracket in _BRACKET.finditer(outside):
+            level += 1 if bracket[0] in "[{" else -1
+            if level > deepest:
+                deepest = level
+                if enough is not None and deepest > enough:
+                    return deepest
     return deepest
 
 

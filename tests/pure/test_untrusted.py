@@ -35,6 +35,7 @@ def test_json_within_its_budget_is_read_as_python_reads_it():
         ("1" * 101, "x.json has 101 bytes .at most 100., more than a test may have; write less."),
         ("[" + "1," * 11 + "1]", "x.json has 12 entries .at most 10., more than a test may have; write less."),
         ("[[[[]]]]", "x.json has 4 levels .at most 3., more than a test may have; write less."),
+        ("[[[[[[]]]]]]", "x.json has 4 levels .at most 3."),  # counted no further than that
         ("[],[],[],[],[],[],", "x.json has 12 entries"),
     ],
 )
