@@ -13,6 +13,8 @@
   python dev.py serve [MAIN …]    start ComfyUI with this pack, open at Try it; the arguments go to its main.py
   python dev.py lists             write the lists of models that train into docs/limits.md and help pages
   python dev.py card [--part …]   check and time this machine's GPU, for a page to paste into an issue; --help says more
+  python dev.py fuzz --seconds 60 --seed 0
+                                  hostile inputs for all that reads a stranger's texts and files, within stated bounds
   python dev.py models            write docs/models.md: every model class of ComfyUI, and how far its training is tested
 
 With --slowest each of the tests' commands ends by printing where the time went.
@@ -576,6 +578,13 @@ def demo(arguments: list[str]) -> int:
     return call([python, str(ROOT / "tests" / "demo.py"), *options, *arguments])
 
 
+def fuzz(arguments: list[str]) -> int:
+    """Feed hostile inputs to what reads a stranger's texts and files, for `--seconds N` with `--seed S`."""
+    python, comfyui = setup()
+    command = [python, str(ROOT / "tools" / "fuzz"), *arguments]
+    return call(command, COMFYUI_PATH=str(comfyui), OMP_NUM_THREADS="1")
+
+
 def card(arguments: list[str]) -> int:
     """Check and time this machine's GPU. A pack that lies in a ComfyUI runs with that and its Python, and one that is
     given a ComfyUI by --comfyui too: nothing is installed then."""
@@ -595,7 +604,7 @@ def card(arguments: list[str]) -> int:
 
 def main(arguments: list[str]) -> int:
     commands = {"setup": prepare, "demo": demo, "check": check, "test": test, "serve": serve}
-    commands |= {"lists": lists, "models": models, "card": card}
+    commands |= {"lists": lists, "models": models, "card": card, "fuzz": fuzz}
     if not arguments or arguments[0] not in commands:
         print(__doc__)
         return 2

@@ -1,0 +1,60 @@
+"""The bounds of one input: seconds of CPU, bytes of memory, and errors that are no sentences for users."""
+
+import faulthandler
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+CPU = 1.0  # seconds for one input …
+CPU_PER_MB = 0.05  # … and for each MB of it
+MEMORY = 512_000_000  # bytes above what the process had before
+HANG = 60.0  # seconds, after which the process ends with its stack
+# Errors of a kind that users get sentences in, but which Python itself raises.
+RAW = (UnicodeError, json.JSONDecodeError)
+
+
+class Broken(Exception):
+    """A bound that an input broke; the message says which."""
+
+
+def watched(read: Callable[[Any], Any], given: Any, size: int) -> None:
+    """Give an input of `size` bytes to a reader. Raises Broken if a bound breaks."""
+    faulthandler.dump_traceback_later(HANG, exit=True)
+    try:
+        before, peak = time.process_time(), peak_bytes()
+        try:
+            read(given)
+        except Broken:
+            raise
+        except Exception as error:
+            if not isinstance(error, ValueError | OSError) or isinstance(error, RAW):
+                raise Broken(f"{type(error).__name__}: {error}"[:400]) from error
+            check_sentence(str(error))
+        seconds, grown = time.process_time() - before, peak_bytes() - peak
+        if seconds > (most := CPU + CPU_PER_MB * size / 1e6):
+            raise Broken(f"{seconds:.1f} s of CPU, more than {most:.1f}")
+        if grown > MEMORY:
+            raise Broken(f"{grown / 1e6:,.0f} MB of memory, more than {MEMORY / 1e6:,.0f}")
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def check_sentence(message: str) -> None:
+    """Raise Broken for an error that says nothing, or repeats a whole input."""
+    if not message.strip():
+        raise Broken("an error without a message")
+    if len(message) > 4000:
+        raise Broken(f"an error of {len(message):,} characters")
+
+
+def peak_bytes() -> int:
+    """Most memory that this process held so far; what it holds now where the system does not count that."""
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().rss
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
