@@ -23,6 +23,15 @@ COMFYUI = str(dev.find_comfyui())
 SWAPPED = "train: eager, none, all swapped, file, delay compute"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def attention_as_before() -> Any:
+    """The kit chooses attention's kernel for its process, which here goes on with other tests."""
+    from card.checks.attention import choose_attention
+
+    yield
+    choose_attention(plain=False)
+
+
 @pytest.fixture(scope="module")
 def small() -> smoke.Smoke:
     return smoke.Smoke(SPEC)
