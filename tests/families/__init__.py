@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,6 +23,16 @@ def every_case(*axes: str, fast: bool = False) -> Any:
     so."""
     params = [pytest.param(case, id=case.name, marks=marks_of(case, *axes) if fast else ()) for case in cases(*axes)]
     return pytest.mark.parametrize("case", params)
+
+
+def modes_in_turn(modes: Sequence[str], *axes: str) -> Any:
+    """Parametrize a test's `case` and `mode` over such rows: the first in every mode, the others in each in turn."""
+    params = [
+        pytest.param(case, mode, id=f"{case.name}-{mode}")
+        for number, case in enumerate(cases(*axes))
+        for mode in (modes if number == 0 else [modes[number % len(modes)]])
+    ]
+    return pytest.mark.parametrize(("case", "mode"), params)
 
 
 def marks_of(case: FamilyCase, *axes: str) -> list[pytest.MarkDecorator]:

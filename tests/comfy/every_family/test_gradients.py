@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_cases import cases, every_case, marks_of
+from family_cases import cases, every_case, marks_of, modes_in_turn
 from tessera.lora.options import NetworkOptions
 
 MODES = ("none", "selective", "full")
@@ -31,13 +31,6 @@ def in_every_mode(*axes: str, fast: bool = False, swaps: int = 2) -> Iterator[An
                 told = f"{case.name}-{batch}-{count}-{mode}-{'swapped' if swap else 'resident'}"
                 yield pytest.param(case, batch, count, mode, swap, id=told, marks=marks)
                 marks = []
-
-
-def one_mode(*axes: str) -> Iterator[Any]:
-    """(case, mode) with each mode in turn."""
-    for number, case in enumerate(cases(*axes)):
-        mode = MODES[number % len(MODES)]
-        yield pytest.param(case, mode, id=f"{case.name}-{mode}")
 
 
 @pytest.mark.parametrize(("case", "batch", "count", "mode", "swap"), in_every_mode("gradients", fast=True))
@@ -65,7 +58,7 @@ def test_gradients_in_bf16_stay_within_its_rounding(check_gradients, case, mode)
     check_gradients(case, batch, max(counts), mode=mode, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize(("case", "mode"), one_mode("gradients", "bf16 gradients"))
+@modes_in_turn(MODES, "gradients", "bf16 gradients")
 def test_compiled_gradients_in_bf16_stay_within_its_rounding(check_gradients, case, mode):
     batch, counts = list(case.gradients().items())[-1]
     check_gradients(case, batch, max(counts), mode=mode, backend="aot_eager", dtype=torch.bfloat16)

@@ -1,12 +1,11 @@
 """One graph per kind of block, token counts and text length, by dynamo's own counters, over mixed data."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import tiny
 import torch
-from family_cases import cases, every_case
+from family_cases import cases, every_case, modes_in_turn
 from tessera.compile.settings import CompileSettings
 from tessera.lora.options import NetworkOptions
 from tessera.train.settings import MemoryOptions
@@ -31,15 +30,7 @@ def main_batch(case: Any) -> Any:
 BACKENDS = {"none": "eager", "selective": "aot_eager", "full": "eager"}
 
 
-def epochs() -> Iterator[Any]:
-    """(case, mode): the first case in every mode, the others in each in turn."""
-    modes = list(BACKENDS)
-    for number, case in enumerate(cases("graphs")):
-        for mode in modes if not number else modes[number % len(modes) :][:1]:
-            yield pytest.param(case, mode, id=f"{case.name}-{mode}")
-
-
-@pytest.mark.parametrize(("case", "mode"), epochs())
+@modes_in_turn(list(BACKENDS), "graphs")
 def test_two_epochs_of_mixed_samples_compile_each_graph_once(case_file, tmp_path, case, mode):
     graphs = Graphs()
     data = training_data(*case.mixed())

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from family_cases import cases, every_case, marks_of
+from family_cases import cases, every_case, marks_of, modes_in_turn
 from tessera.lora.options import NetworkOptions
 from tessera.models.registry import family_of
 from tessera.train.settings import MemoryOptions
@@ -104,14 +104,7 @@ def test_batches_of_one_and_three_are_the_same_too(resident, trained, tmp_path, 
     assert_same_run(swapped, plain, unused(case, swapped))
 
 
-def compiled_runs() -> Iterator[Any]:
-    """(case, mode): the first case in every mode, the others in each in turn."""
-    for number, case in enumerate(cases("swap", "compiled swap")):
-        for mode in MODES if not number else MODES[number % len(MODES) :][:1]:
-            yield pytest.param(case, mode, id=f"{case.name}-{mode}")
-
-
-@pytest.mark.parametrize(("case", "mode"), compiled_runs())
+@modes_in_turn(MODES, "swap", "compiled swap")
 def test_compiled_blocks_stay_whole_and_swap_adds_no_graph(trained, tmp_path, case, mode):
     torch._dynamo.reset()
     settings = {"backend": "aot_eager", "checkpointing": mode}
