@@ -3,6 +3,7 @@
 import io
 import json
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from hypothesis import strategies as st
@@ -110,6 +111,7 @@ def safetensors_files(draw: st.DrawFn, keys: Sequence[str], metadata: st.SearchS
     return length.to_bytes(8, "little") + text + bytes(at)
 
 
+@cache
 def pictures() -> list[bytes]:
     """A small picture in each format that folders hold."""
     found = []

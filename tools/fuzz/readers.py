@@ -1,4 +1,4 @@
-"""What reads a stranger's texts and files in this process, each with the inputs that it is given."""
+"""Readers of a stranger's texts and files in this process, each with its inputs."""
 
 import json
 import shutil

@@ -1,6 +1,5 @@
 """Searches for an input that breaks a bound, and from it for the smallest."""
 
-import pickle
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +39,7 @@ class Fault:
 def search(reader: Reader, seed: str, size: int, folder: Path) -> tuple[int, Fault | None]:
     """Give a reader `size` inputs. Returns (how many it got, the smallest that broke a bound).
 
-    folder: keeps the input in hand as `input.pickle`, for one that never ends.
+    folder: keeps the input in hand as `input.txt`, for one that never ends.
     """
     count, smallest = 0, None
     failing: dict[str, str] = {}  # inputs and the bounds that they broke
@@ -64,7 +63,7 @@ def search(reader: Reader, seed: str, size: int, folder: Path) -> tuple[int, Fau
         if failing and time.monotonic() > shrink_until:
             raise Enough
         if text not in failing:
-            (folder / "input.pickle").write_bytes(pickle.dumps((reader.name, given_input)))
+            (folder / "input.txt").write_text(f"{reader.name}\n{text}", encoding="utf-8", errors="backslashreplace")
             try:
                 watched(reader.read, given_input, len(text))
             except Broken as broken:

@@ -1,4 +1,4 @@
-"""What a real ComfyUI reads of a stranger: run folders, folders of captions, and workflows through its executor.
+"""Readers inside a real ComfyUI: of run folders, folders of captions, and workflows through its executor.
 
 While it works on an input another connection asks `/queue` again and again. A time in which that has no answer, and the
 server computes, is a freeze.
