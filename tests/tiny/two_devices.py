@@ -28,8 +28,8 @@ TO_HOST = {Tensor.tolist: "tolist", Tensor.cpu: "cpu", Tensor.numpy: "numpy"}
 
 class TwoDevices:
     """reads: the ops by which the host waited for the device. moved: tensors that were moved to the device. mixed: ops
-    that had tensors of both, such as a copy of one to the other; a number, which goes along with the kernel, is no
-    part of it."""
+    that had tensors of both, such as a copy of one to the other; a number, which goes along with the kernel, and
+    a tensor of no elements, which has no address, are no part of it."""
 
     def __init__(self) -> None:
         self.reads: Counter[str] = Counter()
@@ -88,9 +88,13 @@ class _Ops(TorchDispatchMode):
             packet, name = func.overloadpacket, func.overloadpacket.__name__
             if packet in READS or (packet is _aten.index and any(t.dtype == torch.bool for t in tensors[1:])):
                 devices.reads[name] += 1
-            elif any(not at and (t.dim() or packet is _aten.copy_) for t, at in zip(tensors, there, strict=True)):
+            elif any(
+                not at and t.numel() and (t.dim() or packet is _aten.copy_)
+                for t, at in zip(tensors, there, strict=True)
+            ):
                 devices.mixed[name] += 1
-        made = func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():  # modes that watch functions have seen this one
+            made = func(*args, **kwargs)
         # In a backward autograd makes the zeros of outputs that nothing has used, in C++.
         if any(there) or (not tensors and torch._C._current_graph_task_id() != -1):
             devices.put(tree_leaves(made))

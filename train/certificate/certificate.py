@@ -26,7 +26,7 @@ from ...models.family import ModelInputs
 from ..observer import Observer
 from ..placement.placed_model import PlacedModel
 from ..verify.forward import small_inputs
-from ..verify.sample import check_sample, sigmas, smallest
+from ..verify.sample import check_sample, inputs_of, smallest
 from .adapters import perturbed
 from .execution import check_execution
 from .gradients import GradientCheck, check_gradients
@@ -90,7 +90,7 @@ def make_certificate(
         observer.phase(f"Checking {title}: {text}")
 
     whole, sigma = check_sample(placed.family, placed.patcher, sample)
-    inputs = placed.family.inputs(placed.patcher, [whole], sigmas(sigma, placed.device), guidance)
+    inputs = inputs_of(placed.family, placed.patcher, whole, sigma, guidance)
     phase("forward")
     placed.check_forward(inputs)
     with off_the_record(placed), placed.products.switched_off(placed.transformer.blocks()):

@@ -20,7 +20,7 @@ from ...common.core import features
 from ...data.samples import Sample
 from ...models.family import Family, ModelInputs, RunBlock, Transformer
 from ...models.registry import core_forward
-from .sample import SMALL, SMALL_FRAMES, check_sample, cut_to, sigmas, smallest
+from .sample import SMALL, SMALL_FRAMES, check_sample, cut_to, inputs_of, sigmas, smallest
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def small_inputs(
     whole, sigma = check_sample(family, patcher, sample)
     try:
         small = cut_to(whole, sample.grid, side, SMALL_FRAMES)
-        return family.inputs(patcher, [small], sigmas(sigma, patcher.load_device), guidance)
+        return inputs_of(family, patcher, small, sigma, guidance)
     except Exception as error:  # of code of ComfyUI's that needs a larger grid
         log.debug("%s takes no grid of %d tokens a side: %s", family.title, side, error)
         return None
@@ -85,10 +85,9 @@ def _check_own_forward(
             f"model is {family.title} whose {misread.name} is read {misread.difference:.1%} differently than ComfyUI "
             f"reads it, {CONSEQUENCE}"
         )
-    dtype, device = core.dtype, patcher.load_device
-    sample = smallest(samples)
+    dtype, sample = core.dtype, smallest(samples)
     whole, sigma = check_sample(family, patcher, sample)
-    small, level = cut_to(whole, sample.grid, SMALL, SMALL_FRAMES), sigmas(sigma, device)
+    small, level = cut_to(whole, sample.grid, SMALL, SMALL_FRAMES), sigmas(sigma)
     exact = core.velocity(small, level, guidance, torch.float32)
     try:
         ours = core.own_velocity(transformer, small, level, guidance, torch.float32)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...common.rng import generator
 from ...data.samples import Sample
-from ...models.family import Family, NoisySample
+from ...models.family import Family, ModelInputs, NoisySample
 from ..batch import model_space
 from ..objective.noise import sample_noise
 
@@ -57,6 +57,11 @@ def smallest(samples: Sequence[Sample]) -> Sample:
     return min(samples, key=lambda sample: (math.prod(sample.grid), sample.text_length))
 
 
-def sigmas(sigma: float, device: torch.device) -> Tensor:
-    """Make the model's sigma of one sample, (1,) fp32."""
-    return torch.tensor([sigma], dtype=torch.float32, device=device)
+def inputs_of(family: Family, patcher: ModelPatcher, sample: NoisySample, sigma: float, guidance: float) -> ModelInputs:
+    """Make the model inputs of one sample: on the host, as a batch of training is made, and then copied."""
+    return family.inputs(patcher, [sample], sigmas(sigma), guidance).to(patcher.load_device)
+
+
+def sigmas(sigma: float) -> Tensor:
+    """Make the model's sigma of one sample, (1,) fp32, on the host."""
+    return torch.tensor([sigma], dtype=torch.float32)

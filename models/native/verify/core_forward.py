@@ -26,8 +26,8 @@ class CoreForward:
 
     def __init__(self, family: Family, patcher: ModelPatcher, transformer: Transformer, on_device: RunBlock):
         self.family, self.patcher, self._on_device = family, patcher, on_device
-        device, self.dtype = patcher.load_device, patcher.model.get_dtype_inference()
-        self.shadow = shadow_over(patcher, transformer.linears(), device, self.dtype)
+        self.device, self.dtype = patcher.load_device, patcher.model.get_dtype_inference()
+        self.shadow = shadow_over(patcher, transformer.linears(), self.device, self.dtype)
         for name, block in transformer.blocks():
             core = self.shadow.diffusion_model.get_submodule(name)
             core.__dict__["forward"] = _hook(core, block, on_device)
@@ -42,7 +42,7 @@ class CoreForward:
         self, transformer: Transformer, sample: NoisySample, sigma: Tensor, guidance: float, dtype: torch.dtype
     ) -> Tensor:
         """Run the same by our own forward. The adapters are to be switched off."""
-        inputs = self.family.inputs(self.patcher, [sample], sigma, guidance)
+        inputs = self.family.inputs(self.patcher, [sample], sigma, guidance).to(self.device)
         if dtype == self.dtype:
             return transformer.forward(lambda block, *args: self._on_device(_run, block, *args, {}), inputs)
         with computing_in(dtype, transformer):
@@ -55,11 +55,11 @@ class CoreForward:
     def velocity(self, sample: NoisySample, sigma: Tensor, guidance: float, dtype: torch.dtype) -> Tensor:
         """Run one sample, a whole grid, in `dtype`. Returns what the model gives as tokens, (1, N, C·patch).
 
-        sigma: (1,), the model's own.
+        sample, sigma: on the host, sigma (1,), the model's own.
         """
         distilled = guidance if self.family.takes_guidance(self.patcher.model) else None
         inputs = native_inputs(self.patcher, [self.family.as_core_takes(sample)], sigma, distilled)
-        (group,) = inputs.groups
+        (group,) = inputs.to(self.device).groups
         restore(self._clean)
         modules: list[Any] = [m for m in self.shadow.tensors.values() if isinstance(m, SharedTensors)]
         with ExitStack() as stack:
