@@ -36,8 +36,15 @@ def rotate(x: Tensor, pe: Tensor) -> Tensor:
         sign = 2 * torch.arange(2, device=x.device) - 1
         rotated = pairs * cos + pairs.flip(-1) * sin * sign
     else:
-        rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(pe))
+        rotated = torch.view_as_real(_complex(pairs) * _complex(pe))
     return rotated.flatten(-2).to(x.dtype)
+
+
+def _complex(pairs: Tensor) -> Tensor:
+    """View (…, 2) as complex numbers, which takes pairs that lie together; those of any other layout are copied."""
+    *outer, inner = pairs.stride()
+    together = inner == 1 and not any(stride % 2 for stride in (*outer, pairs.storage_offset()))
+    return torch.view_as_complex(pairs if together else pairs.clone(memory_format=torch.contiguous_format))
 
 
 def timestep_embedding(t: Tensor, dim: int = 256, max_period: float = 10000.0) -> Tensor:

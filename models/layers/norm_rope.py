@@ -77,8 +77,9 @@ def _norm_rope_backward(
     grad: Tensor, parts: Sequence[Tensor], weights: Sequence[Tensor], table: Tensor, eps: float
 ) -> list[Tensor]:
     table = _in_rows(table)
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()  # attention's plain kernel gives that of k transposed
     kernel = _kernel(grad.device, grad.dtype)
-    if kernel is not None and grad.stride(-1) == 1:
+    if kernel is not None:
         return kernel.norm_rope_backward(grad, parts, weights, table, eps)
     return _plain_backward(grad, parts, weights, table, eps)
 

@@ -101,6 +101,31 @@ def test_values_and_gradients_are_those_in_fp64(by: str, dtype: torch.dtype, dim
         assert error < 2 * torch.finfo(dtype).eps, error
 
 
+# As kernels of attention give the gradient of queries and keys, and as tensors are cut out of others.
+LAYOUTS = {
+    "transposed": lambda t: t.mT.contiguous().mT,
+    "every other": lambda t: torch.stack((t, t), -1).flatten(-2)[..., ::2],
+    "rows of an odd length": lambda t: F.pad(t, (0, 1))[..., :-1],
+    "from an odd place on": lambda t: F.pad(t.flatten(), (1, 0))[1:].view(t.shape),
+    "one number for all": lambda t: t[..., :1].expand_as(t),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tensors_of_any_layout_are_taken(by: str, layout: str) -> None:
+    case = Case(torch.float32)
+    case.grad = LAYOUTS[layout](case.grad)
+    for found, wanted in zip(case.run(called), case.run(exact, torch.float64), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    x, table = LAYOUTS[layout](case.wide[0][:, :, 0]), LAYOUTS[layout](case.table)
+    for function in (layer.rope_heads, lambda *given: layer.norm_rope([given[0]], [None], given[1], None)):
+        leaf = x.detach().requires_grad_()
+        plain = x.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
+        results = [(function(one, tables[:, :3]), one) for one, tables in ((leaf, table), (plain, table.contiguous()))]
+        found, wanted = ((out.detach(), *torch.autograd.grad(out, one, case.grad[:, :3])) for out, one in results)
+        torch.testing.assert_close(found, wanted)
+
+
 def test_a_rotation_alone_is_the_plain_one(by: str) -> None:
     from tessera.models.layers.math import rotate
 
