@@ -8,6 +8,9 @@ import torch
 from tessera.train.settings import MemoryOptions
 from torch import Tensor
 
+# It notices them too, before the first step.
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_the_comparison_fails_on_comfyuis_own_block_forward(tiny_flux, tmp_path, mode):
