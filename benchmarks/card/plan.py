@@ -24,11 +24,14 @@ FLUX = (
 )
 # Parts of the time that a group may take, so that one that hangs leaves something for the next.
 FIRST, MAIN, SOME, LAST = 0.25, 0.45, 0.2, 1.0
+GRAPHS, TUNED = "reduce-overhead", "max-autotune"  # modes, in the names of cases
 
 
 def plan(device: str, size: str, machine: dict[str, Any]) -> list[Group]:
-    """The groups in the order in which they run."""
-    return [group for group in _plan(device, size, machine) if group.cases]
+    """The groups in the order in which they run. What is tuned takes minutes, and is last."""
+    planned = list(_plan(device, size, machine))
+    groups = [_without(group, (TUNED,)) for group in planned] + [_only(group, TUNED) for group in planned]
+    return [group for group in groups if group.cases]
 
 
 def _plan(device: str, size: str, machine: dict[str, Any]) -> Iterator[Group]:
@@ -37,10 +40,10 @@ def _plan(device: str, size: str, machine: dict[str, Any]) -> Iterator[Group]:
     first, rest = made["smoke"][:allocators], made["smoke"][allocators:]
     yield from (replace(group, share=FIRST) for group in first)
     yield _of_one_process("flux", made)
-    graphs = [_only(group, "reduce-overhead", "max-autotune") for group in rest]
-    yield from (replace(group, share=SOME) for group in graphs)
+    yield from (replace(_only(group, GRAPHS), share=SOME) for group in rest)
     yield from (replace(group, share=FIRST) for group in made["nodes"])
-    yield from (replace(_without(group, graphs), share=SOME) for group in rest)
+    yield from (replace(_only(group, "wan 1.3B, compiled, full"), share=SOME) for group in made["wan"])
+    yield from (replace(_without(group, (GRAPHS,)), share=SOME) for group in rest)
     yield from (_only(group, "wan 14B", "wan, ") for group in made["wan"])
     yield from (_only(group, "qwen_image") for group in made["others"])
     yield from (_only(group, "core's Train LoRA") for group in made["others"])
@@ -63,6 +66,5 @@ def _only(group: Group, *texts: str) -> Group:
     return replace(group, cases=tuple(c for c in group.cases if any(text in c.name for text in texts)), share=LAST)
 
 
-def _without(group: Group, others: Sequence[Group]) -> Group:
-    names = {case.name for other in others for case in other.cases}
-    return replace(group, cases=tuple(case for case in group.cases if case.name not in names))
+def _without(group: Group, texts: Sequence[str]) -> Group:
+    return replace(group, cases=tuple(c for c in group.cases if not any(text in c.name for text in texts)))

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from card.case import Case, Group
+from card.checks.cases import TUNED_SECONDS
 
 OWN_MALLOC = "--disable-cuda-malloc"  # for CUDA graphs, which need torch's native allocator
 
@@ -25,11 +26,11 @@ def nodes(device: str) -> Iterator[Group]:
         yield _group(default[:5], "")
         return
     tuned = {"scope": "model", "mode": "max-autotune-no-cudagraphs"}
-    default.append(_case("Compile Model, scope model, max-autotune-no-cudagraphs", 30.0, compiled=tuned))
+    default.append(_case("Compile Model, scope model, max-autotune-no-cudagraphs", TUNED_SECONDS, compiled=tuned))
     yield _group(default, "")
     graphs = [
         _case(f"Compile Model, {mode}", least, compiled={"mode": mode})
-        for mode, least in (("reduce-overhead", 15.0), ("max-autotune", 30.0))
+        for mode, least in (("reduce-overhead", 15.0), ("max-autotune", TUNED_SECONDS))
     ]
     yield _group(graphs, OWN_MALLOC)
 
