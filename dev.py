@@ -70,7 +70,8 @@ UNIT_TESTS = "tests/unit"
 FAST_TESTS = ("tests/comfy/every_family",)  # where a case of each family is marked `fast`
 MODES = ("--fast", "--core", "--slowest")
 OTHER_TORCH = "--torch"  # takes a version
-IN_PARALLEL = ("-n", "2", "--dist", "loadfile", "-q")
+# Three on two cores: tests of a server and of a browser wait more than they compute.
+IN_PARALLEL = ("-n", "3", "--dist", "loadfile", "-q")
 TORCH = ("torch==2.14.0", "torchvision", "torchaudio")  # resolved together: torch takes only its own builds of the rest
 PACKAGES = ("nodes", "train", "data", "lora", "compile", "models", "memory", "common", "headless")
 STAMP = ".tessera-complete"

@@ -132,6 +132,7 @@ def test_the_plan_takes_what_no_card_has_shown_in_the_order_of_its_worth():
         "qwen_image, compiled, full",
         "klein, core's Train LoRA",
         "KSampler, ComfyUI's dynamic VRAM, half the model's memory",
+        "nodes: Compile Model, max-autotune",
     ]
     assert [name for name in names if name in order] == order
     assert len(names) == len(set(names))
