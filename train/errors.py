@@ -104,7 +104,12 @@ def not_finite(what: str, step: int) -> CannotContinue:
     what: name of the value.
     step: last complete step.
     """
-    return CannotContinue(f"The {what} became NaN or infinite at step {step + 1}; lower learning_rate.")
+    if step:
+        return CannotContinue(f"The {what} became NaN or infinite at step {step + 1}; lower learning_rate.")
+    return CannotContinue(
+        f"The {what} is NaN or infinite at step 1, before the LoRA has changed anything; choose another attention on "
+        "Training Memory or set compile to off. If that doesn't help, prepare the data again."
+    )
 
 
 def not_unloaded(step: int) -> CannotContinue:
