@@ -156,6 +156,8 @@ def pretend_h100() -> None:
     except AttributeError:
         triton.runtime.driver._active = _Driver()
     inductor.fx_graph_cache, inductor.force_disable_caches, inductor.compile_threads = False, True, 1
+    for name, value in import_module("tessera.compile.region").inductor_options("default", False).items():
+        setattr(inductor, name, value)
     for module in (
         sys.modules["torch.optim.optimizer"],
         torch.utils._foreach_utils,
@@ -243,8 +245,7 @@ def _generated(graph: torch.fx.GraphModule, inputs: list[Any], fake: Any, name: 
     return kernels, text
 
 
-# A reduction over both axes leaves partial sums, which torch adds up.
-LAUNCHED = re.compile(r"(triton_\w+)\.run\(|workspace_\d+\[.*\.sum\(dim=0\)")
+LAUNCHED = re.compile(r"(triton_\w+)\.run\(")
 
 
 def _measured(kernels: Sequence[Kernel], code: str) -> list[Kernel]:
@@ -252,7 +253,8 @@ def _measured(kernels: Sequence[Kernel], code: str) -> list[Kernel]:
     known, names = work_by_kernel(code), iter(LAUNCHED.findall(code))
     found = []
     for kernel in kernels:
-        if kernel.kind == "triton" and not kernel.name.startswith(OWN) and (name := next(names)):
+        if kernel.kind == "triton" and not kernel.name.startswith(OWN):
+            name = next(names)
             kernel = replace(kernel, moved=known[name].moved, cycles=known[name].cycles)
         found.append(kernel)
     return found

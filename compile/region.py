@@ -53,12 +53,26 @@ def compiled_function(body: Callable[..., Any], name: str, how: HowToCompile) ->
     supported = inspect.signature(torch.compile).parameters
     limits = {"recompile_limit": how.limit, "isolate_recompiles": True}
     extra: dict[str, Any] = {k: v for k, v in limits.items() if k in supported}
-    if how.mode != "default" and how.backend == "inductor":
-        extra["mode"] = how.mode
+    if how.backend == "inductor":
+        extra["options"] = inductor_options(how.mode, DYNAMIC[how.dynamic])
     compiled = torch.compile(own, backend=how.backend, fullgraph=how.fullgraph, dynamic=DYNAMIC[how.dynamic], **extra)
     if how.dynamic != "false":
         compiled = _without_autograd_cache(compiled)
     return compiled if limits_each_region() else _within_limit(compiled, how.limit)
+
+
+def inductor_options(mode: str, dynamic: bool | None) -> dict[str, Any]:
+    """Give the options of a mode of inductor, with those of its fusions off that compute wrong.
+
+    Since torch 2.10 one kernel sums along rows and along columns ("mix-order reduction") where there are many rows. It
+    drops gradients that are slices of one tensor, as of a modulation at batch 1: that memory is never written
+    (pytorch/pytorch issue 193061; an H100 gave NaN for Wan). It also adds rows that are none (195845). Two kernels
+    move as many bytes.
+    """
+    from torch._inductor import config, list_mode_options
+
+    off = {"triton.mix_order_reduction": False} if hasattr(config.triton, "mix_order_reduction") else {}
+    return {**list_mode_options(mode, dynamic), **off}
 
 
 def run_block(block: Block, *args: Any) -> Any:
