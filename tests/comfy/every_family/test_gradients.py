@@ -17,20 +17,19 @@ def fresh_dynamo() -> None:
     torch._dynamo.reset()
 
 
-def in_every_mode(*axes: str, fast: bool = False, swaps: int = 2) -> Iterator[Any]:
+def in_every_mode(*axes: str, fast: bool = False, in_turn: bool = False) -> Iterator[Any]:
     """(case, batch, count, mode, swap) for each case that leaves out none of these axes; fast: the first of a family
-    is marked so. swaps: 2 for each mode resident and swapped, 1 for either in turn."""
-    number = 0
+    is marked so. in_turn: a batch runs in one mode, resident or swapped, and the next one in the next."""
+    ways, number = list(product(MODES, (False, True))), 0
     for case in cases(*axes):
         marks = marks_of(case, *axes) if fast else []
         for batch, counts in case.gradients().items():
-            for count, mode, swap in product(counts, MODES, (False, True)):
+            for count in counts:
                 number += 1
-                if swaps == 1 and swap != bool(number // 2 % 2):
-                    continue
-                told = f"{case.name}-{batch}-{count}-{mode}-{'swapped' if swap else 'resident'}"
-                yield pytest.param(case, batch, count, mode, swap, id=told, marks=marks)
-                marks = []
+                for mode, swap in [ways[number % len(ways)]] if in_turn else ways:
+                    told = f"{case.name}-{batch}-{count}-{mode}-{'swapped' if swap else 'resident'}"
+                    yield pytest.param(case, batch, count, mode, swap, id=told, marks=marks)
+                    marks = []
 
 
 @pytest.mark.parametrize(("case", "batch", "count", "mode", "swap"), in_every_mode("gradients", fast=True))
@@ -39,7 +38,7 @@ def test_gradients_equal_the_fp64_reference(check_gradients, case, batch, count,
 
 
 @pytest.mark.parametrize(
-    ("case", "batch", "count", "mode", "swap"), in_every_mode("gradients", "compiled gradients", swaps=1)
+    ("case", "batch", "count", "mode", "swap"), in_every_mode("gradients", "compiled gradients", in_turn=True)
 )
 def test_gradients_of_compiled_blocks_equal_the_fp64_reference(check_gradients, case, batch, count, mode, swap):
     check_gradients(case, batch, count, mode=mode, swap=swap, backend="aot_eager")
