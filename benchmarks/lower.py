@@ -31,6 +31,8 @@ L2_CACHE = 25 << 20  # each half of an H100's
 # cuBLAS splits a long sum along rows of memory where the result has fewer tiles of this size than the card has SMs, and
 # zeroes what it adds into. The page of one H100 has 738 memsets in a step, by this rule they are 840.
 TILE, LONG = 128, 1024
+# Since 2.14 cuBLASLt reads what is added from where it lies: `gemm_and_bias` takes it in ATen/cuda/CUDABlas.h.
+ADDS_IN_PLACE = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 14)
 H100 = types.SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",
     major=9,
@@ -306,10 +308,10 @@ def _own(op: Any, given: Sequence[Any], out: Any) -> list[Kernel]:
 
 
 def _before_product(given: Sequence[Any], sides: tuple[int, int, int]) -> list[Kernel]:
-    """What the driver does before a product: cuBLAS adds in place, so torch copies what is added (`addmm_out_cuda_impl`
-    in ATen/native/cuda/Blas.cpp) unless it is a bias; and a split product's result is zeroed."""
+    """What the driver does before a product: cuBLAS adds in place, so a torch before 2.14 copies what is added
+    (`addmm_out_cuda_impl` in ATen/native/cuda/Blas.cpp) unless it is a bias; and a split product's result is zeroed."""
     before = []
-    if len(given) == 3 and given[0].dim() == 2 and 0 not in given[0].stride():
+    if ADDS_IN_PLACE and len(given) == 3 and given[0].dim() == 2 and 0 not in given[0].stride():
         size = given[0].numel() * given[0].element_size()
         # What was written last is still in the cache where it fits.
         before.append(Kernel("copy", "of what is added to a product", 0, moved=size * (1 if size <= L2_CACHE else 2)))

@@ -80,17 +80,27 @@ def test_a_counted_step_takes_what_a_card_measured_by_kind(way: str):
     assert sum(found.values()) == pytest.approx(sum(measured.values()), rel=0.03)
 
 
-def test_the_addend_of_a_product_is_copied_and_a_bias_is_not():
-    from lower import Launches
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_torch_that_adds_in_place_copies_the_addend_of_a_product_and_no_bias(in_place: bool, monkeypatch: Any):
+    import lower
 
-    with Launches() as seen, torch.device("meta"):
+    monkeypatch.setattr(lower, "ADDS_IN_PLACE", in_place)
+    with lower.Launches() as seen, torch.device("meta"):
         rows, weight, bias = torch.empty(4096, 3072), torch.empty(3072, 3072), torch.empty(3072)
         torch.addmm(bias, rows, weight)
         torch.addmm(bias.expand(4096, -1), rows, weight)
         assert [kernel.kind for kernel in seen.kernels] == ["product", "product"]
         torch.addmm(rows, rows, weight)
     size = 4096 * 3072 * 4
-    assert [(k.kind, k.moved) for k in seen.kernels[2:]] == [("copy", 2 * size), ("product", None)]
+    copies = [("copy", 2 * size)] * in_place
+    assert [(k.kind, k.moved) for k in seen.kernels[2:]] == [*copies, ("product", None)]
+
+
+def test_this_torch_adds_in_place_before_it_takes_an_addend_from_elsewhere():
+    from lower import ADDS_IN_PLACE
+
+    header = (Path(torch.__file__).parent / "include" / "ATen" / "cuda" / "CUDABlas.h").read_text()
+    assert ADDS_IN_PLACE == ("c_ptr" not in header)
 
 
 # A kernel as inductor writes them, over (4096, 512) numbers in tiles of 64 × 64 that lie one way or the other.
