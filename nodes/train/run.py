@@ -19,6 +19,7 @@ from ...train.distributed.current import current_world
 from ...train.distributed.launcher import Job
 from ...train.experts import Expert
 from ...train.observer import Observer
+from ...train.placement.threads import threads_for
 from ...train.preflight.run_start import RunStart
 from ...train.preview.other_model import on_other_models
 from ...train.preview.previewer import Partner, Preview, Previewer, preview_notes
@@ -61,7 +62,8 @@ def run(
     spare = Path(folder_paths.get_temp_directory() if job is None else job.facts.spare)
     queued = prompt_facts() if job is None else job.facts.queued
     given = model, data, settings, runs_folder(), observer, compile_settings, watchers, files, spare
-    return train_lora(*given, queued, current_world(), elsewhere)
+    with threads_for(model):
+        return train_lora(*given, queued, current_world(), elsewhere)
 
 
 def prompt_facts() -> dict[str, str]:

@@ -1,0 +1,27 @@
+"""Threads of a small model's training on the CPU: one, since more of them wait for each other."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from comfy.model_patcher import ModelPatcher
+
+SMALL = 64 * 2**20  # bytes of a model
+
+
+@contextmanager
+def threads_for(model: ModelPatcher) -> Iterator[None]:
+    """Compute on one thread where a small model trains on the CPU; on a GPU, or for a larger one, change nothing.
+
+    Several threads meet after each operation and spin until the last one is there: where another process keeps a core
+    busy, they wait for the system to give it back, in each of thousands of operations.
+    """
+    if model.load_device.type != "cpu" or model.model_size() > SMALL:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
