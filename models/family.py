@@ -316,10 +316,18 @@ class Family(ABC):
         return sample
 
     def check_forward(
-        self, transformer: Transformer, on_device: RunBlock, inputs: ModelInputs, small: ModelInputs | None
+        self,
+        transformer: Transformer,
+        on_device: RunBlock,
+        inputs: ModelInputs,
+        small: ModelInputs | None,
+        note: Callable[[str], None],
     ) -> dict[str, str]:
         """Compare the training forward with ComfyUI's on this batch and a small one in fp32, where it runs its modules.
-        Returns the blocks that must not be compiled, with the reasons. Raises ValueError where they differ."""
+
+        note: takes a sentence for the user. Returns the blocks that must not be compiled, with the reasons. Raises
+        ValueError where they differ.
+        """
         return {}
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """The family of every MODEL that no family of our own claims: it trains on ComfyUI's own forward."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -144,7 +144,12 @@ class NativeFamily(Family):
         return transformer.training()
 
     def check_forward(
-        self, transformer: Transformer, on_device: OnDevice, inputs: ModelInputs, small: ModelInputs | None
+        self,
+        transformer: Transformer,
+        on_device: OnDevice,
+        inputs: ModelInputs,
+        small: ModelInputs | None,
+        note: Callable[[str], None],
     ) -> dict[str, str]:
         assert isinstance(transformer, NativeTransformer)
         if (found := transformer.shadow.misread()) is not None:
@@ -159,7 +164,9 @@ class NativeFamily(Family):
                 bound = self._check_precisely(transformer, on_device, small)
         if not difference <= bound:
             raise ValueError(self._differs(difference, unread))
-        self._check_batch(transformer, on_device, inputs)
+        if self._influenced(transformer, on_device, inputs):
+            self._batching.apart = True
+            note(f"Samples of one batch change each other in {self.title}, so each runs by itself.")
         return {name: HIDDEN for name, block in transformer.blocks() if block.name in hidden}
 
     def _check_precisely(self, transformer: NativeTransformer, on_device: OnDevice, small: ModelInputs) -> float:
@@ -184,18 +191,14 @@ class NativeFamily(Family):
             f"{version()}, so its LoRA would be wrong; nothing was trained.{known} Please report this model."
         )
 
-    def _check_batch(self, transformer: NativeTransformer, on_device: OnDevice, inputs: ModelInputs) -> None:
-        """Have samples that influence each other run one by one."""
+    def _influenced(self, transformer: NativeTransformer, on_device: OnDevice, inputs: ModelInputs) -> bool:
+        """Test for samples of one batch that change each other, where they run together."""
         assert isinstance(inputs, NativeInputs)
         if len(inputs.timestep) == 1 or self._batching.apart or not self.facts.batches:
-            return
-        if (influence := transformer.influence(on_device, inputs)) > INFLUENCE:
-            self._batching.apart = True
-            log.warning(
-                "The samples of a batch influence each other in %s (by %.2g), so each runs by itself.",
-                self.title,
-                influence,
-            )
+            return False
+        influence = transformer.influence(on_device, inputs)
+        log.debug("One sample of a batch changes another by %.2g in %s.", influence, self.title)
+        return influence > INFLUENCE
 
     def transformer(self, model: Any, weights: FrozenWeights, attention: Any) -> Transformer:
         raise AssertionError("a native family builds its transformer from a patcher")

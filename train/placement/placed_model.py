@@ -283,7 +283,7 @@ class PlacedModel:
         uncounted = nullcontext() if self.swap is None else self.swap.ring.uncounted()
         with uncounted, self.network.switched_off(), self.products.switched_off(self.transformer.blocks()):
             model = self.family, self.patcher, self.transformer, self.on_device
-            self.eager_blocks = check_forward(*model, inputs, *self.checked)
+            self.eager_blocks = check_forward(*model, inputs, *self.checked, self.observer.note)
         self.forward_checked = True
         self._leave_eager()
 

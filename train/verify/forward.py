@@ -9,7 +9,7 @@ much that is for this model is measured, by ComfyUI's own forward in both dtypes
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import comfy.model_management
 import torch
@@ -38,18 +38,21 @@ def check_forward(
     inputs: ModelInputs,
     samples: Sequence[Sample],
     guidance: float,
+    note: Callable[[str], None],
 ) -> dict[str, str]:
     """Compare the training forward with ComfyUI's; the adapters and low-bit matmuls are to be switched off.
 
     on_device: calls a function on a block and its arguments with the block's weights on the device.
     inputs: the first batch, on which a forward over ComfyUI's own modules is compared; one of our own is on a sample.
+    note: takes a sentence for the user.
 
     Returns the blocks that must not be compiled, each with the reason. Raises ValueError where they differ.
     """
     if family.own_forward:
         _check_own_forward(family, patcher, transformer, on_device, samples, guidance)
         return {}
-    return family.check_forward(transformer, on_device, inputs, small_inputs(family, patcher, samples, guidance))
+    small = small_inputs(family, patcher, samples, guidance)
+    return family.check_forward(transformer, on_device, inputs, small, note)
 
 
 def small_inputs(

@@ -47,14 +47,18 @@ def velocities(trainer: Any, samples: list[tuple[Any, float]]) -> tuple[torch.Te
 
 
 @pytest.mark.parametrize("row", TRAINED, ids=str)
-def test_each_sample_of_a_batch_has_what_it_has_alone(row, tmp_path):
+def test_each_sample_of_a_batch_has_what_it_has_alone(row, tmp_path, monkeypatch):
     samples = three_samples(row)
     data = training_data(*(sample for sample, _ in samples))
     trainer = make_trainer(build(row), data, tmp_path, batch_size=len(samples))
     fill_up_matrices(trainer)
+    notes: list[str] = []
+    monkeypatch.setattr(trainer.placed.observer, "note", notes.append)
     together, gradients = velocities(trainer, samples)
     apart = trainer.placed.transformer.batching.apart or not trainer.family.facts.batches
     assert apart == (row.name in APART)
+    told = [f"Samples of one batch change each other in {trainer.family.title}, so each runs by itself."]
+    assert notes == told * (apart and trainer.family.facts.batches)
     alone = [velocities(trainer, [one]) for one in samples]
     for index, (out, _) in enumerate(alone):
         assert float((together[index] - out[0]).norm()) <= BOUND * float(out.norm()), index
