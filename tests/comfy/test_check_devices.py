@@ -47,6 +47,18 @@ def test_the_first_check_computes_on_the_device(name, tiny_files, tmp_path) -> N
     trainer.close()
 
 
+@pytest.mark.parametrize("name", NATIVE)
+def test_a_run_of_comfyuis_own_forward_computes_on_the_device(name, tiny_files, tmp_path) -> None:
+    trainer = trainer_of(name, tiny_files, tmp_path)
+    devices = TwoDevices()
+    devices.put_weights_of(trainer)
+    with devices.watched():
+        trainer.run()
+    assert trainer.progress.step == trainer.settings.steps
+    assert not devices.mixed.keys() - HARMLESS
+    trainer.close()
+
+
 @pytest.mark.parametrize("name", ["flux", "z-image"])
 def test_the_certificate_is_made_on_the_device(name, tiny_files, tmp_path) -> None:
     trainer = trainer_of(name, tiny_files, tmp_path)
