@@ -22,6 +22,7 @@ from .objective import FlowMatching, Objective
 from .text import TextPolicy
 
 RunBlock = Callable[..., Any]
+Note = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,18 +317,11 @@ class Family(ABC):
         return sample
 
     def check_forward(
-        self,
-        transformer: Transformer,
-        on_device: RunBlock,
-        inputs: ModelInputs,
-        small: ModelInputs | None,
-        note: Callable[[str], None],
+        self, transformer: Transformer, on_device: RunBlock, inputs: ModelInputs, small: ModelInputs | None, note: Note
     ) -> dict[str, str]:
         """Compare the training forward with ComfyUI's on this batch and a small one in fp32, where it runs its modules.
-
-        note: takes a sentence for the user. Returns the blocks that must not be compiled, with the reasons. Raises
-        ValueError where they differ.
-        """
+        Returns the blocks that must not be compiled, with the reasons; `note` takes a sentence for the user. Raises
+        ValueError where they differ."""
         return {}
 
     @abstractmethod

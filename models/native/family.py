@@ -1,7 +1,7 @@
 """The family of every MODEL that no family of our own claims: it trains on ComfyUI's own forward."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,7 +14,7 @@ from ...common.core import version
 from ...memory.weights.frozen import FrozenWeights
 from ...memory.weights.requantise import AS_STORED
 from ..blocks import find_blocks, lists_of, numbered
-from ..family import Family, ModelInputs, NoisySample, Origin, Patches, SampleFacts, Transformer
+from ..family import Family, ModelInputs, NoisySample, Note, Origin, Patches, SampleFacts, Transformer
 from ..latents import LatentPolicy, policy_of_format
 from ..layers.attention import attention_function
 from .comfyui.leftovers import as_loaded
@@ -144,12 +144,7 @@ class NativeFamily(Family):
         return transformer.training()
 
     def check_forward(
-        self,
-        transformer: Transformer,
-        on_device: OnDevice,
-        inputs: ModelInputs,
-        small: ModelInputs | None,
-        note: Callable[[str], None],
+        self, transformer: Transformer, on_device: OnDevice, inputs: ModelInputs, small: ModelInputs | None, note: Note
     ) -> dict[str, str]:
         assert isinstance(transformer, NativeTransformer)
         if (found := transformer.shadow.misread()) is not None:
