@@ -22,7 +22,6 @@ from .objective import FlowMatching, Objective
 from .text import TextPolicy
 
 RunBlock = Callable[..., Any]
-Note = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,8 +248,7 @@ class Family(ABC):
         return FlowMatching()
 
     def expert_boundary(self, model: Any) -> float | None:
-        """The sigma below which a second model, the low noise expert, takes over from one of this kind; None for models
-        that come alone."""
+        """The sigma below which a second model takes over from one of this kind; None for models that come alone."""
         return None
 
     def takes_guidance(self, model: Any) -> bool:
@@ -317,12 +315,15 @@ class Family(ABC):
         return sample
 
     def check_forward(
-        self, transformer: Transformer, on_device: RunBlock, inputs: ModelInputs, small: ModelInputs | None, note: Note
+        self, transformer: Transformer, on_device: RunBlock, inputs: ModelInputs, small: ModelInputs | None
     ) -> dict[str, str]:
         """Compare the training forward with ComfyUI's on this batch and a small one in fp32, where it runs its modules.
-        Returns the blocks that must not be compiled, with the reasons; `note` takes a sentence for the user. Raises
-        ValueError where they differ."""
+        Returns the blocks that must not be compiled, with the reasons. Raises ValueError where they differ."""
         return {}
+
+    def check_batch(self, transformer: Transformer, on_device: RunBlock, inputs: ModelInputs) -> str | None:
+        """Have samples that change each other in one batch run apart from now on. Returns a sentence on it."""
+        return None
 
     @abstractmethod
     def transformer(self, model: Any, weights: FrozenWeights, attention: Any) -> Transformer:

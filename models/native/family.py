@@ -14,13 +14,13 @@ from ...common.core import version
 from ...memory.weights.frozen import FrozenWeights
 from ...memory.weights.requantise import AS_STORED
 from ..blocks import find_blocks, lists_of, numbered
-from ..family import Family, ModelInputs, NoisySample, Note, Origin, Patches, SampleFacts, Transformer
+from ..family import Family, ModelInputs, NoisySample, Origin, Patches, SampleFacts, Transformer
 from ..latents import LatentPolicy, policy_of_format
 from ..layers.attention import attention_function
 from .comfyui.leftovers import as_loaded
 from .facts.lookup import facts_of, named_facts
 from .facts.untrained import why_untrained
-from .inputs import NativeInputs, native_inputs, patchify
+from .inputs import native_inputs, patchify
 from .kernels import unread_arguments
 from .names import native_names, origin_of
 from .objective import SamplingObjective, default_shift, objective_of
@@ -144,7 +144,7 @@ class NativeFamily(Family):
         return transformer.training()
 
     def check_forward(
-        self, transformer: Transformer, on_device: OnDevice, inputs: ModelInputs, small: ModelInputs | None, note: Note
+        self, transformer: Transformer, on_device: OnDevice, inputs: ModelInputs, small: ModelInputs | None
     ) -> dict[str, str]:
         assert isinstance(transformer, NativeTransformer)
         if (found := transformer.shadow.misread()) is not None:
@@ -159,9 +159,6 @@ class NativeFamily(Family):
                 bound = self._check_precisely(transformer, on_device, small)
         if not difference <= bound:
             raise ValueError(self._differs(difference, unread))
-        if self._influenced(transformer, on_device, inputs):
-            self._batching.apart = True
-            note(f"Samples of one batch change each other in {self.title}, so each runs by itself.")
         return {name: HIDDEN for name, block in transformer.blocks() if block.name in hidden}
 
     def _check_precisely(self, transformer: NativeTransformer, on_device: OnDevice, small: ModelInputs) -> float:
@@ -186,14 +183,16 @@ class NativeFamily(Family):
             f"{version()}, so its LoRA would be wrong; nothing was trained.{known} Please report this model."
         )
 
-    def _influenced(self, transformer: NativeTransformer, on_device: OnDevice, inputs: ModelInputs) -> bool:
-        """Test for samples of one batch that change each other, where they run together."""
-        assert isinstance(inputs, NativeInputs)
-        if len(inputs.timestep) == 1 or self._batching.apart or not self.facts.batches:
-            return False
+    def check_batch(self, transformer: Transformer, on_device: OnDevice, inputs: ModelInputs) -> str | None:
+        assert isinstance(transformer, NativeTransformer)
+        if self._batching.apart or not self.facts.batches:
+            return None
         influence = transformer.influence(on_device, inputs)
         log.debug("One sample of a batch changes another by %.2g in %s.", influence, self.title)
-        return influence > INFLUENCE
+        if influence <= INFLUENCE:
+            return None
+        self._batching.apart = True
+        return f"Samples of one batch change each other in {self.title}, so each runs by itself."
 
     def transformer(self, model: Any, weights: FrozenWeights, attention: Any) -> Transformer:
         raise AssertionError("a native family builds its transformer from a patcher")

@@ -135,7 +135,7 @@ def test_a_model_with_comfyuis_own_forward_trains_in_it_and_is_still_compared(ba
         tiny.fill_up_matrices(trainer)
         trainer.run()
         losses[held] = trainer.progress.loss
-    assert trainer.placed.forward_checked and losses[base] != losses[AS_STORED]
+    assert trainer.placed.checks.forward_done and losses[base] != losses[AS_STORED]
     assert losses[base] == pytest.approx(losses[AS_STORED], rel=0.05)
     inside = [
         x.frozen().weight.dtype for _, block in trainer.placed.transformer.blocks() for x in block.linears().values()

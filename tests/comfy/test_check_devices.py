@@ -42,7 +42,7 @@ def test_the_first_check_computes_on_the_device(name, tiny_files, tmp_path) -> N
     trainer.batches.reader.prefetch(tiny.shown(0))
     with devices.watched():
         trainer.placed.check_forward(trainer.batches.make(tiny.shown(0), (0, 0)).inputs)
-    assert trainer.placed.forward_checked
+    assert trainer.placed.checks.forward_done
     assert not devices.mixed.keys() - HARMLESS
     trainer.close()
 

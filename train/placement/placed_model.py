@@ -24,7 +24,7 @@ from ...models.family import Block, ModelInputs, RunBlock, Transformer
 from ..distributed.node import connect_node, free_host_memory
 from ..observer import Observer
 from ..preflight.context import RunContext
-from ..verify.forward import check_forward
+from ..verify.forward import FirstChecks
 from . import auto
 from .auto import AutomaticMemory
 from .base import base_facts, base_notes
@@ -54,7 +54,7 @@ class PlacedModel:
         self.products = BlockProducts(*own, context.products, self.compile_settings)
         self.automatic: AutomaticMemory | None = None
         self.resident: ResidentWeights | None = None
-        self.forward_checked, self.checked = False, (data.samples, self.settings.objective.guidance)
+        self.checks = FirstChecks(self.family, data.samples, self.settings.objective.guidance)
         self.eager_blocks: dict[str, str] = {}  # which must not be compiled, with the reason
         try:
             if auto.plans_memory(self.memory):
@@ -277,14 +277,13 @@ class PlacedModel:
 
         Blocks that must not be compiled run eager from then on.
         """
-        if self.forward_checked:
+        if not self.checks.due(inputs):
             return
         # In full: what differs by the last digit would be rounded to other codes.
         uncounted = nullcontext() if self.swap is None else self.swap.ring.uncounted()
         with uncounted, self.network.switched_off(), self.products.switched_off(self.transformer.blocks()):
-            model = self.family, self.patcher, self.transformer, self.on_device
-            self.eager_blocks = check_forward(*model, inputs, *self.checked, self.observer.note)
-        self.forward_checked = True
+            model = self.patcher, self.transformer, self.on_device
+            self.eager_blocks |= self.checks.run(*model, inputs, self.observer.note)
         self._leave_eager()
 
     def on_device(self, function: Callable[..., Any], block: Block, *args: Any) -> Any:

@@ -30,6 +30,48 @@ ROUNDINGS, LEAST, MOST = 4.0, 1e-2, 0.2
 DEPTH = {torch.float16: LEAST, torch.bfloat16: 2 * LEAST}
 
 
+class FirstChecks:
+    """Checks of a run's forward, each made once: of the forward on the first batch, and of the samples of a batch on
+    the first one that has several; the certificate and validation may bring batches of one before.
+
+    forward_done: True once the forward was compared.
+    """
+
+    def __init__(self, family: Family, samples: Sequence[Sample], guidance: float):
+        self.family, self.samples, self.guidance = family, samples, guidance
+        self.forward_done, self._batch_done = False, family.own_forward  # ours runs each sample for itself
+
+    def due(self, inputs: ModelInputs) -> bool:
+        """True where this batch is to be looked at."""
+        return not self.forward_done or (not self._batch_done and len(inputs.timestep) > 1)
+
+    def run(
+        self,
+        patcher: ModelPatcher,
+        transformer: Transformer,
+        on_device: RunBlock,
+        inputs: ModelInputs,
+        note: Callable[[str], None],
+    ) -> dict[str, str]:
+        """Make the checks that are due. The adapters and low-bit matmuls are to be switched off.
+
+        on_device: calls a function on a block and its arguments with the block's weights on the device.
+        note: takes a sentence for the user.
+
+        Returns the blocks that must not be compiled, each with the reason. Raises ValueError where the training forward
+        and ComfyUI's differ.
+        """
+        eager: dict[str, str] = {}
+        if not self.forward_done:
+            eager = check_forward(self.family, patcher, transformer, on_device, inputs, self.samples, self.guidance)
+            self.forward_done = True
+        if not self._batch_done and len(inputs.timestep) > 1:
+            if (text := self.family.check_batch(transformer, on_device, inputs)) is not None:
+                note(text)
+            self._batch_done = True
+        return eager
+
+
 def check_forward(
     family: Family,
     patcher: ModelPatcher,
@@ -38,13 +80,11 @@ def check_forward(
     inputs: ModelInputs,
     samples: Sequence[Sample],
     guidance: float,
-    note: Callable[[str], None],
 ) -> dict[str, str]:
     """Compare the training forward with ComfyUI's; the adapters and low-bit matmuls are to be switched off.
 
     on_device: calls a function on a block and its arguments with the block's weights on the device.
     inputs: the first batch, on which a forward over ComfyUI's own modules is compared; one of our own is on a sample.
-    note: takes a sentence for the user.
 
     Returns the blocks that must not be compiled, each with the reason. Raises ValueError where they differ.
     """
@@ -52,7 +92,7 @@ def check_forward(
         _check_own_forward(family, patcher, transformer, on_device, samples, guidance)
         return {}
     small = small_inputs(family, patcher, samples, guidance)
-    return family.check_forward(transformer, on_device, inputs, small, note)
+    return family.check_forward(transformer, on_device, inputs, small)
 
 
 def small_inputs(

@@ -26,5 +26,5 @@ def test_a_block_that_is_two_percent_too_strong_ends_the_run_in_bf16(name, tmp_p
         with pytest.raises(ValueError, match="whose output is .* different when it runs for training"):
             trainer.run()
     trainer.run()  # without the fault the same check passes
-    assert trainer.placed.forward_checked
+    assert trainer.placed.checks.forward_done
     trainer.close()

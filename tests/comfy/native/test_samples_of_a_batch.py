@@ -67,3 +67,19 @@ def test_each_sample_of_a_batch_has_what_it_has_alone(row, tmp_path, monkeypatch
     for name, value in wanted.items():
         assert float((gradients[name] - value).norm()) <= BOUND * max(float(value.norm()), 1e-3 * largest), name
     trainer.close()
+
+
+def test_a_batch_of_one_that_comes_first_leaves_the_check_of_samples_to_the_next(tmp_path, monkeypatch):
+    """As the certificate has it, which looks at one sample before the first step."""
+    row = BY_NAME["hunyuan-image-distilled"]
+    samples = three_samples(row)[:2]
+    trainer = make_trainer(build(row), training_data(*(sample for sample, _ in samples)), tmp_path, batch_size=2)
+    notes: list[str] = []
+    monkeypatch.setattr(trainer.placed.observer, "note", notes.append)
+    velocities(trainer, samples[:1])
+    assert trainer.placed.checks.forward_done and not trainer.placed.transformer.batching.apart
+    velocities(trainer, samples)
+    assert trainer.placed.transformer.batching.apart and len(notes) == 1
+    velocities(trainer, samples)
+    assert len(notes) == 1
+    trainer.close()
