@@ -3,7 +3,6 @@ machine does not have."""
 
 import importlib.util
 import sys
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -42,8 +41,6 @@ def set_up_comfyui(device: str) -> None:
     pack = sys.modules["tessera"] = ModuleType("tessera")
     pack.__path__ = [str(ROOT)]
     load_tiny_writers()
-    if device == "cuda":  # as ComfyUI has it done when it loads the pack
-        import_module("tessera.models.layers.attention").settle_kernel_order()
 
 
 def importable_without_nodes() -> bool:

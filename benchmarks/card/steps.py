@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,6 +27,8 @@ def start(spec: dict[str, Any]) -> Callable[[dict[str, Any], Any], dict[str, Any
     from card.rates import Rates
 
     set_up_comfyui(spec["device"])
+    if spec["device"] == "cuda":  # as ComfyUI has it done when it loads the pack
+        import_module("tessera.models.layers.attention").settle_kernel_order()
     rates, steps = Rates(torch.device(spec["device"])), Steps(spec)
     return lambda how, before: rates.measure(how) if "what" in how else steps.measure(how, before)
 

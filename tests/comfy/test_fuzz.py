@@ -51,8 +51,10 @@ def test_a_planted_fault_is_found_with_its_smallest_input(read, bound, length, t
     monkeypatch.setattr(watch, "CPU", 0.1 if read is compute_for else 10.0)
     monkeypatch.setattr(watch, "MEMORY", 100_000_000)
     inputs = st.text(st.sampled_from("0{ab"), max_size=40)
-    _ = bytearray(1_000_000_000)  # an earlier peak, as other tests of this process leave one
-    del _
+    if read is fill_memory:
+        if not watch.forgets():
+            pytest.skip("Here an earlier peak of this process hides what one input takes.")
+        bytearray(600_000_000)  # an earlier peak, as other tests of this process leave one
     count, fault = search(Reader("planted", inputs, read), "0", 200, tmp_path)
     assert fault is not None and bound in fault.bound and count <= 2000
     assert length is None or len(fault.given) == length

@@ -21,6 +21,7 @@ from tessera.compile.tune.search import tune
 from tessera.train.placement.environment import memory_peak
 from tiny.sampling import sample
 from torch import Tensor
+from torch._inductor import list_mode_options
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ASYNC = (
@@ -219,15 +220,17 @@ def test_other_errors_come_through(module, mode, monkeypatch):
 def test_the_mode_reaches_torch_compile_for_the_backend_that_has_modes(backend, mode, flux, monkeypatch):
     seen: list[dict[str, Any]] = []
 
-    def compile(model: Any, *, fullgraph=False, dynamic=None, backend="inductor", mode=None, recompile_limit=None):  # noqa: A001
-        seen.append({"backend": backend, "mode": mode})
+    def compile(model: Any, *, fullgraph=False, dynamic=None, backend="inductor", mode=None, options=None, **_: Any):  # noqa: A001
+        assert mode is None  # torch.compile takes one of the two
+        seen.append({"backend": backend, "options": options})
         return model
 
     monkeypatch.setattr(region_module.torch, "compile", compile)
     compiled, _ = compile_model(flux, CompileSettings(backend, mode))
     sample(compiled, "flux", steps=1)
-    reached = mode if backend == "inductor" and mode != "default" else None
-    assert seen == [{"backend": backend, "mode": reached}] * 2  # two kinds of block
+    reached = region_module.inductor_options(mode, None) if backend == "inductor" else None
+    assert seen == [{"backend": backend, "options": reached}] * 2  # two kinds of block
+    assert backend != "inductor" or list_mode_options(mode, None).items() <= reached.items()
 
 
 def test_the_speed_in_the_report_is_eager_beside_compiled(monkeypatch):

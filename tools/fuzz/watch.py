@@ -1,6 +1,5 @@
 """The bounds of one input: seconds of CPU, bytes of memory, and errors that are no sentences for users."""
 
-import contextlib
 import faulthandler
 import json
 import sys
@@ -53,6 +52,16 @@ def check_sentence(message: str) -> None:
         raise Broken(f"an error of {len(message):,} characters")
 
 
+def forgets() -> bool:
+    """Have the system forget the process's peak of memory. False where it doesn't: elsewhere than on Linux, and in a
+    container that forbids it."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # see proc(5)
+    except OSError:
+        return False
+    return True
+
+
 def peak_bytes(forget: bool = False) -> int:
     """Most memory that this process held; what it holds now where the system does not count that.
 
@@ -60,9 +69,8 @@ def peak_bytes(forget: bool = False) -> int:
     """
     if sys.platform == "win32":
         return psutil.Process().memory_info().rss
-    if forget and sys.platform == "linux":
-        with contextlib.suppress(OSError):  # a container may forbid it
-            Path("/proc/self/clear_refs").write_text("5")  # see proc(5)
+    if forget:
+        forgets()
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from comfy.model_patcher import ModelPatcher
 
-SMALL = 64 * 2**20  # bytes of a model
+SMALL = 16 * 2**20  # bytes of a model, such as the one of Try it
 
 
 @contextmanager
