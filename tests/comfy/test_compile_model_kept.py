@@ -15,6 +15,7 @@ from tessera.compile.attach import compiled_model_of
 from tessera.compile.region import CompileFailed
 from tessera.compile.settings import SCOPES
 from tiny.compiling import Graphs, compiled, load_as, make_lora, with_lora
+from tiny.pairs import covering
 from tiny.sampling import sample
 from torch import Tensor
 
@@ -64,9 +65,7 @@ ENDINGS: dict[str, tuple[Any, type[BaseException]] | None] = {
 }
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
-@pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize("loader", ["core", "ours"])
+@pytest.mark.parametrize(("ending", "scope", "loader"), covering(list(ENDINGS), SCOPES, ["core", "ours"]))
 def test_weights_and_modules_are_the_same_however_a_run_ends(loader, scope, ending, tiny_files):
     if scope != "blocks" and loader == "ours":
         pytest.skip("one loader is enough here")
