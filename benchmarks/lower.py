@@ -241,6 +241,9 @@ def _generated(graph: torch.fx.GraphModule, inputs: list[Any], fake: Any, name: 
             code = written[0] if isinstance(written, tuple) else written
             kernels = [kernel for node in lowering.scheduler.nodes for kernel in _kernels(node)]
     text = getattr(code, "value", code)
+    assert "MixOrderReductionGrid" not in text, (
+        "a kernel that loses gradients; see inductor_options in compile/region.py"
+    )
     launched = len(LAUNCHED.findall(text))
     counted = sum(kernel.kind == "triton" and not kernel.name.startswith(OWN) for kernel in kernels)
     assert launched == counted, f"{launched} kernels are launched and {counted} were found"
