@@ -311,7 +311,7 @@ def _own(op: Any, given: Sequence[Any], out: Any) -> list[Kernel]:
 
 
 def _before_product(given: Sequence[Any], sides: tuple[int, int, int]) -> list[Kernel]:
-    """What the driver does before a product: cuBLAS adds in place, so a torch before 2.14 copies what is added
+    """List the driver's work before a product: cuBLAS adds in place, so a torch before 2.14 copies the addend
     (`addmm_out_cuda_impl` in ATen/native/cuda/Blas.cpp) unless it is a bias; and a split product's result is zeroed."""
     before = []
     if ADDS_IN_PLACE and len(given) == 3 and given[0].dim() == 2 and 0 not in given[0].stride():

@@ -1,4 +1,4 @@
-"""What regions are compiled with: the options of their mode, without a fusion of inductor's that loses gradients."""
+"""Options that regions are compiled with: those of their mode, without a fusion of inductor's that loses gradients."""
 
 from typing import Any
 

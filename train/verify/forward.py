@@ -43,7 +43,10 @@ class FirstChecks:
 
     def due(self, inputs: ModelInputs) -> bool:
         """True where this batch is to be looked at."""
-        return not self.forward_done or (not self._batch_done and len(inputs.timestep) > 1)
+        return not self.forward_done or self._batch_due(inputs)
+
+    def _batch_due(self, inputs: ModelInputs) -> bool:
+        return not self._batch_done and len(inputs.timestep) > 1
 
     def run(
         self,
@@ -65,7 +68,7 @@ class FirstChecks:
         if not self.forward_done:
             eager = check_forward(self.family, patcher, transformer, on_device, inputs, self.samples, self.guidance)
             self.forward_done = True
-        if not self._batch_done and len(inputs.timestep) > 1:
+        if self._batch_due(inputs):
             if (text := self.family.check_batch(transformer, on_device, inputs)) is not None:
                 note(text)
             self._batch_done = True
