@@ -2,15 +2,16 @@
 
 import json
 import math
-import re
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from .budgets import Budget, check_size
 from .regular_files import read_regular
 
-_ESCAPE = re.compile(r"\\.", re.DOTALL)
-_BRACKET = re.compile(r"[\[\]{}]")
+_STEPS = dict(zip(b"[{]}", (1, 1, -1, -1), strict=True))
+_NO_BRACKETS = bytes(set(range(256)) - _STEPS.keys())
+_SLICE = 1000
 
 
 def parse_json(text: str, budget: Budget, name: str) -> Any:
@@ -39,14 +40,15 @@ def depth_of(text: str, enough: int | None = None) -> int:
 
     enough: bound above which the count ends, for texts of millions of brackets; the result is then above it.
     """
+    without_escapes = text.encode("utf-8", "surrogatepass").replace(rb"\\", b"").replace(rb'\"', b"")
+    outside_strings = without_escapes.split(b'"')[::2]
+    brackets = b"".join(outside_strings).translate(None, _NO_BRACKETS)
     deepest = level = 0
-    for outside in _ESCAPE.sub("", text).split('"')[::2]:  # every other piece lies between two strings
-        for bracket in _BRACKET.finditer(outside):
-            level += 1 if bracket[0] in "[{" else -1
-            if level > deepest:
-                deepest = level
-                if enough is not None and deepest > enough:
-                    return deepest
+    for start in range(0, len(brackets), _SLICE):
+        levels = list(accumulate(map(_STEPS.__getitem__, brackets[start : start + _SLICE]), initial=level))
+        level, deepest = levels[-1], max(deepest, *levels)
+        if enough is not None and deepest > enough:
+            break
     return deepest
 
 

@@ -70,6 +70,8 @@ def without_paths(value: Any) -> Any:
 def _text_without_paths(text: str) -> str:
     if text.startswith("data:"):  # a thumbnail, whose letters may read as a path
         return text
+    if "/" not in text and "\\" not in text:
+        return text
     if text.startswith(("{", "[")):
         try:
             read = parse_json(text, METADATA, "metadata")

@@ -35,7 +35,6 @@ def test_json_within_its_budget_is_read_as_python_reads_it():
         ("1" * 101, "x.json has 101 bytes .at most 100., more than a test may have; write less."),
         ("[" + "1," * 11 + "1]", "x.json has 12 entries .at most 10., more than a test may have; write less."),
         ("[[[[]]]]", "x.json has 4 levels .at most 3., more than a test may have; write less."),
-        ("[[[[[[]]]]]]", "x.json has 4 levels .at most 3."),  # counted no further than that
         ("[],[],[],[],[],[],", "x.json has 12 entries"),
     ],
 )
@@ -47,6 +46,12 @@ def test_json_past_its_budget_is_refused_before_it_is_parsed(text, message):
 def test_depth_counts_brackets_outside_of_strings_only():
     assert depth_of('["[[[[", {"a\\"[[": [1]}]') == 3
     assert depth_of("no bracket") == 0 and depth_of('"unfinished [[[') == 0
+    assert depth_of('[{"a\\\\": [[]]}]') == 4 and depth_of(r'["\\\"[[", []]') == 2  # escaped backslashes and quotes
+    assert depth_of("[" * 2500 + "]" * 2500) == 2500 and depth_of("[]" * 2500) == 1
+
+
+def test_depth_ends_soon_past_its_bound():
+    assert 3 < depth_of("[" * 1_000_000, 3) <= 1000
 
 
 def test_numbers_that_no_browser_reads_become_null():
