@@ -1,1 +1,1 @@
-"""Parts without an idea of training: files, text, random numbers, progress."""
+"""Helpers independent of training: files, text, random numbers, progress."""

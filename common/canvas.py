@@ -13,10 +13,10 @@ INK, SOFT, FAINT, PAPER = (32, 33, 36), (107, 112, 120), (224, 227, 231), (253, 
 
 
 class Canvas:
-    """An RGB drawing whose positions are in pixels of the finished image, fractions allowed.
+    """RGB drawing with positions in pixels of the finished image, fractions allowed.
 
     Pillow draws lines and boxes with hard edges: everything is drawn `oversampling` times larger and scaled down.
-    unit: finished pixels for each unit of a position, (across, down), for a chart that is laid out for another size.
+    unit: finished pixels for each unit of a position, (across, down), for a chart laid out for another size.
     Sizes of text are multiplied by the smaller of the two.
     """
 
@@ -45,7 +45,7 @@ class Canvas:
         anchor: str = "la",
         room: float | None = None,
     ) -> None:
-        """Write one line of text, smaller where it is wider than `room`.
+        """Write one line of text, shrunk to fit if it is wider than `room`.
 
         anchor: Pillow's, such as "la" for a position at the left of its top.
         """
@@ -90,7 +90,7 @@ class Canvas:
         self._image.paste(image, (left, top))
 
     def nearest(self, position: float) -> float:
-        """Round a position to the nearest drawn pixel, where Pillow itself would truncate."""
+        """Round a position to the nearest drawn pixel; Pillow itself would truncate."""
         return round(position * self.oversampling) / self.oversampling
 
     def finish(self) -> Image.Image:
@@ -108,5 +108,5 @@ class Canvas:
 
 @lru_cache(maxsize=32)
 def load_font(size: float) -> Font:
-    """Load Pillow's own font; the cache spares reading it for each line of text."""
+    """Load Pillow's own font; cached, so that it isn't read for each line of text."""
     return ImageFont.load_default(size)

@@ -1,4 +1,4 @@
-"""Files: atomic writes, and tensors read out of safetensors files as copies that autograd accepts."""
+"""Atomic file writes, and safetensors reads that return copies which autograd accepts."""
 
 import contextlib
 import errno
@@ -34,16 +34,16 @@ _REASONS = {
 }
 
 
-# Part of the name of an unfinished file, by which others see whether its process still runs.
+# Part of the name of an unfinished file, which shows whether its process still runs.
 def _processes() -> str:
-    """Name the space that process numbers are of: containers may share all else with their host."""
+    """Return the PID namespace, as containers may share everything else with their host."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:  # not Linux
         return ""
 
 
-# This machine, for files that several may write to.
+# Id of this machine, for files that several machines may write to.
 MACHINE = hashlib.blake2b(f"{platform.node()} {uuid.getnode()} {_processes()}".encode(), digest_size=4).hexdigest()
 _SESSION = uuid.uuid4().hex[:8]
 _OWNER = f"-{MACHINE}-{os.getpid()}-{_SESSION}"
@@ -83,10 +83,10 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def sweep_unfinished(folder: Path) -> None:
-    """Delete what killed processes left of `write_atomically` in a folder and all below it.
+    """Delete unfinished files of `write_atomically` left by killed processes, in a folder and all below it.
 
-    A file goes whose process on this machine has ended. Another machine's, or one of an older version, goes after a day
-    without a write to it: a live server on a shared disk may be at it.
+    A file is deleted once its process on this machine has ended. One of another machine or an older version is deleted
+    after a day without a write: a live server on a shared disk may still be writing it.
     """
     for unfinished in folder.rglob(".*.part"):
         with contextlib.suppress(OSError):  # gone meanwhile, or held open
@@ -95,23 +95,23 @@ def sweep_unfinished(folder: Path) -> None:
 
 
 def _is_left(unfinished: Path) -> bool:
-    named = re.fullmatch(UNFINISHED, unfinished.name)
-    if named and named[1] == MACHINE and int(named[2]) == os.getpid():
-        return named[3] != _SESSION  # of an earlier process with this number, as in a container that was restarted
-    if named and named[1] == MACHINE and not psutil.pid_exists(int(named[2])):
+    match = re.fullmatch(UNFINISHED, unfinished.name)
+    if match and match[1] == MACHINE and int(match[2]) == os.getpid():
+        return match[3] != _SESSION  # from an earlier process with this PID, as in a restarted container
+    if match and match[1] == MACHINE and not psutil.pid_exists(int(match[2])):
         return True
     return time.time() - unfinished.stat().st_mtime > _ABANDONED
 
 
 def read_tensors(path: Path) -> tuple[dict[str, "Tensor"], dict[str, str]]:
-    """Read a safetensors file: its tensors on the host, in the dtype in which they were saved, and its metadata.
+    """Read a safetensors file: its tensors on the host, in their saved dtypes, and its metadata.
 
-    Raises OSError or SafetensorError where there is no complete file.
+    Raises OSError or SafetensorError if there is no complete file.
     """
-    import torch  # here, as writing files needs no torch
+    import torch  # imported here, as writing files needs no torch
 
-    # ComfyUI runs nodes in inference mode, whose tensors autograd refuses. The tensors are cloned because those of
-    # safetensors lie in the mapped file, which Windows can neither replace nor delete while it is mapped.
+    # ComfyUI runs nodes in inference mode, whose tensors autograd refuses. Tensors are cloned because safetensors
+    # returns views of the mapped file, which Windows can neither replace nor delete while it is mapped.
     with torch.inference_mode(False), open_tensors(path) as file:
         return {name: file.get_tensor(name).clone() for name in file.keys()}, dict(file.metadata() or {})
 
@@ -119,13 +119,13 @@ def read_tensors(path: Path) -> tuple[dict[str, "Tensor"], dict[str, str]]:
 def _error_number(error: Exception) -> int:
     if isinstance(error, OSError):
         return error.errno or 0
-    # safetensors writes in Rust and gives the system's error as text.
-    found = re.search(r"os error (\d+)", str(error))
-    return int(found.group(1)) if found else 0
+    # safetensors writes in Rust and reports the system's error as text.
+    match = re.search(r"os error (\d+)", str(error))
+    return int(match.group(1)) if match else 0
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the rename itself survive a power cut, where the system can open a folder (Windows can't)."""
+    """Make the rename itself survive a power cut, if the system can open a folder (Windows can't)."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -135,20 +135,20 @@ def _sync_folder(folder: Path) -> None:
 
 
 def lock_of(name: str) -> FileLock:
-    """Make the lock of this name (16 hexadecimal digits), which a process of this machine holds at most, or fails.
+    """Make the lock of this name (16 hexadecimal digits), held by at most one process of this machine; others fail.
 
-    Its file stays when it is released: to remove it then could leave two processes with a lock each.
+    Its file stays after release: removing it then could leave two processes with a lock each.
     """
     return FileLock(Path(tempfile.gettempdir()) / f"tessera-{name}.lock", timeout=0, mode=0o666)
 
 
 def sweep_temporary() -> None:
-    """Remove locks that nobody took for a week, and day-old folders of processes that have ended. Raises nothing."""
-    root, now = Path(tempfile.gettempdir()), time.time()
+    """Remove locks unused for a week, and day-old folders of processes that have ended. Raises nothing."""
+    root, current_time = Path(tempfile.gettempdir()), time.time()
     with contextlib.suppress(OSError):
         for entry in os.scandir(root):
             with contextlib.suppress(OSError, Timeout):  # gone meanwhile, held, or another user's
-                _sweep(entry, now - entry.stat(follow_symlinks=False).st_mtime)
+                _sweep(entry, current_time - entry.stat(follow_symlinks=False).st_mtime)
 
 
 def _sweep(entry: os.DirEntry[str], age: float) -> None:

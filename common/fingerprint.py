@@ -1,4 +1,4 @@
-"""Names for weights and values: two things with one fingerprint hold the same numbers."""
+"""Fingerprints of weights and values: equal fingerprints mean equal numbers."""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from .core import bypass_managers, intended_dtype, original_weights
 
 _COLUMNS = 1024  # 8-byte words per row of the column sums: 8 KiB are hashed for a tensor of any size
-_SAMPLES = 4096  # words taken at an even stride, which see what a column sum cannot: rows that changed places
+_SAMPLES = 4096  # words at an even stride, which detect changes that column sums miss: swapped rows
 
-# The weights of a module are taken as constant while it lives: patches have a key of their own.
+# A module's weights count as constant during its lifetime: patches have their own key.
 _weights_of: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
 _patches_of: "WeakKeyDictionary[nn.Module, dict[Any, str]]" = WeakKeyDictionary()
 
@@ -28,11 +28,11 @@ def fingerprint(*values: Any) -> str:
 
 
 def changed_fields(options: Any) -> dict[str, Any]:
-    """Collect the fields of a dataclass that are not at their default, with those of dataclasses in them likewise.
+    """Collect the fields of a dataclass that differ from their default, recursively for nested dataclasses.
 
-    A fingerprint that is made of them stays when an option is added. A field without a default is always there."""
-    held = {field.name: (getattr(options, field.name), _default(field)) for field in fields(options)}
-    return {name: _plain(value) for name, (value, default) in held.items() if default is MISSING or value != default}
+    A fingerprint of them stays the same when an option is added. A field without a default is always included."""
+    values = {field.name: (getattr(options, field.name), _default(field)) for field in fields(options)}
+    return {name: _plain(value) for name, (value, default) in values.items() if default is MISSING or value != default}
 
 
 def _default(field: Field) -> Any:
@@ -46,11 +46,11 @@ def _plain(value: Any) -> Any:
 
 
 def weights_fingerprint(patcher: Any) -> str:
-    """Name the weights that a ComfyUI model patcher stands for: those of its model without patches, and its patches.
+    """Fingerprint the weights of a ComfyUI model patcher: those of its unpatched model, and its patches.
 
-    Every byte of every parameter counts, so that a single changed element changes the name. The model's own weights
-    are read once in its life, its patches once for each `patches_uuid`. Loaded or not, patched in place or not, on
-    the device or the host, the name is the same.
+    Every byte of every parameter counts, so a single changed element changes it. The model's own weights are read once
+    in its lifetime, its patches once for each `patches_uuid`. It is the same loaded or not, patched in place or not, on
+    the device or the host.
     """
     model = patcher.model
     if model not in _weights_of:
@@ -65,7 +65,7 @@ def weights_fingerprint(patcher: Any) -> str:
 def _fingerprint_weights(patcher: Any) -> str:
     originals = original_weights(patcher)
     digest = blake2b(digest_size=20)
-    for name, tensor in sorted(_named_weights(patcher.model), key=lambda named: named[0]):
+    for name, tensor in sorted(_named_weights(patcher.model), key=lambda entry: entry[0]):
         digest.update(name.encode())
         feed_tensor(digest, originals.get(name, tensor))
     return digest.hexdigest()
@@ -74,12 +74,12 @@ def _fingerprint_weights(patcher: Any) -> str:
 def _named_weights(model: nn.Module):
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False):
-            # Under dynamic VRAM a file's dtype is kept until the weight is used; what it is used as is what counts.
-            wanted = intended_dtype(module, name)
-            plain = type(parameter.data) is Tensor and wanted not in (None, parameter.dtype)
-            yield f"{prefix}.{name}" if prefix else name, parameter.data.to(wanted) if plain else parameter
+            # Under dynamic VRAM a weight keeps its file's dtype until used; the dtype at use is the one that counts.
+            dtype = intended_dtype(module, name)
+            plain = type(parameter.data) is Tensor and dtype not in (None, parameter.dtype)
+            yield f"{prefix}.{name}" if prefix else name, parameter.data.to(dtype) if plain else parameter
     for prefix, module in model.named_modules():
-        # The sampling schedule is a setting that nodes swap on the living model; it is no weight.
+        # The sampling schedule is a setting that nodes swap on the loaded model, not a weight.
         if prefix == "model_sampling" or prefix.startswith("model_sampling."):
             continue
         for name, buffer in module.named_buffers(recurse=False):
@@ -88,12 +88,12 @@ def _named_weights(model: nn.Module):
 
 
 def _injected(group: list) -> list:
-    """The adapters of bypass injections."""
-    found: list = []
+    """Collect the adapters of bypass injections."""
+    adapters: list = []
     for injection in group:
         managers = bypass_managers(injection)
-        found.append([sorted(manager.adapters.items()) for manager in managers] or injection.inject.__qualname__)
-    return found
+        adapters.append([sorted(manager.adapters.items()) for manager in managers] or injection.inject.__qualname__)
+    return adapters
 
 
 def _feed(digest: Any, value: Any) -> None:
@@ -117,7 +117,7 @@ def _feed(digest: Any, value: Any) -> None:
     elif isinstance(value, nn.Module):
         _feed(digest, (type(value).__qualname__, sorted(value.state_dict().items())))
     elif hasattr(value, "weights"):  # comfy.weight_adapter's adapters
-        rows = getattr(value, "row_offset", None)  # of a LoKr on a part of what it was trained on
+        rows = getattr(value, "row_offset", None)  # of a LoKr applied to a part of the layer it was trained on
         _feed(digest, (type(value).__qualname__, value.weights, *([] if rows is None else [rows])))
     else:
         _feed(digest, getattr(value, "__qualname__", type(value).__qualname__))
@@ -127,8 +127,8 @@ def _feed(digest: Any, value: Any) -> None:
 def feed_tensor(digest: Any, tensor: Tensor) -> None:
     """Feed dtype, shape and bytes of a tensor, on any device, quantised or not, to a hashlib digest.
 
-    Large tensors are reduced where they lie: the bytes are viewed as 64-bit words in rows of 1024 and each column is
-    summed with wrap-around, so that a change of one element changes a sum; only the sums and a sample are hashed.
+    Large tensors are reduced on their device: the bytes are viewed as 64-bit words in rows of 1024 and each column is
+    summed with wrap-around, so that changing one element changes a sum; only the sums and a sample are hashed.
     """
     digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     if type(tensor).__name__ == "QuantizedTensor":

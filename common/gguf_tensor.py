@@ -1,9 +1,9 @@
 """Tensors of a GGUF file in a MODEL, as ComfyUI-GGUF's loader puts them there.
 
-They are met by what they have, never by their class: `tensor_type` is GGML's number of the format, `tensor_shape` the
-shape of the values, and `patches` what a loaded MODEL applies at each use. Their `shape` is that of the values while
-their memory holds rows of bytes, and their class answers `clone`, `detach` and `copy_` in ways of its own; so here they
-are always taken as ordinary tensors first.
+They are recognised by attributes, never by class: `tensor_type` is GGML's number of the format, `tensor_shape` the
+shape of the values, and `patches` the patches that a loaded MODEL applies at each use. Their `shape` is that of the
+values while their memory holds rows of bytes, and their class overrides `clone`, `detach` and `copy_`; so here they are
+always converted to ordinary tensors first.
 """
 
 from typing import Any
@@ -21,24 +21,24 @@ def is_gguf(weight: Any) -> bool:
 
 
 def block_type(weight: Any) -> int | None:
-    """Return GGML's number of the format in which a weight is stored in blocks; None for one of another kind."""
+    """Return GGML's number of the format of a weight stored in blocks; None for other weights."""
     number = getattr(weight, "tensor_type", None) if is_gguf(weight) else None
     return None if number is None or int(number) in PLAIN else int(number)
 
 
 def type_name(weight: Any) -> str:
-    """Return the format's name, such as Q4_K, or its number where it has none."""
+    """Return the format's name, such as Q4_K, or its number if it has none."""
     number = weight.tensor_type
     return getattr(number, "name", str(number))
 
 
 def value_shape(weight: Any) -> tuple[int, ...]:
-    """Return the shape of the values that the tensor stands for."""
+    """Return the shape of the dequantised values."""
     return tuple(int(size) for size in weight.tensor_shape)
 
 
 def as_stored(weight: Tensor) -> Tensor:
-    """Return an ordinary tensor over the same memory, in the dtype and shape in which it is stored."""
+    """Return an ordinary tensor over the same memory, in its stored dtype and shape."""
     return torch.Tensor.as_subclass(weight, Tensor)
 
 
@@ -50,15 +50,15 @@ def plain_values(weight: Tensor) -> Tensor:
 
 
 def over(weight: Tensor, memory: Tensor) -> Tensor:
-    """Make the same tensor over other memory, an ordinary one of as many bytes."""
+    """Wrap `memory`, an ordinary tensor of as many bytes, as a tensor with the attributes of `weight`."""
     stored = as_stored(weight)
-    made = torch.Tensor.as_subclass(memory.view(stored.dtype).reshape(stored.shape), type(weight))
-    vars(made).update(vars(weight))
-    return made
+    tensor = torch.Tensor.as_subclass(memory.view(stored.dtype).reshape(stored.shape), type(weight))
+    vars(tensor).update(vars(weight))
+    return tensor
 
 
 def with_patches(weight: Tensor, patches: list[Any]) -> Tensor:
-    """Make the same tensor over the same memory with these patches on it, [(weight patches, key)]."""
-    made = over(weight, as_stored(weight))
-    vars(made)["patches"] = patches
-    return made
+    """Make the same tensor over the same memory with these patches, [(weight patches, key)]."""
+    tensor = over(weight, as_stored(weight))
+    vars(tensor)["patches"] = patches
+    return tensor

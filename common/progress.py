@@ -1,8 +1,8 @@
-"""Callbacks through which long work reports its progress and can be interrupted."""
+"""Callbacks with which long operations report progress and can be interrupted."""
 
 from collections.abc import Callable
 
 Progress = Callable[[int, int, str], None]
-"""Receives (done, total, text); the text says what is being done and how long it will take."""
+"""Receives (completed, total, text); the text names the current work and the time it will take."""
 Interrupted = Callable[[], None]
-"""Is called between two pieces of work, and raises to stop it."""
+"""Called between two pieces of work; raises to stop."""

@@ -1,12 +1,12 @@
-"""Parts of messages: values as they were given, lists of names, and sentences that reject a value out of range."""
+"""Helpers for messages: quoted values, lists of names, and errors for values out of range."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-_NAMED = 5  # how many files a message lists before it only counts the rest
-_SHOWN, _END = 100, 30  # characters of a text, and those of its end
+_NAMED = 5  # files that a message lists before it only counts the rest
+_SHOWN, _END = 100, 30  # characters kept of a text, and of its end
 
 
 def cut(text: str) -> str:
@@ -20,7 +20,7 @@ def shown(value: Any) -> str:
         return repr(cut(value))
     try:
         return cut(repr(value))
-    except ValueError:  # of an int: Python writes no more than 4300 digits
+    except ValueError:  # int: Python prints no more than 4300 digits
         return "a number of thousands of digits"
 
 
@@ -32,8 +32,8 @@ def shortlist(names: Sequence[str]) -> str:
 
 def joined(names: Sequence[str]) -> str:
     """Join names as `a`, `a and b`, `a, b and c`."""
-    *most, last = names
-    return f"{', '.join(most)} and {last}" if most else last
+    *rest, last = names
+    return f"{', '.join(rest)} and {last}" if rest else last
 
 
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

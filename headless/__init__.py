@@ -1,1 +1,1 @@
-"""run.py: a workflow from a terminal. Until ComfyUI is started nothing but the standard library is imported."""
+"""run.py: run a workflow from a terminal. Only the standard library is imported until ComfyUI starts."""

@@ -1,4 +1,4 @@
-"""ComfyUI: where it is, and its start without a server that listens."""
+"""Location of ComfyUI, and its start without a listening server."""
 
 import importlib
 import os
@@ -13,22 +13,24 @@ RUN = Path(os.path.abspath(__file__)).parents[1] / "run.py"  # not resolved: the
 
 
 def find_comfyui() -> Path:
-    """Return ComfyUI's folder. Raises UsageError where there is none."""
-    beside = RUN.parents[2]
-    named = os.environ.get("COMFYUI_PATH")
-    folder = Path(named) if named else beside
+    """Return ComfyUI's folder. Raises UsageError if there is none."""
+    default_folder = RUN.parents[2]
+    configured_path = os.environ.get("COMFYUI_PATH")
+    folder = Path(configured_path) if configured_path else default_folder
     if (folder / "main.py").is_file() and (folder / "comfy").is_dir():
         return folder
-    if named:
-        raise UsageError(f"COMFYUI_PATH is {named}, which isn't a ComfyUI folder; give the folder with main.py.")
+    if configured_path:
+        raise UsageError(
+            f"COMFYUI_PATH is {configured_path}, which isn't a ComfyUI folder; give the folder with main.py."
+        )
     raise UsageError(
-        f"{beside} isn't a ComfyUI folder; put this pack into ComfyUI's custom_nodes, or set COMFYUI_PATH to its "
-        "folder."
+        f"{default_folder} isn't a ComfyUI folder; put this pack into ComfyUI's custom_nodes, or set COMFYUI_PATH to "
+        "its folder."
     )
 
 
 def set_environment(args: Any) -> None:
-    """Set what ComfyUI's main.py sets before torch is loaded, where it is started itself."""
+    """Set the environment as ComfyUI's main.py does before torch is loaded, when run as a script."""
     os.environ.update(HF_HUB_DISABLE_TELEMETRY="1", DO_NOT_TRACK="1", TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL="1")
     if args.default_device is not None:
         rest = [device for device in range(32) if device != args.default_device]
@@ -49,15 +51,15 @@ def see_devices(devices: str) -> None:
 def start_comfyui(folder: Path, options: Sequence[str]) -> Any:
     """Start ComfyUI as its main.py does, with all custom nodes, but do not listen. Returns its server.
 
-    Its modules are imported by name, as they are there; SystemExit is raised for an option that it does not know.
+    Its modules are imported by name, as in main.py. Raises SystemExit for an option unknown to it.
     """
     sys.argv = [str(folder / "main.py"), *options]
-    sys.path[0] = str(folder)  # in place of this pack's own folder, which ComfyUI's loader imports as a package
+    sys.path[0] = str(folder)  # replaces this pack's own folder, which ComfyUI's loader imports as a package
     importlib.import_module("comfy.options").enable_args_parsing()
     set_environment(importlib.import_module("comfy.cli_args").args)
     try:
         main = importlib.import_module("main")
-    except (AssertionError, RuntimeError) as error:  # of torch, which ComfyUI asks for its device while it is loaded
+    except (AssertionError, RuntimeError) as error:  # from torch, which ComfyUI queries for its device on import
         if any(word in str(error) for word in ("CUDA", "NVIDIA", "HIP")) and not device_count():
             raise NoDevice from error
         raise
@@ -66,5 +68,5 @@ def start_comfyui(folder: Path, options: Sequence[str]) -> Any:
 
 
 def device_count() -> int:
-    """Return how many GPUs torch sees. Loads torch."""
+    """Return the number of GPUs that torch sees. Imports torch."""
     return int(importlib.import_module("torch").cuda.device_count())

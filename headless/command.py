@@ -3,11 +3,11 @@
   python run.py WORKFLOW.api.json [--set NODE.INPUT=VALUE …] [--output FOLDER] [--log FILE] [--launch DEVICES]
                 [--result FILE] [-- COMFYUI OPTIONS]
 
-The file is one that ComfyUI exports by Workflow > Export (API); those of this pack lie in workflows/api. ComfyUI is the
-one whose custom_nodes this pack lies in, or the one that COMFYUI_PATH names. What comes behind -- goes to ComfyUI, such
+The file is one that ComfyUI exports with Workflow > Export (API); those of this pack are in workflows/api. ComfyUI is
+the one with this pack in its custom_nodes, or the one that COMFYUI_PATH names. Arguments after -- go to ComfyUI, such
 as --cuda-device 1 or --lowvram.
 
-With --launch 2, two devices of this machine train together, a process for each; over several machines, torchrun starts
+With --launch 2, two devices of this machine train together, one process each; on several machines, torchrun starts
 this file in the same way: torchrun --nproc-per-node 2 run.py WORKFLOW.api.json. See docs/many_cards.md.
 """
 
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         options, comfyui_options = parse(arguments)
         watch_parent(rank, launches=options.launch is not None)
         result = Result(options.result if rank.rank == 0 else None)
-        # Until ComfyUI is there to save what was trained; nothing is yet.
+        # Until ComfyUI runs, which saves on SIGTERM; nothing is trained yet.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(result.ended(TERMINATED)))
         prompt, extra_data = read_workflow(Path(options.workflow))
         changed = {set_input(prompt, change) for change in options.set}
@@ -69,10 +69,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Split the options of this file from ComfyUI's."""
-    own, comfyui = list(arguments), []
-    if "--" in own:
-        at = own.index("--")
-        own, comfyui = own[:at], own[at + 1 :]
+    own_arguments, comfyui = list(arguments), []
+    if "--" in own_arguments:
+        separator = own_arguments.index("--")
+        own_arguments, comfyui = own_arguments[:separator], own_arguments[separator + 1 :]
     parser = argparse.ArgumentParser(
         description="Run a workflow from a terminal, without a browser and without a server.",
         epilog=EXIT_CODES,
@@ -91,7 +91,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--log", help="file to which each event is added as a line of JSON")
     parser.add_argument("--launch", type=int, metavar="DEVICES", help="train on as many devices of this machine")
     parser.add_argument("--result", help="file to which the exit code is written as JSON")
-    return parser.parse_args(own), comfyui
+    return parser.parse_args(own_arguments), comfyui
 
 
 def exit_now(code: int) -> NoReturn:

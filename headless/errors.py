@@ -1,12 +1,12 @@
-"""Exit codes, and mistakes that end a run before it begins."""
+"""Exit codes, and errors that end a run before it begins."""
 
 DONE, FAILED, WRONG, TRY_AGAIN, CANCELLED, TERMINATED = 0, 1, 2, 75, 130, 143
 
 
 class UsageError(Exception):
-    """A mistake in what was given, in a sentence."""
+    """Mistake in the arguments or the workflow, as a sentence for the user."""
 
-    of_this_device = False  # true where the other devices may not have it
+    of_this_device = False  # True if other devices may not have this error
 
 
 class NoDevice(Exception):

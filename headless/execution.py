@@ -1,4 +1,4 @@
-"""One execution of a workflow by ComfyUI, from its start to an exit code."""
+"""Execution of a workflow by ComfyUI, from its start to an exit code."""
 
 import asyncio
 import contextlib
@@ -18,11 +18,11 @@ from .rank import Rank
 from .reports import Reporter, Result, saved_a_state
 from .workflow import TRAIN, Prompt, names_of_node
 
-SAME = 5.0  # seconds in which the first device finds the same mistake, and is the one that tells of it
+SAME = 5.0  # seconds for the first device to find the same mistake and report it
 
 
 class Run:
-    """One execution of a prompt. The main thread watches, while ComfyUI's worker executes in its own."""
+    """Execution of a prompt. The main thread watches while ComfyUI's worker thread executes."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Run:
         rank: Rank,
         result: Result,
     ) -> None:
-        """changed: the inputs that were set for this run, by number of the node and name."""
+        """changed: inputs set for this run, as (number of the node, name)."""
         self.prompt, self.extra_data, self.changed = prompt, extra_data, changed
         self.reporter, self.rank, self.result = reporter, rank, result
         self.id, self.client = str(uuid.uuid4()), uuid.uuid4().hex
@@ -41,7 +41,7 @@ class Run:
         self.signal: int | None = None
 
     def execute(self, comfyui: Path, options: Sequence[str]) -> int:
-        """Run the prompt to its end; returns the exit code."""
+        """Run the prompt to its end. Returns the exit code."""
         try:
             server = start_comfyui(comfyui, options)
         except NoDevice as error:
@@ -64,7 +64,7 @@ class Run:
     def end_by_signal(self, number: int, _: Any) -> None:
         """Cancel, as the browser's button does: a run that trains saves first. A second Ctrl+C ends it at once.
 
-        A second SIGTERM is one that several have sent, such as systemd and torchrun, while it saves.
+        A second SIGTERM is ignored: several senders, such as systemd and torchrun, may send one while it saves.
         """
         if self.signal is not None:
             if number == signal.SIGINT:
@@ -74,11 +74,11 @@ class Run:
         importlib.import_module("nodes").interrupt_processing()
 
     async def execute_on(self, server: Any) -> int:
-        """Run the prompt on a ComfyUI that was started; returns the exit code."""
+        """Run the prompt on the started ComfyUI. Returns the exit code."""
         execution = importlib.import_module("execution")
         self.check_inputs()
-        given = server.trigger_on_prompt({"prompt": self.prompt, "client_id": self.client})
-        prompt = given["prompt"]
+        request = server.trigger_on_prompt({"prompt": self.prompt, "client_id": self.client})
+        prompt = request["prompt"]
         server.node_replace_manager.apply_replacements(prompt)
         valid, error, outputs, node_errors = await execution.validate_prompt(self.id, prompt, None)
         if not valid:
@@ -86,7 +86,7 @@ class Run:
         if node_errors:
             raise UsageError("\n".join(self.explain({}, node_errors)))  # a server would leave these nodes out
         self.rank.check_shares(prompt)
-        if self.rank.rank > 0:  # nothing but training and what it needs: the first device saves, shows and compares
+        if self.rank.rank > 0:  # only training and its inputs: the first device saves, shows and compares
             outputs = [number for number in outputs if self.prompt[number]["class_type"] == TRAIN]
         data = {**self.extra_data, "client_id": self.client, "create_time": int(time.time() * 1000)}
         self.reporter.event("started", prompt_id=self.id)
@@ -96,7 +96,7 @@ class Run:
         return self.code(history)
 
     async def watch(self, server: Any) -> None:
-        """Tell of the events that a browser would get, until the prompt is in the history."""
+        """Report the events that a browser would get, until the prompt is in the history."""
         while self.id not in server.prompt_queue.get_history(self.id):
             with contextlib.suppress(asyncio.TimeoutError):
                 kind, data, _ = await asyncio.wait_for(server.messages.get(), 0.2)
@@ -106,9 +106,9 @@ class Run:
 
     def tell(self, kind: Any, data: Any) -> None:
         if kind == "execution_start" and self.signal is not None:
-            importlib.import_module("nodes").interrupt_processing()  # ComfyUI forgets one that comes before
+            importlib.import_module("nodes").interrupt_processing()  # ComfyUI discards an earlier interrupt
         elif kind == importlib.import_module("protocol").BinaryEventTypes.TEXT:
-            # The length of the node's number, the number, the text.
+            # Layout: length of the node's number, the number, the text.
             end = 4 + int.from_bytes(data[:4], "big")
             text = data[end:].decode("utf-8", "replace")
             self.reporter.progress(text)
@@ -126,38 +126,42 @@ class Run:
         return title or kind
 
     def check_inputs(self) -> None:
-        """Raise UsageError for an input that its node does not have: ComfyUI would ignore it without a word.
+        """Raise UsageError for an input that its node does not have: ComfyUI would ignore it silently.
 
-        Of other packs' nodes only what was set for this run counts; their workflows may hold inputs of older versions.
+        For other packs' nodes only inputs set for this run count; their workflows may hold inputs of older versions.
         """
         kinds = importlib.import_module("nodes").NODE_CLASS_MAPPINGS
         for number, node in self.prompt.items():
-            kind, ours = kinds.get(node["class_type"]), node["class_type"].startswith("Tessera")
+            kind, is_tessera = kinds.get(node["class_type"]), node["class_type"].startswith("Tessera")
             inputs = node.get("inputs", {})
             changed = {name for name in inputs if (number, name) in self.changed}
-            if kind is None or not (ours or changed):
+            if kind is None or not (is_tessera or changed):
                 continue
             groups = kind.INPUT_TYPES()
-            # ComfyUI's own word on what it hands to the node, which may take inputs of inputs, or any.
-            given = importlib.import_module("execution").get_input_data(inputs, kind, number)[0]
+            # The inputs that ComfyUI itself passes to the node, which may take nested inputs, or any.
+            resolved_inputs = importlib.import_module("execution").get_input_data(inputs, kind, number)[0]
             for name in inputs:
-                known = any(name.partition(".")[0] in group for group in groups.values())
-                if (ours and not known) or (name in changed and name not in given):
-                    its = [name for kind in ("required", "optional") for name in groups.get(kind, {})]
-                    its += [one for one in inputs if one in given and one.partition(".")[0] in its and one not in its]
-                    told = f"; it has {', '.join(its)}" if its else ""
-                    raise UsageError(f"{self.title(number)} ({number}) has no input called {name}{told}.")
+                is_declared = any(name.partition(".")[0] in group for group in groups.values())
+                if (is_tessera and not is_declared) or (name in changed and name not in resolved_inputs):
+                    input_names = [name for kind in ("required", "optional") for name in groups.get(kind, {})]
+                    input_names += [
+                        key
+                        for key in inputs
+                        if key in resolved_inputs and key.partition(".")[0] in input_names and key not in input_names
+                    ]
+                    hint = f"; it has {', '.join(input_names)}" if input_names else ""
+                    raise UsageError(f"{self.title(number)} ({number}) has no input called {name}{hint}.")
 
     def explain(self, error: dict[str, Any], node_errors: dict[str, Any]) -> Iterator[str]:
-        """Yield what ComfyUI found wrong with the workflow, a line each."""
-        for number, found in node_errors.items():
-            for one in found["errors"]:
-                yield f"{self.title(number)} ({number}): {one['message']}. {one['details']}".rstrip()
+        """Yield ComfyUI's validation errors for the workflow, one line each."""
+        for number, report in node_errors.items():
+            for problem in report["errors"]:
+                yield f"{self.title(number)} ({number}): {problem['message']}. {problem['details']}".rstrip()
         if not node_errors:
             yield f"The workflow can't run: {error.get('message')} {error.get('details', '')}".rstrip()
 
     def code(self, history: dict[str, Any]) -> int:
-        """Tell how the run ended. Returns the exit code."""
+        """Report how the run ended. Returns the exit code."""
         status = history["status"]
         if status["status_str"] == "success":
             for path in self.files(history["outputs"]):
@@ -172,13 +176,13 @@ class Run:
             self.reporter.event("error", node=failed["node_id"], message=text)
             if self.rank.tell_others(text) and self.rank.rank > 0:
                 print(self.rank.named(text), file=sys.stderr, flush=True)
-        again = saved_a_state(importlib.import_module("folder_paths").get_output_directory(), self.started)
-        if again:
+        can_resume = saved_a_state(importlib.import_module("folder_paths").get_output_directory(), self.started)
+        if can_resume:
             self.reporter.line("Everything up to here is saved; run the same command again to continue.", sys.stderr)
         if failed is not None:
-            code = TRY_AGAIN if again else FAILED
-        elif self.signal == signal.SIGTERM or (self.signal is None and self.rank.size > 1):  # it came to another device
-            code = TRY_AGAIN if again else TERMINATED
+            code = TRY_AGAIN if can_resume else FAILED
+        elif self.signal == signal.SIGTERM or (self.signal is None and self.rank.size > 1):  # sent to another device
+            code = TRY_AGAIN if can_resume else TERMINATED
         else:
             code = CANCELLED
         self.reporter.event("ended", code=code)
@@ -186,7 +190,7 @@ class Run:
 
     @staticmethod
     def files(outputs: dict[str, Any]) -> Iterator[str]:
-        """Yield the files that the nodes tell of, below the output folder."""
+        """Yield the files that the nodes report, relative to the output folder."""
         for node in outputs.values():
             for entry in (entry for entries in node.values() if isinstance(entries, list) for entry in entries):
                 if isinstance(entry, dict) and entry.get("path"):

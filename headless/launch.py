@@ -1,4 +1,4 @@
-"""Processes that `--launch` starts by torchrun, one for each device."""
+"""Launch of one process per device with torchrun, for `--launch`."""
 
 import importlib
 import json
@@ -20,7 +20,7 @@ from .workflow import Prompt
 
 
 def check_launch(devices: int, prompt: Prompt, options: Sequence[str]) -> None:
-    """Raise UsageError where as many devices can't be launched."""
+    """Raise UsageError if this number of devices can't be launched."""
     if sys.platform == "win32":
         raise UsageError(
             "--launch needs torchrun, which torch for Windows does not start; use WSL, or leave --launch out."
@@ -30,25 +30,25 @@ def check_launch(devices: int, prompt: Prompt, options: Sequence[str]) -> None:
     check_many(prompt, options)
     if "--cpu" in options:
         return
-    there = device_count()
-    if there < devices:
-        mend = f"give {there} or fewer" if there else "put -- --cpu at the end to run on the CPU"
-        raise UsageError(f"--launch is {devices}, and torch sees {there} CUDA devices here; {mend}.")
+    available = device_count()
+    if available < devices:
+        fix = f"give {available} or fewer" if available else "put -- --cpu at the end to run on the CPU"
+        raise UsageError(f"--launch is {devices}, and torch sees {available} CUDA devices here; {fix}.")
 
 
 def launch(devices: int, arguments: Sequence[str], result: str | None) -> int:
-    """Start this file once for each device by torchrun. Returns the exit code of the first, and tells who failed."""
-    own = list(arguments)
-    end = own.index("--") if "--" in own else len(own)
-    behind, own = own[end:], own[:end]
-    kept: list[str] = []
-    while own:
-        one = own.pop(0)
-        name, equals, _ = one.partition("=")
+    """Start this file once per device with torchrun. Returns the exit code of the first; prints which device failed."""
+    own_arguments = list(arguments)
+    end = own_arguments.index("--") if "--" in own_arguments else len(own_arguments)
+    comfyui_arguments, own_arguments = own_arguments[end:], own_arguments[:end]
+    forwarded: list[str] = []
+    while own_arguments:
+        argument = own_arguments.pop(0)
+        name, equals, _ = argument.partition("=")
         if name in ("--launch", "--result"):
-            own = own if equals else own[1:]
+            own_arguments = own_arguments if equals else own_arguments[1:]
         else:
-            kept.append(one)
+            forwarded.append(argument)
     with tempfile.TemporaryDirectory(prefix="tessera-launch-") as folder:
         path = result or str(Path(folder, "result.json"))
         torchrun = [
@@ -56,16 +56,16 @@ def launch(devices: int, arguments: Sequence[str], result: str | None) -> int:
             f"--nproc-per-node={devices}",
             "--",
             str(RUN),
-            *kept,
+            *forwarded,
             "--result",
             path,
         ]
-        failed = torchrun_failure([*torchrun, *behind], devices)
+        failed = torchrun_failure([*torchrun, *comfyui_arguments], devices)
         try:
-            found = json.loads(Path(path).read_text(encoding="utf-8"))
+            outcome = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            found = {}
-    code = found.get("code")
+            outcome = {}
+    code = outcome.get("code")
     if failed is not None:
         rank, exit_code = failed
         if exit_code < 0:
@@ -75,22 +75,22 @@ def launch(devices: int, arguments: Sequence[str], result: str | None) -> int:
     elif code is not None:
         return int(code)
     else:
-        code = TERMINATED  # by a signal while the first one started, or because it took too long to end
+        code = TERMINATED  # ended by a signal while the first one started, or because it took too long to end
     if code is None or code == TERMINATED:
-        again = "output" in found and saved_a_state(found["output"], found["started"])
-        return TRY_AGAIN if again else FAILED if code is None else int(code)
+        can_resume = "output" in outcome and saved_a_state(outcome["output"], outcome["started"])
+        return TRY_AGAIN if can_resume else FAILED if code is None else int(code)
     return int(code)
 
 
 def torchrun_failure(arguments: Sequence[str], devices: int) -> tuple[int, int] | None:
-    """Run torchrun. Returns rank and exit code of the process that failed first; None where none has of itself."""
+    """Run torchrun. Returns rank and exit code of the process that failed first; None if none failed by itself."""
     errors = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
     api = importlib.import_module("torch.distributed.elastic.multiprocessing.api")
-    os.environ[PARENT] = str(os.getpid())  # for the devices
+    os.environ[PARENT] = str(os.getpid())  # read by the devices' processes
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Seconds until torchrun kills a process that it has asked to end: a long micro-batch comes before the save.
+    # Seconds until torchrun kills a process that it has asked to end: a long micro-batch precedes the save.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
-    # It holds where torchrun itself is asked to end; where a process has failed, torchrun gives the others 30 seconds.
+    # torchrun applies it if it is itself asked to end; if a process fails, it gives the others only 30 seconds.
     close = api.PContext.close
 
     def patient(context: Any, death_sig: Any = None, timeout: int = 30) -> None:
@@ -98,7 +98,7 @@ def torchrun_failure(arguments: Sequence[str], devices: int) -> tuple[int, int] 
 
     api.PContext.close = patient
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices)))  # torchrun would set 1
-    for name in ("torch.distributed.elastic", "torch.distributed.run"):  # what is worth telling is told in a sentence
+    for name in ("torch.distributed.elastic", "torch.distributed.run"):  # relevant errors are reported in a sentence
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         importlib.import_module("torch.distributed.run").main(list(arguments))

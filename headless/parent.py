@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them."""
+"""Watch of the parent process: end when it ends."""
 
 import ctypes
 import os
@@ -10,28 +10,28 @@ import time
 
 from .rank import Rank
 
-PARENT = "TESSERA_PARENT"  # id of the process without which this one is not to run
+PARENT = "TESSERA_PARENT"  # environment variable with the id of the process that this one must not outlive
 
 
 def watch_parent(rank: Rank, launches: bool) -> None:
-    """End with the process that started this one, however that ends: who launches asks the devices to save and end.
+    """End with the process that started this one, however it ends: a launcher asks its devices to save and end.
 
     A device that torchrun has started ends at once, since the others are gone as well.
     """
-    given = os.environ.get(PARENT)
-    parent = int(given) if given else os.getppid()
-    if sys.platform == "win32" or not (given or (rank.size > 1 and not launches)):
+    parent_id = os.environ.get(PARENT)
+    parent = int(parent_id) if parent_id else os.getppid()
+    if sys.platform == "win32" or not (parent_id or (rank.size > 1 and not launches)):
         return
     number = signal.SIGTERM if launches else signal.SIGKILL
-    if given and not launches and sys.platform == "linux":
-        # Also while this process hangs in a call that lets no other thread run. 1 is PR_SET_PDEATHSIG; the launcher
-        # starts its devices in its main thread, whose end it is.
+    if parent_id and not launches and sys.platform == "linux":
+        # Works even while this process hangs in a call that holds the GIL. 1 is PR_SET_PDEATHSIG: the signal comes at
+        # the end of the parent thread, and the launcher starts its devices in its main thread.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
     def watch() -> None:
         while os.getppid() == parent:
-            if given and launches:
-                # The server's end of this pipe is closed as well where the server starts anew in its own process.
+            if parent_id and launches:
+                # The server's end of this pipe also closes if the server restarts within its process.
                 if select.select([sys.stdin], [], [], 0.5)[0] and not os.read(sys.stdin.fileno(), 1):
                     break
             else:

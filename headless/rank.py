@@ -1,4 +1,4 @@
-"""One process among those that train together."""
+"""Rank of this process among those that train together."""
 
 import contextlib
 import os
@@ -14,11 +14,11 @@ from .workflow import TRAIN, Prompt
 
 
 class Rank(NamedTuple):
-    """This process among those that torchrun has started, one for each device; alone where it has not.
+    """This process among those started by torchrun, one per device; alone without torchrun.
 
-    rank: number among all of them. Rank 0 writes and tells.
-    size: how many there are.
-    local: number on this machine.
+    rank: global rank. Rank 0 writes and reports.
+    size: world size.
+    local: local rank on this machine.
     """
 
     rank: int = 0
@@ -27,7 +27,7 @@ class Rank(NamedTuple):
 
     @classmethod
     def of_environment(cls) -> "Rank":
-        """Read what torchrun has set."""
+        """Read the environment variables set by torchrun."""
         values = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")]
         if None in values or int(values[1] or 1) < 2:
             return cls()
@@ -38,13 +38,13 @@ class Rank(NamedTuple):
 
     @contextlib.contextmanager
     def prepared(self, prompt: Prompt, options: Sequence[str]) -> Iterator[list[str]]:
-        """Choose this process's device, and give ComfyUI's options for it."""
+        """Select this process's device, and yield ComfyUI's options for it."""
         if self.size == 1:
             yield list(options)
             return
         check_many(prompt, options)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES"))
-        devices = None if visible is None else [one for one in visible.split(",") if one.strip()]
+        devices = None if visible is None else [device for device in visible.split(",") if device.strip()]
         if devices is not None and "--cpu" not in options:
             if self.local >= len(devices):
                 raise UsageError(
@@ -53,20 +53,20 @@ class Rank(NamedTuple):
             see_devices(devices[self.local])
         else:
             see_devices(str(self.local))
-        os.environ["TESSERA_WORLD_OF"] = str(os.getpid())  # train/distributed/current.py waits for the others then
+        os.environ["TESSERA_WORLD_OF"] = str(os.getpid())  # train/distributed/current.py then waits for the others
         if self.rank == 0:
             yield list(options)
             return
-        temporary = tempfile.mkdtemp(prefix=f"tessera-device-{os.getpid()}-")  # ComfyUI empties the one that it has
+        temporary = tempfile.mkdtemp(prefix=f"tessera-device-{os.getpid()}-")  # ComfyUI empties its temporary folder
         quiet = [] if "--verbose" in options else ["--verbose", "ERROR"]
         try:
-            own = [*options, "--database-url", "sqlite:///:memory:", "--temp-directory", temporary, *quiet]
-            yield own
+            rank_options = [*options, "--database-url", "sqlite:///:memory:", "--temp-directory", temporary, *quiet]
+            yield rank_options
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def without_device(self) -> UsageError:
-        """Make the error of a process that finds no GPU."""
+        """Make the error for a process that finds no GPU."""
         mistake = UsageError(
             "torch finds no GPU here; put -- --cpu at the end to run on the CPU."
             if self.size == 1
@@ -77,7 +77,7 @@ class Rank(NamedTuple):
         return mistake
 
     def meet_others(self) -> None:
-        """Wait for the other devices, before any of them does something that takes long or may fail."""
+        """Wait for the other devices before any of them does work that takes long or may fail."""
         try:
             self.world()
         except TimeoutError as error:
@@ -86,30 +86,30 @@ class Rank(NamedTuple):
             raise mistake from error
 
     def world(self) -> Any:
-        """Return what joins this device to the others, once the pack is loaded; None for one that trains alone."""
+        """Return the world of this device, once the pack is loaded; None if it trains alone."""
         current = _of_the_pack("train.distributed.current")
         return None if current is None or self.size == 1 else current.current_world()
 
     def check_shares(self, prompt: Prompt) -> None:
-        """Raise UsageError where several devices can't share a step evenly, before nodes in front encode and load."""
+        """Raise UsageError if several devices can't share a step evenly, before upstream nodes encode and load."""
         share = _of_the_pack("train.distributed.share")
         for node in prompt.values() if share is not None and self.size > 1 else ():
-            given = [node.get("inputs", {}).get(one) for one in ("batch_size", "gradient_accumulation")]
-            if node["class_type"] == TRAIN and all(isinstance(one, int) for one in given):
+            sizes = [node.get("inputs", {}).get(name) for name in ("batch_size", "gradient_accumulation")]
+            if node["class_type"] == TRAIN and all(isinstance(size, int) for size in sizes):
                 try:
-                    share.share_of(self.rank, self.size, *given)
+                    share.share_of(self.rank, self.size, *sizes)
                 except ValueError as error:
                     raise UsageError(str(error)) from error
 
     def tell_others(self, text: str, seconds: float = 0.0) -> bool:
-        """Tell the other devices why this one ends. Returns True unless one has done so before.
+        """Send the other devices the reason why this one ends. Returns False if one has already done so.
 
-        seconds: in which the first one may do so, which is left to it.
+        seconds: time that the first device has to do so first.
         """
         world = self.world()
         if world is None:
             return True
-        with contextlib.suppress(RuntimeError):  # of the store, which may be gone
+        with contextlib.suppress(RuntimeError):  # from the store, which may be gone
             if world.fault(seconds if self.rank else 0.0) is not None:
                 return False
         world.tell(RuntimeError(text), text.partition("\n")[0])
@@ -117,18 +117,18 @@ class Rank(NamedTuple):
 
 
 def _of_the_pack(module: str) -> Any:
-    """Return a module of the pack that ComfyUI has loaded, whatever its folder is called; None where it has not."""
+    """Return a module of the pack, whatever its folder is called; None if ComfyUI has not loaded it."""
     return next((sys.modules[name] for name in sys.modules if name.endswith(f".{module}")), None)
 
 
 def check_many(prompt: Prompt, options: Sequence[str]) -> None:
-    """Raise UsageError for what several devices can't run."""
+    """Raise UsageError for a workflow or options that several devices can't run."""
     if not any(node["class_type"] == TRAIN for node in prompt.values()):
         raise UsageError(
             "The workflow has no Train LoRA, and nothing else is shared by several devices; leave --launch out."
         )
     for option in ("--cuda-device", "--default-device"):
-        if any(one.partition("=")[0] == option for one in options):
+        if any(argument.partition("=")[0] == option for argument in options):
             raise UsageError(
                 f"{option} can't be used with several devices; let CUDA_VISIBLE_DEVICES name those to use."
             )

@@ -1,4 +1,4 @@
-"""Terminal, log and the file of the result: what a run writes about itself."""
+"""Output of a run on the terminal, in the log and in the result file."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from .errors import UsageError
 
 
 class Reporter:
-    """Tells what happens: on the terminal, and as lines of JSON in a log. Of several devices only the first does."""
+    """Writer of events to the terminal and, as lines of JSON, to a log. Only rank 0 writes."""
 
     def __init__(self, log: TextIO | None, rank: int = 0) -> None:
         self.log, self.on_terminal, self.silent = log, sys.stdout.isatty(), rank > 0
@@ -23,16 +23,16 @@ class Reporter:
             self.log.write(json.dumps({"time": round(time.time(), 3), "event": event, **facts}, default=str) + "\n")
             self.log.flush()
 
-    def line(self, text: str, to: TextIO | None = None) -> None:
+    def line(self, text: str, stream: TextIO | None = None) -> None:
         if self.silent:
             return
         if self.open:
             print()
             self.open = False
-        print(text, file=to or sys.stdout, flush=True)
+        print(text, file=stream or sys.stdout, flush=True)
 
     def progress(self, text: str) -> None:
-        """Show in one line on a terminal, and every few seconds elsewhere."""
+        """Update one line on a terminal; elsewhere print every few seconds."""
         if self.silent:
             return
         if self.on_terminal:
@@ -57,7 +57,7 @@ def open_log(path: str | None) -> Iterator[TextIO | None]:
 
 
 class Result:
-    """File with the exit code: torchrun makes 1 of every other code than 0."""
+    """File with the exit code: torchrun turns every code but 0 into 1."""
 
     def __init__(self, path: str | None) -> None:
         self.path, self.facts = path, dict[str, Any]()
@@ -73,7 +73,7 @@ class Result:
             raise UsageError(f"--result {self.path} can't be written: {error.strerror}.") from error
 
     def begun(self, output: str, started: float) -> None:
-        """Tell where a state would lie, for a process that can't tell any more at its end."""
+        """Write the place of a state, for a process that can no longer do so at its end."""
         self.facts |= {"output": output, "started": started}
         self.write()
 
@@ -85,7 +85,7 @@ class Result:
 
 
 def saved_a_state(output: str, started: float) -> bool:
-    """Return True if a run that was told of since `started` has a state to go on from."""
+    """Return whether a run written since `started` has a state to resume from."""
     for summary in Path(output, "loras").rglob("summary.json"):
         if summary.stat().st_mtime >= started and any(summary.parent.glob("state-*")):
             return True

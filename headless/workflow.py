@@ -1,4 +1,4 @@
-"""The workflow that is to run, and the inputs that `--set` changes."""
+"""The workflow to run, and the inputs changed by `--set`."""
 
 import json
 from pathlib import Path
@@ -8,11 +8,11 @@ from .errors import UsageError
 
 Prompt = dict[str, dict[str, Any]]
 TRAIN = "TesseraTrainLora"
-MOST_BYTES = 32_000_000  # of a workflow, as `common/untrusted/budgets.py` has it for those in run folders
+MOST_BYTES = 32_000_000  # of a workflow, the same bound as in `common/untrusted/budgets.py`
 
 
 def read_workflow(path: Path) -> tuple[Prompt, dict[str, Any]]:
-    """Read a workflow in API format, and what came with it if it is as it was posted to a server.
+    """Read a workflow in API format, and its extra data if the file is a request body for a server.
 
     Raises UsageError for anything else.
     """
@@ -41,34 +41,36 @@ def _is_node(node: Any) -> bool:
 
 
 def set_input(prompt: Prompt, change: str) -> tuple[str, str]:
-    """Change an input as `NODE.INPUT=VALUE` says. Returns the node's number and the input's name.
+    """Change an input according to `NODE.INPUT=VALUE`. Returns the node's number and the input's name.
 
-    Raises UsageError where that does not name one node, or an input that has a value.
+    Raises UsageError unless it names exactly one node, and an input that has a value.
     """
     place, equals, text = change.partition("=")
     if not equals or "." not in place:
         raise UsageError(f"--set {change}: write NODE.INPUT=VALUE, such as TesseraTrainLora.steps=2000.")
-    name, found = "", list[str]()
+    name, matches = "", list[str]()
     parts = place.split(".")
-    for at in reversed(range(1, len(parts))):  # titles have dots, and so have inputs of inputs
-        name, key = ".".join(parts[:at]), ".".join(parts[at:])
-        found = [name] if name in prompt else [number for number, node in prompt.items() if name in names_of_node(node)]
-        if found:
-            break
-    if len(found) != 1:
-        how_many = "no node" if not found else f"{len(found)} nodes ({', '.join(found)})"
-        raise UsageError(
-            f"--set {change}: {how_many} of the workflow {'are' if len(found) > 1 else 'is'} called {name}."
+    for split in reversed(range(1, len(parts))):  # titles and nested inputs contain dots
+        name, key = ".".join(parts[:split]), ".".join(parts[split:])
+        matches = (
+            [name] if name in prompt else [number for number, node in prompt.items() if name in names_of_node(node)]
         )
-    inputs = prompt[found[0]].setdefault("inputs", {})
-    now = inputs.get(key)
-    if isinstance(now, list):
+        if matches:
+            break
+    if len(matches) != 1:
+        how_many = "no node" if not matches else f"{len(matches)} nodes ({', '.join(matches)})"
+        raise UsageError(
+            f"--set {change}: {how_many} of the workflow {'are' if len(matches) > 1 else 'is'} called {name}."
+        )
+    inputs = prompt[matches[0]].setdefault("inputs", {})
+    current = inputs.get(key)
+    if isinstance(current, list):
         raise UsageError(f"--set {change}: {key} is connected to another node, so it has no value.")
-    value = text if isinstance(now, str) else _value(text)
-    if isinstance(now, bool) and not isinstance(value, bool):
+    value = text if isinstance(current, str) else _value(text)
+    if isinstance(current, bool) and not isinstance(value, bool):
         raise UsageError(f"--set {change}: {key} is a switch; give true or false.")
     inputs[key] = value
-    return found[0], key
+    return matches[0], key
 
 
 def names_of_node(node: dict[str, Any]) -> tuple[str, str]:
@@ -77,7 +79,7 @@ def names_of_node(node: dict[str, Any]) -> tuple[str, str]:
 
 
 def _value(text: str) -> Any:
-    if text.lower() in ("true", "false"):  # ComfyUI takes every other text for true, False too
+    if text.lower() in ("true", "false"):  # ComfyUI takes any other text as true, even "False"
         return text.lower() == "true"
     try:
         return json.loads(text)

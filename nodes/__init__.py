@@ -1,4 +1,4 @@
-"""The nodes, and the only code that knows ComfyUI's node API and its server."""
+"""The nodes: the only code that uses ComfyUI's node API and server."""
 
 import logging
 from pathlib import Path
@@ -44,11 +44,11 @@ for _node in NODES:
 
 class TesseraExtension(ComfyExtension):
     async def on_load(self) -> None:
-        """Before any node can compile."""
+        """Set up attention and the compile cache before any node can compile, and add the routes."""
         log.info("Tessera finds in ComfyUI: %s", features())
         settle_kernel_order()
         server = getattr(PromptServer, "instance", None)
-        if server is not None:  # run.py has none
+        if server is not None:  # None under run.py
             for module in (run_routes, run_files, run_deletion, folder_routes):
                 module.add_routes(server.routes)
         log.info(use_persistent_cache(Path(folder_paths.get_user_directory(), "tessera", "compile_cache")))

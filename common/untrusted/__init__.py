@@ -1,1 +1,1 @@
-"""Bounded reading of texts and files that strangers wrote."""
+"""Bounded reading of untrusted texts and files."""

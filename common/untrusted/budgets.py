@@ -1,7 +1,8 @@
-"""Budgets: the greatest sizes of what is read of a stranger's texts and files.
+"""Budgets: size limits for untrusted texts and files.
 
 A workflow, a caption, a run folder or a LoRA may come from anybody. Each reader checks its budget before it works, so
-that no input takes ComfyUI's time or memory; past it the user reads one sentence. `docs/untrusted_files.md` lists them.
+that no input exhausts ComfyUI's time or memory; above it the user gets a one-sentence error.
+`docs/untrusted_files.md` lists them.
 """
 
 from dataclasses import dataclass, fields
@@ -13,13 +14,13 @@ MB = 1_000_000
 class Budget:
     """Bounds on one kind of input.
 
-    source: what is read, as the page names it.
+    source: name of the input on the page.
     reason: why a real input stays below.
-    remedy: what a user does whose input is larger.
+    remedy: advice for a user with a larger input.
     bytes: size of the file or text.
     characters: length of the text.
-    items: number of entries, lists and objects, whatever their depth.
-    depth: levels of lists and objects inside one another.
+    items: number of entries, lists and objects at any depth.
+    depth: nesting levels of lists and objects.
     pixels: width times height.
     """
 
@@ -33,12 +34,12 @@ class Budget:
     pixels: int = 0
 
     def bounds(self) -> dict[str, int]:
-        """Map the unit of each bound that is set to its number."""
+        """Map the unit of each bound that is set to its value."""
         numbers = ((field.name, getattr(self, field.name)) for field in fields(self) if field.type in (int, "int"))
         return {name: number for name, number in numbers if number}
 
     def table_row(self) -> str:
-        """Row of the table in docs/untrusted_files.md."""
+        """Format the row of the table in docs/untrusted_files.md."""
         bounds = ", ".join(f"{number:,} {_NOUNS.get(unit, unit)}" for unit, number in self.bounds().items())
         return f"| {self.source} | {bounds} | {self.reason} | {self.remedy} |"
 
@@ -47,18 +48,18 @@ _NOUNS = {"items": "entries", "depth": "levels"}
 
 
 class OverBudget(ValueError):
-    """Error of an input that is larger than its budget. The message is for the user."""
+    """Raised for an input larger than its budget. The message is for the user."""
 
     def __init__(self, budget: Budget, name: str, size: str):
-        """name: the input, file or field. size: what it has, such as "3,000,000 entries"."""
+        """name: the input, file or field. size: its size, such as "3,000,000 entries"."""
         super().__init__(f"{name} has {size}, more than {budget.source} may have; {budget.remedy}.")
 
 
 def check_size(budget: Budget, name: str, **sizes: int) -> None:
     """Raise OverBudget for the first size above its bound.
 
-    name: of the input in the message.
-    sizes: numbers by the name of a bound, such as `bytes=2_000_000`.
+    name: name of the input in the message.
+    sizes: sizes by the name of their bound, such as `bytes=2_000_000`.
     """
     for unit, size in sizes.items():
         if size > getattr(budget, unit):

@@ -1,7 +1,7 @@
-"""Folders whose every part is checked when it is used: no link below a root is followed.
+"""Folders with every path component checked at use: no link below a root is followed.
 
-A check of a path before it is used can be outrun by whoever swaps a folder for a link in between. Where the system can,
-each part is opened from the folder above it without following links, and files are moved between open folders.
+A path checked before use is open to a race: a folder can be swapped for a link in between. If the system supports it,
+each component is opened from its parent without following links, and files are moved between open folders.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ class OpenFolder:
     """A folder below a root.
 
     path: its path.
-    handle: its file descriptor, from which names are looked up; None where the system has none for folders.
+    handle: its file descriptor, from which names are looked up; None if the system has none for folders.
     """
 
     path: Path
@@ -31,7 +31,7 @@ class OpenFolder:
         return name if self.handle is not None else self.path / name
 
     def has(self, name: str) -> bool:
-        """Test for an entry of this name; a link counts, wherever it leads."""
+        """Return whether there is an entry of this name; a link counts, even a broken one."""
         try:
             os.stat(self._name(name), dir_fd=self.handle, follow_symlinks=False)
         except FileNotFoundError:
@@ -39,7 +39,7 @@ class OpenFolder:
         return True
 
     def unlink(self, name: str) -> None:
-        """Remove a file, or a link itself."""
+        """Remove a file, or a link but not its target."""
         os.unlink(self._name(name), dir_fd=self.handle)
 
     def rmdir(self, name: str) -> None:
@@ -47,9 +47,9 @@ class OpenFolder:
         os.rmdir(self._name(name), dir_fd=self.handle)
 
     def move(self, name: str, target: "OpenFolder") -> None:
-        """Move a file to another folder, which has none of this name.
+        """Move a file to another folder, which must have none of this name.
 
-        Raises OSError; then the file is where it was, and nothing of it in the other folder.
+        On OSError the file stays in place, and nothing of it is left in the other folder.
         """
         if target.has(name):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target.path / name))
@@ -63,19 +63,19 @@ class OpenFolder:
 
     def _copy(self, name: str, target: "OpenFolder") -> None:
         """Copy a file to a folder on another disk, with its times."""
-        beside = getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
-        with os.fdopen(os.open(self._name(name), os.O_RDONLY | beside, dir_fd=self.handle), "rb") as source:
+        flags = getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
+        with os.fdopen(os.open(self._name(name), os.O_RDONLY | flags, dir_fd=self.handle), "rb") as source:
             status = os.fstat(source.fileno())
-            new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | beside
+            create_flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags
             try:
                 with os.fdopen(
-                    os.open(target._name(name), new, status.st_mode & 0o777, dir_fd=target.handle), "wb"
-                ) as to:
-                    shutil.copyfileobj(source, to)
-                    to.flush()
-                    os.fsync(to.fileno())
+                    os.open(target._name(name), create_flags, status.st_mode & 0o777, dir_fd=target.handle), "wb"
+                ) as destination:
+                    shutil.copyfileobj(source, destination)
+                    destination.flush()
+                    os.fsync(destination.fileno())
                     if os.utime in os.supports_fd:
-                        os.utime(to.fileno(), ns=(status.st_atime_ns, status.st_mtime_ns))
+                        os.utime(destination.fileno(), ns=(status.st_atime_ns, status.st_mtime_ns))
             except OSError:
                 with contextlib.suppress(OSError):
                     target.unlink(name)
@@ -84,10 +84,10 @@ class OpenFolder:
 
 @contextmanager
 def folder_below(root: Path, place: PurePath, make: bool = False) -> Iterator[OpenFolder]:
-    """Open the folder at `place` below `root`, none of whose parts below the root is a link.
+    """Open the folder at `place` below `root`, with no link among the components below the root.
 
-    make: makes the parts that are missing, and the root.
-    Raises OSError: NotADirectoryError or one of ELOOP for a link or a file on the way.
+    make: create missing components, and the root.
+    Raises OSError: NotADirectoryError, or ELOOP, for a link or a file on the way.
     """
     assert not place.is_absolute() and ".." not in place.parts
     if make:
@@ -110,7 +110,7 @@ def folder_below(root: Path, place: PurePath, make: bool = False) -> Iterator[Op
 
 
 def _checked(root: Path, place: PurePath, make: bool) -> OpenFolder:
-    """Check each part by its path, as on Windows, where a junction is a link too."""
+    """Check each component by its path, as needed on Windows; a junction counts as a link."""
     real = path = Path(os.path.realpath(root))
     for part in place.parts:
         path = path / part

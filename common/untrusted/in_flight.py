@@ -1,4 +1,4 @@
-"""Pixels in flight: how much is decoded at once for pages that look at pictures."""
+"""Limit on the pixels decoded at once for pages that show pictures."""
 
 import ctypes
 import sys
@@ -10,19 +10,19 @@ from .budgets import PIXELS_IN_FLIGHT
 
 
 class PixelGate:
-    """Gate for decoders of several threads: a picture waits until it and those before it are within the bound.
+    """Gate for decoders in several threads: a picture waits until it fits within the limit with those in flight.
 
-    One picture that is above the bound alone goes through by itself.
+    A picture that exceeds the limit by itself is decoded alone.
     """
 
-    def __init__(self, most: int):
-        """most: pixels of all pictures that are decoded at once."""
-        self.most, self.in_flight = most, 0
+    def __init__(self, limit: int):
+        """limit: pixels of all pictures decoded at once."""
+        self.most, self.in_flight = limit, 0
         self._changed = threading.Condition()
 
     @contextmanager
     def decoding(self, pixels: int) -> Iterator[None]:
-        """Wait for room for a picture of so many pixels, and hold it until it is decoded."""
+        """Wait for room for a picture of this many pixels, and reserve it until it is decoded."""
         with self._changed:
             self._changed.wait_for(lambda: self.in_flight == 0 or self.in_flight + pixels <= self.most)
             self.in_flight += pixels
@@ -38,6 +38,6 @@ page_pixels = PixelGate(PIXELS_IN_FLIGHT.pixels)
 
 
 def return_freed_memory() -> None:
-    """Return what was decoded and freed to the system: glibc keeps it, for each thread that decoded."""
+    """Return memory freed after decoding to the system: glibc keeps it, for each decoding thread."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)

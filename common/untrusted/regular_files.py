@@ -1,4 +1,4 @@
-"""Opening of files that strangers may have put there: regular files only, never a pipe, a device or a folder."""
+"""Opening of untrusted files: regular files only, never a pipe, a device or a folder."""
 
 import os
 import stat
@@ -9,9 +9,9 @@ from .budgets import Budget, check_size
 
 
 def open_regular(path: Path, follow_links: bool = True) -> BinaryIO:
-    """Open a regular file to read. Never waits: a pipe without a writer would block for ever.
+    """Open a regular file to read. Never blocks, as opening a pipe without a writer would.
 
-    Raises OSError for anything else than a regular file, and without `follow_links` for a link.
+    Raises OSError for anything but a regular file, and for a link unless `follow_links`.
     """
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     if not follow_links:
@@ -26,7 +26,7 @@ def open_regular(path: Path, follow_links: bool = True) -> BinaryIO:
 
 
 def read_regular(path: Path, budget: Budget) -> bytes:
-    """Read a regular file whole. Raises OverBudget for a larger one, OSError as `open_regular`."""
+    """Read a whole regular file. Raises OverBudget if it is too large, OSError as `open_regular`."""
     with open_regular(path) as file:
         check_size(budget, path.name, bytes=os.fstat(file.fileno()).st_size)
         data = file.read(budget.bytes + 1)
@@ -35,7 +35,7 @@ def read_regular(path: Path, budget: Budget) -> bytes:
 
 
 def is_regular(path: Path) -> bool:
-    """Test for a regular file, links followed."""
+    """Return whether the path is a regular file; links are followed."""
     try:
         return stat.S_ISREG(path.stat().st_mode)
     except (OSError, ValueError):  # ValueError: a NUL in the name

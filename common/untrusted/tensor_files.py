@@ -1,4 +1,4 @@
-"""Opening of safetensors files that strangers may have written: regular files with a header of bounded size."""
+"""Opening of untrusted safetensors files: regular files with a header of bounded size."""
 
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,15 @@ _HEADER = 8  # bytes at the start of a file that give the size of its header, li
 
 
 def open_tensors(path: Path | str) -> Any:
-    """Open a safetensors file to read, as a context.
+    """Open a safetensors file to read, as a context manager.
 
-    Raises OSError for what is no regular file, OverBudget for a larger header than any real file has, SafetensorError
-    for a damaged file.
+    Raises OSError if it is no regular file, SafetensorError if it is damaged or its header exceeds any real one.
     """
     with open_regular(Path(path)) as file:
         size = int.from_bytes(file.read(_HEADER), "little")
     try:
         check_size(METADATA, Path(path).name, bytes=size)
-    except OverBudget as error:  # of a file of another kind these are any bytes
+    except OverBudget as error:  # in another kind of file these bytes mean anything
         raise SafetensorError(str(error)) from error
     return safe_open(path, framework="pt")
 

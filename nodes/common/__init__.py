@@ -1,1 +1,1 @@
-"""Parts that several nodes share."""
+"""Helpers shared by several nodes."""

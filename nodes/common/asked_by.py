@@ -1,4 +1,4 @@
-"""By which name a request asked for this server: a foreign page can have a browser take its own name for ours."""
+"""Checks of the Host of a request: a foreign page can make a browser resolve its name to this server."""
 
 import ipaddress
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from .folder_access import SETTINGS_FILE, read_settings
 
 
 def is_loopback(host: str) -> bool:
-    """Test for an address or name by which a machine reaches itself only."""
+    """Return whether an address or name is a loopback one."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -18,12 +18,12 @@ def is_loopback(host: str) -> bool:
 
 
 def listens_to_itself() -> bool:
-    """Test for a server that no other machine reaches, but through a tunnel or a proxy."""
+    """Return whether no other machine reaches this server, except through a tunnel or a proxy."""
     return all(is_loopback(address.strip()) for address in str(args.listen).split(","))
 
 
 def host_of(headers: Mapping[str, str]) -> str:
-    """Return a request's Host without its port; empty where it is none."""
+    """Return a request's Host without its port; empty if missing or invalid."""
     try:
         return urlsplit(f"//{headers.get('Host', '')}").hostname or ""
     except ValueError:
@@ -31,10 +31,11 @@ def host_of(headers: Mapping[str, str]) -> str:
 
 
 def why_foreign(headers: Mapping[str, str]) -> str:
-    """Return why a request may ask nothing of a run; empty where it may.
+    """Return why a request may not control a run; empty if it may.
 
-    A server that only this machine reaches has this machine's names. Another one is that of a tunnel or a proxy, which
-    the user's settings name, or of a foreign page whose name was led to this machine, so that it counts as our own.
+    A server that only this machine reaches has this machine's names. Any other name belongs to a tunnel or a proxy,
+    listed in the user's settings, or to a foreign page whose name resolves to this machine (DNS rebinding), so that
+    the browser treats it as the same origin.
     """
     host = host_of(headers)
     if not listens_to_itself() or is_loopback(host):

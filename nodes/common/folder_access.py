@@ -14,9 +14,9 @@ from ...common.text import shown
 from ...data.folders.files import is_image, is_video
 
 SETTINGS_FILE = "tessera.json"
-# The list of folders is made for each look at the nodes; a network drive or a whole disk must not hold that up.
+# The folders are listed at each request of the node definitions; a network drive or a whole disk must not delay it.
 LISTED_LEVELS = 6
-MOST_WALKED = 5000  # folders of one root
+MOST_WALKED = 5000  # folders per root
 LIST_SECONDS = 10.0
 # The pack's own pictures, read as examples/…. ComfyUI would look for workflows in a folder of that name.
 EXAMPLES = Path(__file__).resolve().parents[2] / "pictures"
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 class FolderSettings:
     """The user's settings.
 
-    allowed_folders: absolute folders that workflows may read images from, with all below.
+    allowed_folders: absolute folders that workflows may read images from, subfolders included.
     delete_runs: runs may be deleted from the browser on a server that other machines can reach too.
-    hosts: names of tunnels and proxies whose pages may ask something of a run, in lower case.
+    hosts: names of tunnels and proxies whose pages may control a run, in lower case.
     """
 
     allowed_folders: tuple[Path, ...] = ()
@@ -69,15 +69,15 @@ def read_settings() -> FolderSettings:
 
 
 def cache_folder() -> Path:
-    """Folder of the latent and caption cache."""
+    """Return the folder of the latent and caption cache."""
     return Path(folder_paths.get_user_directory(), "tessera", "cache")
 
 
 def list_image_folders() -> list[str]:
-    """List the folders that `resolve_folder` accepts and that hold images, in themselves or below.
+    """List the folders that `resolve_folder` accepts and that hold images, directly or in subfolders.
 
-    Folders more than six levels below their root are left out, and what lies behind the first 5000 folders of a root
-    (`resolve_folder` takes them nevertheless). The list is made anew at most every ten seconds, and when the settings
+    Folders more than six levels below their root, or after the first 5000 folders of a root, are left out
+    (`resolve_folder` accepts them nevertheless). The list is refreshed at most every ten seconds, and when the settings
     change.
     """
     return list(_lists().images)
@@ -102,35 +102,42 @@ def _lists() -> _Lists:
         logger.warning("%s", error)
         allowed = ()
     key = (tuple(sorted((name, tuple(folders)) for name, folders in roots.items())), allowed)
-    known = _listed.get(key)
-    if known is None or time.monotonic() - known[0] > LIST_SECONDS:
+    cached = _listed.get(key)
+    if cached is None or time.monotonic() - cached[0] > LIST_SECONDS:
         lists = _list_folders(roots, allowed)  # which may take longer than LIST_SECONDS
-        known = time.monotonic(), lists
+        cached = time.monotonic(), lists
         _listed.clear()
-        _listed[key] = known
-    return known[1]
+        _listed[key] = cached
+    return cached[1]
 
 
 _listed: dict[Any, tuple[float, _Lists]] = {}
 
 
-def _list_folders(own: dict[str, list[Path]], allowed: tuple[Path, ...]) -> _Lists:
-    inside = {(name, root): _folders_with_files(root) for name, roots in own.items() for root in roots}
+def _list_folders(own_roots: dict[str, list[Path]], allowed: tuple[Path, ...]) -> _Lists:
+    inside = {(name, root): _folders_with_files(root) for name, roots in own_roots.items() for root in roots}
     outside = {root: _folders_with_files(root) for root in allowed}
 
     def listed(kind: int) -> list[str]:
-        found = {f"{name}/{below}" for (name, _), of in inside.items() for below in of[kind] if below != "."}
-        extra = {(root / below).as_posix() for root, of in outside.items() for below in of[kind]}
-        return sorted(found) + sorted(extra)
+        own_folders = {
+            f"{name}/{subfolder}"
+            for (name, _), folders in inside.items()
+            for subfolder in folders[kind]
+            if subfolder != "."
+        }
+        allowed_folders = {
+            (root / subfolder).as_posix() for root, folders in outside.items() for subfolder in folders[kind]
+        }
+        return sorted(own_folders) + sorted(allowed_folders)
 
     return _Lists(listed(0), listed(1))
 
 
 def resolve_folder(choice: str) -> Path:
-    """Resolve a folder that a workflow names: `input/…`, `datasets/…`, the pack's own `examples/…`, or an absolute path
+    """Resolve a folder named by a workflow: `input/…`, `datasets/…`, the pack's own `examples/…`, or an absolute path
     that the settings allow.
 
-    Links are followed before the check. Raises ValueError for any other folder, there or not.
+    Links are followed before the check. Raises ValueError for any other folder, existing or not.
     """
     if not isinstance(choice, str):
         raise ValueError(f"The folder is {shown(choice)}, which is not text; choose one from the list.")
@@ -138,9 +145,9 @@ def resolve_folder(choice: str) -> Path:
         roots = read_settings().allowed_folders
         candidates = [(root, Path(choice)) for root in roots if _drive(str(root)) == _drive(choice)]
     else:
-        name, _, below = choice.replace("\\", "/").partition("/")
-        roots = () if _leaves_its_root(below) else tuple(_readable_roots().get(name, []))
-        candidates = [(root, root / below) for root in roots if below]
+        name, _, subpath = choice.replace("\\", "/").partition("/")
+        roots = () if _leaves_its_root(subpath) else tuple(_readable_roots().get(name, []))
+        candidates = [(root, root / subpath) for root in roots if subpath]
     inside = [folder for root, folder in candidates if _is_within(folder, root)]
     if not inside:
         raise ValueError(
@@ -155,24 +162,24 @@ def resolve_folder(choice: str) -> Path:
     )
 
 
-def _leaves_its_root(below: str) -> bool:
-    """Test for a path that would replace the root on joining: a drive (C:x), a root (/x) or a server (//server/share).
+def _leaves_its_root(subpath: str) -> bool:
+    """Return whether a path would replace the root if joined: a drive (C:x), a root (/x) or a server (//server/share).
 
-    On Windows the mere look at a server's folder tells that server who is asking.
+    On Windows merely accessing a server's folder identifies the user to it.
     """
-    path = PureWindowsPath(below)
+    path = PureWindowsPath(subpath)
     return bool(path.drive or path.root)
 
 
 def _drive(path: str) -> str:
-    """Drive letter or UNC share on Windows, empty elsewhere."""
+    """Return the drive letter or UNC share on Windows, empty elsewhere."""
     return os.path.normcase(os.path.splitdrive(path)[0])
 
 
 def _own_roots() -> dict[str, list[Path]]:
     try:
         datasets = folder_paths.get_folder_paths("datasets")
-    except KeyError:  # ComfyUI before it had a datasets folder
+    except KeyError:  # ComfyUI versions without a datasets folder
         datasets = [os.path.join(folder_paths.base_path, "datasets")]
     return {"input": [Path(folder_paths.get_input_directory())], "datasets": [Path(folder) for folder in datasets]}
 
@@ -182,26 +189,26 @@ def _readable_roots() -> dict[str, list[Path]]:
 
 
 def _folders_with_files(root: Path) -> tuple[set[str], set[str]]:
-    """Walk a root for the folders that hold images and those that hold videos, in themselves or below.
+    """Walk a root for the folders that hold images and those that hold videos, directly or in subfolders.
 
     Paths are relative; "." is the root.
     """
     images, videos = set[str](), set[str]()
-    for walked, (parent, subfolders, names) in enumerate(os.walk(root)):
-        if walked == MOST_WALKED:
+    for count, (parent, subfolders, names) in enumerate(os.walk(root)):
+        if count == MOST_WALKED:
             logger.warning("%s has more than %d folders; the rest are not listed.", root, MOST_WALKED)
             break
-        below = Path(parent).relative_to(root)
-        deepest = len(below.parts) == LISTED_LEVELS
+        relative = Path(parent).relative_to(root)
+        deepest = len(relative.parts) == LISTED_LEVELS
         subfolders[:] = [] if deepest else sorted(name for name in subfolders if not name.startswith("."))
-        for holds, found in ((is_image, images), (is_video, videos)):
+        for holds, folders in ((is_image, images), (is_video, videos)):
             if any(holds(name) for name in names):
-                found |= {folder.as_posix() for folder in (below, *below.parents)}
+                folders |= {folder.as_posix() for folder in (relative, *relative.parents)}
     return images, videos
 
 
 def is_allowed_folder(text: str) -> bool:
-    """Test for an absolute folder, existing or not, that the user's settings allow."""
+    """Return whether the user's settings allow this absolute folder, existing or not."""
     if "\n" in text or not os.path.isabs(text):
         return False
     try:
@@ -212,13 +219,13 @@ def is_allowed_folder(text: str) -> bool:
 
 
 def is_allowed_file(file: Path) -> bool:
-    """Test for a file that lies in one of the folders that workflows may read, links followed."""
-    roots = [*read_settings().allowed_folders, *(root for of in _readable_roots().values() for root in of)]
+    """Return whether a file is in a folder that workflows may read; links are followed."""
+    roots = [*read_settings().allowed_folders, *(root for folders in _readable_roots().values() for root in folders)]
     return any(_is_within(file, root) for root in roots)
 
 
 def add_to_list(choice: str, *, videos: bool) -> None:
-    """List a folder that files have just come into, until the list is made anew."""
+    """Add a folder that has just received files to the list, until the next refresh."""
     listed = _lists().videos if videos else _lists().images
     path = PurePosixPath(choice)
     if choice not in listed and ".." not in path.parts and path.as_posix() == choice:

@@ -18,11 +18,11 @@ from . import training_now
 log = logging.getLogger(__name__)
 
 EVENT = "tessera.train"
-LEAST_WAIT = 0.1  # seconds between two lines of progress, as between two moves of ComfyUI's bar: each is drawn
+LEAST_WAIT = 0.1  # seconds between two progress lines, as between two updates of ComfyUI's bar: each is redrawn
 
 
 def client_server() -> PromptServer | None:
-    """ComfyUI's server; None where it does not run or the queueing client is unknown."""
+    """Return ComfyUI's server; None if it does not run or the queueing client is unknown."""
     server = getattr(PromptServer, "instance", None)
     return server if server is not None and server.client_id is not None else None
 
@@ -34,7 +34,7 @@ def show_progress_text(node_id: str | None, text: str) -> None:
 
 
 def place_in_output(path: Path) -> Path:
-    """Return the place of a file of a run below ComfyUI's output folder."""
+    """Return the path of a run's file relative to ComfyUI's output folder."""
     return path.relative_to(folder_paths.get_output_directory())
 
 
@@ -72,9 +72,9 @@ class ServerObserver:
     def step(self, report: StepReport) -> None:
         training_now.step(report)
         self.bar.update_absolute(report.step, report.steps)
-        now = time.monotonic()
-        if now - self.shown >= LEAST_WAIT or report.step == report.steps:
-            self.shown = now
+        current_time = time.monotonic()
+        if current_time - self.shown >= LEAST_WAIT or report.step == report.steps:
+            self.shown = current_time
             show_progress_text(self.node_id, report.text())
         self._send(
             "step",
@@ -91,7 +91,7 @@ class ServerObserver:
         self._send("saved", file=path.name)
 
     def previewed(self, sheet: Path, step: int) -> None:
-        """Send the sheet's place below ComfyUI's output folder, from which the browser reads it."""
+        """Send the sheet's path in ComfyUI's output folder, from which the browser reads it."""
         place = place_in_output(sheet)
         self._send("preview", step=step, filename=place.name, subfolder=place.parent.as_posix(), type="output")
 

@@ -1,4 +1,4 @@
-"""The queued graph, saved with what was made by it so that it can be opened and queued again."""
+"""The queued graph, saved with its results so that it can be opened and queued again."""
 
 import json
 from collections.abc import Mapping
@@ -13,10 +13,10 @@ WORKFLOW, API = "workflow.json", "api.json"
 
 
 def workflow_files(prompt: Any, extra_pnginfo: Any) -> dict[str, str]:
-    """Texts to save, by file suffix: the workflow as the browser sent it, and the prompt for `/prompt`.
+    """Return the texts to save, by file suffix: the workflow as the browser sent it, and the prompt for `/prompt`.
 
-    Of an absolute folder only the last part is written. A missing graph gives no file, and ComfyUI's
-    --disable-metadata gives none at all.
+    Only the last component of an absolute folder is written. A missing graph gives no file, and ComfyUI's
+    --disable-metadata no files at all.
     """
     if args.disable_metadata:
         return {}
@@ -29,12 +29,12 @@ def workflow_files(prompt: Any, extra_pnginfo: Any) -> dict[str, str]:
 
 
 def queueable(prompt: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy an executed prompt without core's notes on changed files, which it would believe when it is queued again."""
+    """Copy an executed prompt without core's `is_changed` entries, which core would reuse if it is queued again."""
     return {id: {key: node[key] for key in node if key != "is_changed"} for id, node in prompt.items()}
 
 
 def workflow_texts(files: Mapping[str, str]) -> dict[str, str]:
-    """Return what `workflow_files` gives, by the names that the frontend reads in a PNG or a LoRA file."""
+    """Return the texts of `workflow_files` under the keys that the frontend reads in a PNG or a LoRA file."""
     keys = {"workflow": WORKFLOW, "prompt": API}
     return {key: json.dumps(json.loads(files[suffix])) for key, suffix in keys.items() if suffix in files}
 

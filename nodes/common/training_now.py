@@ -1,4 +1,4 @@
-"""The run that this server trains now: its own training tells, not a file that a killed server leaves behind."""
+"""The run that this server trains now, held in memory: a file would outlive a killed server."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,12 +8,12 @@ from ...train.observer import StepReport
 
 @dataclass(frozen=True)
 class TrainingNow:
-    """A run in training.
+    """Run in training.
 
     folder: folder that it writes to.
     node_id: node that trains.
-    prompt_id: prompt that the node belongs to, empty where it is not known.
-    phase: what is being done now.
+    prompt_id: prompt that the node belongs to; empty if unknown.
+    phase: current phase.
     report: progress after the last step, None before the first.
     """
 
@@ -25,49 +25,49 @@ class TrainingNow:
 
 
 _now: list[TrainingNow] = []  # one at most: ComfyUI executes one node at a time
-_asked: set[str] = set()  # of it, by its user
+_asked: set[str] = set()  # the user's requests to that run
 
 
 def now(folder: Path) -> TrainingNow | None:
-    """Return the run that is trained into `folder` now, if there is one."""
+    """Return the run that trains into `folder` now, if any."""
     return next((run for run in list(_now) if run.folder == folder), None)
 
 
 def begin(folder: Path, node_id: str, prompt_id: str) -> None:
-    """Note a run that begins."""
+    """Record that a run begins."""
     _asked.clear()
     _now[:] = [TrainingNow(folder, node_id, prompt_id)]
 
 
 def end() -> None:
-    """Note that the run has ended."""
+    """Record that the run has ended."""
     _now.clear()
 
 
-def ask(folder: Path, prompt_id: str, what: str) -> bool:
-    """Ask something of the run after its next step. False where another run trains, or none.
+def ask(folder: Path, prompt_id: str, action: str) -> bool:
+    """Request an action of the run after its next step. Returns False if another run trains, or none.
 
-    what: SAVE, STOP or SAMPLE of `train.observer`.
+    action: SAVE, STOP or SAMPLE of `train.observer`.
     """
     run = now(folder)
     if run is None or not prompt_id or run.prompt_id != prompt_id:
         return False
-    _asked.add(what)
+    _asked.add(action)
     return True
 
 
 def take_asked() -> frozenset[str]:
-    """Return, once, what the run was asked for."""
-    taken = frozenset(_asked)
-    _asked.difference_update(taken)
-    return taken
+    """Return the pending requests, and clear them."""
+    requests = frozenset(_asked)
+    _asked.difference_update(requests)
+    return requests
 
 
 def phase(text: str) -> None:
-    """Note what the run does now."""
+    """Record the current phase of the run."""
     _now[:] = [replace(run, phase=text) for run in _now]
 
 
 def step(report: StepReport) -> None:
-    """Note the progress of the run."""
+    """Record the progress of the run."""
     _now[:] = [replace(run, report=report) for run in _now]

@@ -1,4 +1,4 @@
-"""Types of connections between nodes: ours, and core's two that its training nodes define."""
+"""Types of connections between nodes: those of this pack, and two of core's training nodes."""
 
 from collections.abc import Iterator, Mapping
 from functools import cache, wraps
@@ -9,7 +9,7 @@ from comfy_api.latest import io
 
 from ...common.text import shown
 
-# Core's, by their names: what its LoRA training node gives and its savers and plots take.
+# Core's types, by name: outputs of its LoRA training node and inputs of its savers and plots.
 LoraModelType = io.Custom("LORA_MODEL")
 LossMapType = io.Custom("LOSS_MAP")
 
@@ -22,12 +22,12 @@ MemoryType = io.Custom("TESSERA_MEMORY")
 PreviewType = io.Custom("TESSERA_PREVIEW")
 ValidationType = io.Custom("TESSERA_VALIDATION")
 
-# Connections whose values are of a kind that a workflow can write down as well.
+# Connections whose values have a type that can also occur in workflow JSON.
 _PLAIN: dict[str, type] = {"CONDITIONING": list, "LATENT": dict, "LORA_MODEL": dict, "LOSS_MAP": dict}
 
 
 def refuse_literals(node: type[io.ComfyNode]) -> None:
-    """Have a node refuse a text, number or list where a connection belongs; ComfyUI passes them on as they are.
+    """Make a node reject a text, number or list in place of a connection; ComfyUI passes them on unchecked.
 
     The node's `execute` then raises ValueError, which names the input.
     """
@@ -39,10 +39,10 @@ def refuse_literals(node: type[io.ComfyNode]) -> None:
 
     def check(inputs: Mapping[str, Any]) -> None:
         for name, (kind, several) in sockets().items():
-            given = inputs.get(name)
-            if several and isinstance(given, Mapping):
-                given = list(given.values())
-            for value in given if several and isinstance(given, list) else [given]:
+            argument = inputs.get(name)
+            if several and isinstance(argument, Mapping):
+                argument = list(argument.values())
+            for value in argument if several and isinstance(argument, list) else [argument]:
                 if isinstance(value, (str, int, float, list, dict)) and not isinstance(value, _PLAIN.get(kind, ())):
                     raise ValueError(f"{name} is {shown(value)}; connect the output of a node that gives {kind}.")
 
@@ -56,15 +56,15 @@ def refuse_literals(node: type[io.ComfyNode]) -> None:
         check(inputs)
         return await execute(cls, *args, **inputs)
 
-    # ComfyUI awaits what is declared async, and nothing else.
+    # ComfyUI awaits only functions declared async.
     node.execute = classmethod(checked_async if iscoroutinefunction(execute) else checked)
 
 
 def _sockets(node: type[io.ComfyNode]) -> Iterator[tuple[str, tuple[str, bool]]]:
-    """Yield name and type of each input that takes a connection, and True for one of several values."""
+    """Yield (name, (type, several)) of each connection input; several: whether it takes several values."""
     schema = node.define_schema()
-    for one in schema.inputs:
-        if isinstance(one, io.Autogrow.Input):
-            yield one.id, (one.template.input.get_io_type(), True)
-        elif not isinstance(one, io.WidgetInput) and one.get_io_type() != io.AnyType.io_type:
-            yield one.id, (one.get_io_type(), schema.is_input_list)
+    for node_input in schema.inputs:
+        if isinstance(node_input, io.Autogrow.Input):
+            yield node_input.id, (node_input.template.input.get_io_type(), True)
+        elif not isinstance(node_input, io.WidgetInput) and node_input.get_io_type() != io.AnyType.io_type:
+            yield node_input.id, (node_input.get_io_type(), schema.is_input_list)

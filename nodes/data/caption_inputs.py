@@ -8,7 +8,7 @@ from ...data.captions.options import MOST_VARIANTS, CaptionOptions
 
 
 def caption_inputs() -> list[Any]:
-    """Inputs with the names and defaults of CaptionOptions' fields."""
+    """Build inputs with the names and defaults of CaptionOptions' fields."""
     return [
         io.Float.Input(
             "caption_dropout",

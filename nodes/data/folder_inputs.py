@@ -9,9 +9,9 @@ from ..common.types import DatasetType
 
 
 def choices(folders: Sequence[str], placeholder: str, examples: Sequence[str] = ()) -> dict[str, Any]:
-    """Arguments of a Combo of folders; where there is none, a placeholder says where to put the files.
+    """Build the arguments of a Combo of folders; if there are none, a placeholder shows the folder to put files in.
 
-    The browser marks the placeholder as absent. examples: folders of the pack itself, which come last.
+    The browser marks the placeholder as absent. examples: folders of the pack itself, listed last.
     """
     if folders:
         return {"options": [*folders, *examples]}
@@ -19,7 +19,7 @@ def choices(folders: Sequence[str], placeholder: str, examples: Sequence[str] = 
 
 
 def caption_extension(file: str) -> io.Input:
-    """file: the name of one of the folder's files, such as a.jpg."""
+    """Build the input caption_extension. file: example of a file name in the folder, such as a.jpg."""
     return io.String.Input(
         "caption_extension",
         default=".txt",
@@ -31,7 +31,7 @@ def caption_extension(file: str) -> io.Input:
 
 
 def repeats(noun: str) -> io.Input:
-    """noun: what one of the folder's files is called, picture or clip."""
+    """Build the input repeats. noun: name of one of the folder's files, picture or clip."""
     return io.Int.Input(
         "repeats",
         default=1,
@@ -44,7 +44,7 @@ def repeats(noun: str) -> io.Input:
 
 
 def sample_ratio(noun: str) -> io.Input:
-    """noun: what the folder holds, pictures or clips."""
+    """Build the input sample_ratio. noun: contents of the folder, pictures or clips."""
     return io.Float.Input(
         "sample_ratio",
         default=1.0,

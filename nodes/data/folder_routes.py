@@ -1,9 +1,9 @@
-"""Routes by which Training Images and Training Clips show what lies in their folder.
+"""Routes with which Training Images and Training Clips show the contents of their folder.
 
 GET `/tessera/folder?kind=pictures&folder=input/foxes&page=0` lists a page with captions and crops. GET
-`/tessera/folder/thumbnail?kind=&folder=&file=` gives a small picture of a file, or of a clip's first frame. The folder
-must be one that a workflow may read, and the file one that the scan of the folder lists; links are followed before the
-check. Both only read.
+`/tessera/folder/thumbnail?kind=&folder=&file=` returns a small picture of a file, or of a clip's first frame. The
+folder must be one that a workflow may read, and the file one that the scan of the folder lists; links are followed
+before the check. Both only read.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ from ..common.folder_access import add_to_list, is_allowed_file, resolve_folder
 from .crop_frames import crops_of
 from .image_inputs import NONE
 
-MOST_THREADS = 2  # that decode thumbnails at once
+MOST_THREADS = 2  # decoding thumbnails at once
 MOST_CACHED = 32 << 20  # bytes of thumbnails in memory, about 3000
-CACHED_SECONDS = 3600  # by the browser: the address changes with the file
+CACHED_SECONDS = 3600  # in the browser: the address changes with the file
 
 logger = logging.getLogger(__name__)
 
@@ -41,17 +41,17 @@ _thumbnails = ByteCache(MOST_CACHED)
 def thumbnail_of(kind: str, folder: str, file: str) -> bytes:
     """Return the thumbnail of a file, as WebP.
 
-    file: as `_id` names it.
-    Raises ValueError for a folder that may not be read, a file that is not listed there, and one without a picture.
+    file: id from `_id`.
+    Raises ValueError for a folder that may not be read, a file not listed there, and one without a picture.
     """
     sort, make = _KINDS[kind]
     name = _name(file)
-    found = file_below(resolve_folder(folder), name, sort.read)
-    if found is None:
+    listed_file = file_below(resolve_folder(folder), name, sort.read)
+    if listed_file is None:
         raise ValueError(f"There is no {sort.noun} of this name in the folder any more.")
-    if not is_allowed_file(found):
+    if not is_allowed_file(listed_file):
         raise ValueError(f"The {sort.noun} is a link to a place outside the folders that may be read.")
-    path = Path(os.path.realpath(found))
+    path = Path(os.path.realpath(listed_file))
     key = (kind, str(path), file_state(path))
     data = _thumbnails.find(key)
     if data is None:
@@ -62,7 +62,7 @@ def thumbnail_of(kind: str, folder: str, file: str) -> bytes:
 
 
 def _id(name: str) -> str:
-    """Name a file in an address; names need not be valid Unicode."""
+    """Encode a file name for a URL; names need not be valid Unicode."""
     return base64.urlsafe_b64encode(os.fsencode(name)).decode()
 
 
@@ -74,18 +74,18 @@ def _name(id: str) -> str:
 
 
 def _clean(text: str) -> str:
-    """Replace what no text may hold, of names that are not valid Unicode."""
+    """Replace the invalid characters of names that are not valid Unicode."""
     return text.encode("utf-8", "replace").decode()
 
 
 def _list(kind: str, query: dict[str, str], page: int) -> dict[str, Any]:
-    """List a page of a folder, see `read_page`; raises ValueError as that."""
+    """List a page of a folder, see `read_page`. Raises ValueError as it does."""
     choice = query.get("folder", "")
     folder = resolve_folder(choice)
-    others = [query.get(name) for name in ("control_folder", "mask_folder") if kind == "pictures"]
-    without = [resolve_folder(other) for other in others if other not in (None, "", NONE)]
+    optional_folders = [query.get(name) for name in ("control_folder", "mask_folder") if kind == "pictures"]
+    without = [resolve_folder(other) for other in optional_folders if other not in (None, "", NONE)]
     sort, _ = _KINDS[kind]
-    found = read_page(
+    listing = read_page(
         folder,
         sort,
         query.get("caption_extension", ".txt"),
@@ -94,15 +94,15 @@ def _list(kind: str, query: dict[str, str], page: int) -> dict[str, Any]:
         missing_only=query.get("missing") == "1",
         may_read=is_allowed_file,
     )
-    if found.count:
+    if listing.count:
         add_to_list(choice, videos=kind == "clips")
-    return _page(found)
+    return _page(listing)
 
 
-def _page(found: FolderPage) -> dict[str, Any]:
-    entries = [_entry(entry) for entry in found.entries]
-    told = {"count": found.count, "missing": found.missing, "unread": _clean(found.unread)}
-    return told | {"page": found.page, "pages": found.pages, "entries": entries}
+def _page(listing: FolderPage) -> dict[str, Any]:
+    entries = [_entry(entry) for entry in listing.entries]
+    summary = {"count": listing.count, "missing": listing.missing, "unread": _clean(listing.unread)}
+    return summary | {"page": listing.page, "pages": listing.pages, "entries": entries}
 
 
 def _entry(entry: PageEntry) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def _entry(entry: PageEntry) -> dict[str, Any]:
 
 
 _threads = ThreadPoolExecutor(MOST_THREADS, "tessera-thumbnail")
-# Two lists at a time: a folder on a slow drive must not take the threads that ComfyUI needs.
+# Two listings at a time: a folder on a slow drive must not occupy threads that ComfyUI needs.
 _listers = ThreadPoolExecutor(2, "tessera-folder")
 
 
@@ -129,15 +129,15 @@ async def list_folder(request: web.Request) -> web.Response:
         return _refused("page is not a number; give 0 or more.")
     if query.get("kind") not in _KINDS:
         return _refused("kind is neither pictures nor clips.")
-    endings = sorted(_KINDS[query["kind"]][0].read)  # for a folder that is still to be made too
+    endings = sorted(_KINDS[query["kind"]][0].read)  # also for a folder that does not exist yet
     loop = asyncio.get_running_loop()
     try:
-        found = await loop.run_in_executor(_listers, _list, query["kind"], query, int(page))
+        listing = await loop.run_in_executor(_listers, _list, query["kind"], query, int(page))
     except ValueError as error:
         return _refused(str(error), endings=endings)
     except OSError as error:
         return _refused(f"The folder can't be read ({error.strerror}).", endings=endings)
-    return answer(found | {"endings": endings}, headers=_HEADERS)
+    return answer(listing | {"endings": endings}, headers=_HEADERS)
 
 
 async def show_thumbnail(request: web.Request) -> web.Response:
@@ -151,7 +151,7 @@ async def show_thumbnail(request: web.Request) -> web.Response:
         data = await loop.run_in_executor(_threads, thumbnail_of, kind, folder, file)
     except ValueError as error:
         return _refused(str(error))
-    except Exception as error:  # decoders raise many kinds of errors over files that are broken on purpose
+    except Exception as error:  # decoders raise many kinds of errors for deliberately broken files
         logger.info("A thumbnail can't be made: %r", error)
         return _refused("The file can't be read.")
     headers = {"X-Content-Type-Options": "nosniff", "Cache-Control": f"private, max-age={CACHED_SECONDS}"}
@@ -161,8 +161,8 @@ async def show_thumbnail(request: web.Request) -> web.Response:
 _HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
 
 
-def _refused(sentence: str, **more: Any) -> web.Response:
-    return refusal(sentence, 400, _HEADERS, **more)
+def _refused(sentence: str, **fields: Any) -> web.Response:
+    return refusal(sentence, 400, _HEADERS, **fields)
 
 
 def add_routes(routes: web.RouteTableDef) -> None:

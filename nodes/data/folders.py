@@ -66,12 +66,12 @@ class TesseraImageFolder(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, folder=None, control_folder=NONE, mask_folder=NONE):
-        others = {"control_folder": _chosen(control_folder), "mask_folder": _chosen(mask_folder)}
-        return _check_readable({"folder": folder} | others)
+        optional_folders = {"control_folder": _chosen(control_folder), "mask_folder": _chosen(mask_folder)}
+        return _check_readable({"folder": folder} | optional_folders)
 
     @classmethod
     def fingerprint_inputs(cls, folder, caption_extension=".txt", control_folder=NONE, mask_folder=NONE, **kwargs):
-        if None in (folder, caption_extension, control_folder, mask_folder):  # linked: not known yet: taken as changed
+        if None in (folder, caption_extension, control_folder, mask_folder):  # linked, value unknown: count as changed
             return float("nan")
         try:
             return folder_fingerprint(
@@ -80,7 +80,7 @@ class TesseraImageFolder(io.ComfyNode):
                 control_folder=_other_folder(control_folder),
                 mask_folder=_other_folder(mask_folder),
             )
-        except ValueError as error:  # told to the user by execute
+        except ValueError as error:  # execute reports it
             return str(error)
 
     @classmethod
@@ -93,9 +93,9 @@ class TesseraImageFolder(io.ComfyNode):
         dataset: Dataset | None = None,
         control_folder=NONE,
         mask_folder=NONE,
-        **chosen,
+        **inputs,
     ) -> io.NodeOutput:
-        treatment, captions = _split_options(chosen)
+        treatment, captions = _split_options(inputs)
         scanned = scan_images(
             resolve_folder(folder),
             caption_extension=caption_extension,
@@ -209,12 +209,12 @@ class TesseraVideoFolder(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, folder, caption_extension=".txt", mask_folder=NONE, **kwargs):
-        if None in (folder, caption_extension, mask_folder):  # linked: not known yet, so taken as changed
+        if None in (folder, caption_extension, mask_folder):  # linked, value unknown: count as changed
             return float("nan")
         try:
             masks = _other_folder(mask_folder)
             return folder_fingerprint(resolve_folder(folder), caption_extension, VIDEOS, mask_folder=masks)
-        except ValueError as error:  # told to the user by execute
+        except ValueError as error:  # execute reports it
             return str(error)
 
     @classmethod
@@ -232,10 +232,10 @@ class TesseraVideoFolder(io.ComfyNode):
         frame_sample=4,
         max_frames=81,
         mask_folder=NONE,
-        **chosen,
+        **inputs,
     ) -> io.NodeOutput:
         frames, notes = parse_target_frames(target_frames)
-        treatment, captions = _split_options(chosen)
+        treatment, captions = _split_options(inputs)
         scanned = scan_videos(
             resolve_folder(folder),
             Extraction(frames, fps, extraction, frame_stride, frame_sample, max_frames),
@@ -251,11 +251,11 @@ class TesseraVideoFolder(io.ComfyNode):
         return io.NodeOutput(scanned if dataset is None else dataset + scanned)
 
 
-def _split_options(chosen: dict[str, Any]) -> tuple[FolderOptions, CaptionOptions]:
-    """Split inputs, named as the fields, into the options of images and those of captions."""
-    pictures = {field.name for field in fields(FolderOptions)} & chosen.keys()
-    captions = {name: value for name, value in chosen.items() if name not in pictures}
-    return FolderOptions(**{name: chosen[name] for name in pictures}), CaptionOptions(**captions)
+def _split_options(inputs: dict[str, Any]) -> tuple[FolderOptions, CaptionOptions]:
+    """Split inputs, named after the fields, into image options and caption options."""
+    pictures = {field.name for field in fields(FolderOptions)} & inputs.keys()
+    captions = {name: value for name, value in inputs.items() if name not in pictures}
+    return FolderOptions(**{name: inputs[name] for name in pictures}), CaptionOptions(**captions)
 
 
 def _chosen(folder: str | None) -> str | None:
@@ -263,12 +263,12 @@ def _chosen(folder: str | None) -> str | None:
 
 
 def _other_folder(folder: str | None) -> Path | None:
-    chosen = _chosen(folder)
-    return None if chosen is None else resolve_folder(chosen)
+    choice = _chosen(folder)
+    return None if choice is None else resolve_folder(choice)
 
 
 def _check_readable(folders: Mapping[str, str | None]) -> bool | str:
-    """Check folders by input name; returns True, or the sentence that ComfyUI shows.
+    """Check folders by input name. Returns True, or the error that ComfyUI shows.
 
     None is a linked folder, which execute checks, or a missing one, which ComfyUI reports.
     """

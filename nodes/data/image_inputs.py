@@ -9,7 +9,7 @@ NONE = "none"
 
 
 def mask_folder(noun: str) -> io.Input:
-    """noun: what the folder holds, pictures or clips."""
+    """Build the input mask_folder. noun: contents of the folder, pictures or clips."""
     frames = "" if noun == "pictures" else " One mask is used for all frames of its file."
     return io.Combo.Input(
         "mask_folder",
@@ -49,7 +49,7 @@ def unmasked_weight() -> io.Input:
 
 
 def views(noun: str) -> list[io.Input]:
-    """noun: what one of them is called, picture or clip."""
+    """Build the inputs of augmentation. noun: name of one file, picture or clip."""
     return [
         io.Combo.Input(
             "flip",
@@ -86,7 +86,7 @@ def views(noun: str) -> list[io.Input]:
 
 
 def weight(noun: str) -> list[io.Input]:
-    """noun: what the folder holds, pictures or clips."""
+    """Build the inputs of the loss weight. noun: contents of the folder, pictures or clips."""
     return [
         io.Float.Input(
             "loss_weight",

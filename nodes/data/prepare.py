@@ -33,7 +33,7 @@ class TesseraPrepareDataset(io.ComfyNode):
             description="Picks the size for each picture and clip that crops it least, and encodes them and their "
             "captions. Everything encoded is saved on disk, so it happens only once.",
             search_aliases=["dataset", "bucket", "encode", "cache latents", "lora"],
-            # So that the plan can be looked at before anything is trained, and is shown again when nothing changed.
+            # An output node shows the plan before anything is trained, and again when nothing has changed.
             is_output_node=True,
             inputs=[
                 DatasetType.Input(
@@ -183,9 +183,9 @@ class TesseraPrepareDataset(io.ComfyNode):
         remember_crops(prepared.crops)
         plan = image_tensor(plot_plan(prepared.plan, prepared.sizes))
         text = summary(prepared)
-        shown = {"summary": text, "notes": list(prepared.notes), "mean_crop": prepared.plan.mean_crop}
+        payload = {"summary": text, "notes": list(prepared.notes), "mean_crop": prepared.plan.mean_crop}
         images = ui.PreviewImage(plan, cls=cls).as_dict()["images"]
-        return io.NodeOutput(prepared.data, plan, text, ui={"images": images, "text": [text], "tessera": [shown]})
+        return io.NodeOutput(prepared.data, plan, text, ui={"images": images, "text": [text], "tessera": [payload]})
 
 
 class TesseraLatentsToDataset(io.ComfyNode):
@@ -245,11 +245,11 @@ class TesseraLatentsToDataset(io.ComfyNode):
 
 
 def _show_progress(node_id: str | None) -> Progress:
-    """Progress of the running node: its bar, and a line of text where ComfyUI's server runs."""
+    """Make a progress callback for the running node: its bar, and a line of text if ComfyUI's server runs."""
     bar = ProgressBar(1, node_id=node_id)
 
-    def show(done: int, total: int, text: str) -> None:
-        bar.update_absolute(done, total)
+    def show(completed: int, total: int, text: str) -> None:
+        bar.update_absolute(completed, total)
         show_progress_text(node_id, text)
 
     return show

@@ -12,7 +12,7 @@ from ..train.run import runs_folder
 
 
 class TesseraAverageStates(io.ComfyNode):
-    """The moving average of a run's LoRA, made from the LoRAs that it saved on the way."""
+    """Moving average of a run's LoRA, computed from the LoRAs saved during training."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -75,7 +75,7 @@ class TesseraAverageStates(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, run: str | None = None) -> bool | str:  # None where it is linked
+    def validate_inputs(cls, run: str | None = None) -> bool | str:  # None if linked
         if run is not None and run not in list_runs(runs_folder()):
             return f"run: there is no run {shown(run)} with two saved LoRAs or more; choose another (press R)."
         return True
@@ -86,7 +86,7 @@ class TesseraAverageStates(io.ComfyNode):
         folder = (root / run).resolve()
         if not folder.is_relative_to(root):
             return run
-        return [(one.path.name, one.path.stat().st_mtime_ns) for one in snapshots(folder)]
+        return [(snapshot.path.name, snapshot.path.stat().st_mtime_ns) for snapshot in snapshots(folder)]
 
     @classmethod
     def execute(cls, run: str, profile: str, decay: float, width: float, last_part: float) -> io.NodeOutput:

@@ -1,4 +1,4 @@
-"""Compare LoRAs: a grid of samples, a column for each LoRA."""
+"""Compare LoRAs: a grid of samples with a column for each LoRA."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,12 +29,12 @@ from .expert_pairs import Pair, pairs
 from .lora_list import NONE, listed_runs, loras_named, path_of
 
 LoraModels = Mapping[str, Mapping[str, Tensor] | None]
-# What the grid shows of clips, see `contact_sheet.render_frames`.
+# Frames shown per clip, 0 for an animation, see `contact_sheet.render_frames`.
 CLIPS = {"middle frame": 1, "3 frames": 3, "5 frames": 5, "9 frames": 9, "animation": 0}
 
 
 class TesseraCompareLoras(io.ComfyNode):
-    """A grid of pictures: a row for each prompt and seed, a column for each LoRA."""
+    """Grid of pictures with a row for each prompt and seed and a column for each LoRA."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -164,17 +164,17 @@ class TesseraCompareLoras(io.ComfyNode):
     def validate_inputs(
         cls, run: str | None = None, lora_models: Any = None, lora_models_low_noise: Any = None
     ) -> bool | str:
-        """Check `run`; None where it is linked. ComfyUI passes growing inputs to every validator."""
+        """Check `run`; None if linked. ComfyUI passes Autogrow inputs to every validator."""
         if run not in (None, NONE) and run not in listed_runs():
             return f"run: there is no run {shown(run)} any more; choose another, or {NONE!r}."
         return True
 
     @classmethod
-    def fingerprint_inputs(cls, loras: str | None = None, run: str | None = None, **others: Any) -> Any:
-        if loras is None or run is None:  # linked: not known yet, so taken as changed
+    def fingerprint_inputs(cls, loras: str | None = None, run: str | None = None, **inputs: Any) -> Any:
+        if loras is None or run is None:  # linked, value unknown: count as changed
             return float("nan")
         try:
-            names = _files(pairs(loras, run)) if "model_low_noise" in others else loras_named(loras, run)
+            names = _files(pairs(loras, run)) if "model_low_noise" in inputs else loras_named(loras, run)
             return [(name, path_of(name).stat().st_mtime_ns) for name in names]
         except (OSError, ValueError) as error:  # execute reports it
             return str(error)
@@ -206,15 +206,15 @@ class TesseraCompareLoras(io.ComfyNode):
             _check_one_model(low, expert_boundary, switch_step)
             stages = Stages(model)
             compared = compared_files(loras_named(loras, run)) + compared_models(high)
-            each = [(strength, strength) for strength in read_strengths(strengths)]
+            strength_pairs = [(strength, strength) for strength in read_strengths(strengths)]
         else:
             stages = two_experts(model, model_low_noise, expert_boundary, switch_step)
             compared = compared_pairs(pairs(loras, run)) + compared_model_pairs(high, low)
-            each = read_pair_strengths(strengths)
+            strength_pairs = read_pair_strengths(strengths)
         if not compared:
             raise ValueError("loras is empty; name LoRAs, choose a run, or connect the LORA_MODEL of Train LoRA.")
         first = [Column("without LoRA")] if without_lora else []
-        columns = [*first, *(column for one in compared for column in one.columns(each))]
+        columns = [*first, *(column for entry in compared for column in entry.columns(strength_pairs))]
         calls = len(columns) * sum(sampling.seeds * sampling.steps for sampling in samplings)
         bar = comfy.utils.ProgressBar(calls, node_id=getattr(cls.hidden, "unique_id", None))
 
@@ -222,27 +222,29 @@ class TesseraCompareLoras(io.ComfyNode):
             throw_exception_if_processing_interrupted()
             bar.update(1)
 
-        made = compare(stages, samplings, columns, tell, throw_exception_if_processing_interrupted, CLIPS[clips])
-        grid = torch.cat([image_tensor(sheet) for sheet in made.grid])
-        return io.NodeOutput(grid, made.pictures, ui=cls._shown(grid, samplings[0].fps))
+        comparison = compare(stages, samplings, columns, tell, throw_exception_if_processing_interrupted, CLIPS[clips])
+        grid = torch.cat([image_tensor(sheet) for sheet in comparison.grid])
+        return io.NodeOutput(grid, comparison.pictures, ui=cls._shown(grid, samplings[0].fps))
 
     @classmethod
     def _shown(cls, grid: Tensor, fps: float) -> ui.PreviewImage | ui.SavedImages:
         if len(grid) == 1:
             return ui.PreviewImage(grid, cls=cls)
-        how: dict[str, Any] = {"lossless": False, "quality": 90, "method": 4}
-        saved = ui.ImageSaveHelper.save_animated_webp(grid, "compare_loras", io.FolderType.temp, cls, fps, **how)
+        webp_options: dict[str, Any] = {"lossless": False, "quality": 90, "method": 4}
+        saved = ui.ImageSaveHelper.save_animated_webp(
+            grid, "compare_loras", io.FolderType.temp, cls, fps, **webp_options
+        )
         return ui.SavedImages([saved], is_animated=True)
 
 
 def _check_one_model(low: LoraModels, expert_boundary: float, switch_step: int) -> None:
-    """Check inputs that need two experts. Raises ValueError where one is given without."""
-    given = {
+    """Check inputs that need two experts. Raises ValueError if one is set without them."""
+    pair_inputs = {
         "lora_models_low_noise": any(lora is not None for lora in low.values()),
         "expert_boundary": bool(expert_boundary),
         "switch_step": bool(switch_step),
     }
-    if name := next((name for name, is_given in given.items() if is_given), None):
+    if name := next((name for name, is_given in pair_inputs.items() if is_given), None):
         raise ValueError(f"{name} is for two experts; connect model_low_noise, or leave {name} out.")
 
 

@@ -1,4 +1,4 @@
-"""The columns of a grid of LoRAs: each LoRA, or each pair of Wan 2.2's two experts, at each strength."""
+"""Columns of a grid of LoRAs: each LoRA, or each pair for Wan 2.2's two experts, at each strength."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,13 +15,13 @@ from .expert_pairs import Pair, without_side
 from .lora_list import ENDING, path_of
 
 Lora = Mapping[str, Tensor]
-# (high noise, low noise); a single model takes the first.
+# (high noise, low noise); a single model uses the first.
 Strengths = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Source:
-    """A LoRA that is read when it is needed. name: its name in messages."""
+    """LoRA that is read lazily. name: its name in messages."""
 
     name: str
     read: Callable[[], Lora]
@@ -29,24 +29,24 @@ class Source:
 
 @dataclass(frozen=True)
 class Compared:
-    """One LoRA or pair to compare at several strengths. low: the low noise expert's."""
+    """LoRA or pair to compare at several strengths. low: LoRA of the low noise expert."""
 
     title: str
     high: Source | None
     low: Source | None = None
 
     def columns(self, strengths: Sequence[Strengths]) -> list[Column]:
-        """Make a column for each strength that is not 0. Raises ValueError where all are 0."""
-        titled, made = list(strengths) != [(1.0, 1.0)], []
+        """Make a column for each strength that is not 0. Raises ValueError if all are 0."""
+        titled, columns = list(strengths) != [(1.0, 1.0)], []
         for high, low in strengths:
             first, second = _applied(self.high, high), _applied(self.low, low)
             numbers = [high] if self.low is None or high == low else [low] if self.high is None else [high, low]
             label = "/".join(f"{number:g}" for number in numbers)
             if (first, second) != (None, None):
-                made.append(Column(f"{self.title} x {label}" if titled else self.title, first, second))
-        if not made:
+                columns.append(Column(f"{self.title} x {label}" if titled else self.title, first, second))
+        if not columns:
             raise ValueError(f"strengths are 0 for {self.title}; give one for it, or take it out.")
-        return list(dict.fromkeys(made))
+        return list(dict.fromkeys(columns))
 
 
 def compared_files(names: Sequence[str]) -> list[Compared]:
@@ -72,8 +72,8 @@ def compared_models(loras: Mapping[str, Lora | None]) -> list[Compared]:
 
 
 def compared_model_pairs(high: Mapping[str, Lora | None], low: Mapping[str, Lora | None]) -> list[Compared]:
-    """Pair connected LoRAs by the names of their inputs. Raises ValueError where one half is missing."""
-    made: list[Compared] = []
+    """Pair connected LoRAs by the names of their inputs. Raises ValueError if one half is missing."""
+    compared: list[Compared] = []
     for input in sorted({*high, *low}, key=lambda name: (len(name), name)):
         first, second = high.get(input), low.get(input)
         if first is None and second is None:
@@ -88,11 +88,11 @@ def compared_model_pairs(high: Mapping[str, Lora | None], low: Mapping[str, Lora
                 f"lora_models_low_noise: {input} has no high noise half; connect Train LoRA's lora to {input} of "
                 "lora_models."
             )
-        number = len(made) + 1
+        number = len(compared) + 1
         title = without_side(_output_name(first, number))
-        both = _connected("lora_models", first, number), _connected("lora_models_low_noise", second, number)
-        made.append(Compared(title, *both))
-    return made
+        sources = _connected("lora_models", first, number), _connected("lora_models_low_noise", second, number)
+        compared.append(Compared(title, *sources))
+    return compared
 
 
 def read_strengths(text: str) -> list[float]:
@@ -126,7 +126,7 @@ def _parts(text: str) -> list[str]:
 
 
 def _number(text: str) -> float:
-    """Parse one strength. Raises ValueError past ±100."""
+    """Parse one strength. Raises ValueError beyond ±100."""
     number = float(text)
     if not abs(number) <= 100:
         raise ValueError(text)

@@ -1,6 +1,6 @@
-"""Pairs of LoRAs for Wan 2.2's two experts, found by the names that training gives them.
+"""Pairs of LoRAs for Wan 2.2's two experts, matched by the names that training gives them.
 
-The halves are `<name>_high_noise` (or `<name>` where there is none) and `<name>_low_noise`. They lie in one folder, or
+The halves are `<name>_high_noise` (or `<name>` if there is none) and `<name>_low_noise`. They are in one folder, or
 each in the folder of its run.
 """
 
@@ -37,14 +37,14 @@ _OF_ONE_EXPERT = ("min_sigma", "max_sigma", "start_from", "base_lora", "base_str
 
 @dataclass(frozen=True)
 class Pair:
-    """A LoRA for each expert, by its listed name; None leaves that expert unchanged."""
+    """LoRA for each expert, by its listed name; None leaves that expert unchanged."""
 
     high: str | None
     low: str | None
 
     @property
     def name(self) -> str:
-        """Title with the folder, for pairs whose titles are equal."""
+        """Title with the folder, for pairs with equal titles."""
         return self._called([_short(half) for half in self._halves()])
 
     @property
@@ -57,33 +57,37 @@ class Pair:
     def _called(self, names: Sequence[str]) -> str:
         if len(names) == 1:
             return f"{names[0]} ({_spoken(HIGH if self.low is None else LOW)} only)"
-        both = [without_side(name) for name in names]
-        # Two runs may have two numbers.
-        return both[0] if without_numbers(both[0]) == without_numbers(both[1]) else _SEPARATOR.join(names)
+        base_names = [without_side(name) for name in names]
+        # The two runs may have different numbers.
+        return (
+            base_names[0]
+            if without_numbers(base_names[0]) == without_numbers(base_names[1])
+            else _SEPARATOR.join(names)
+        )
 
 
 def pairs(loras: str, run: str) -> list[Pair]:
-    """List the pairs that the lines and the run name, each once.
+    """List the pairs named by the lines and the run, each once.
 
-    A line is the name of either half or what both have in common, with * for any text; or both names as `high + low`,
-    one of which may be none. A run is that of either expert. Raises ValueError for a line that stands for nothing, and
-    where the other half is missing or is not the only one.
+    A line is the name of either half or their common part, with * for any text; or both names as `high + low`, one of
+    which may be none. A run is that of either expert. Raises ValueError for a line that matches nothing, and if the
+    other half is missing or ambiguous.
     """
     listed = listed_loras()
-    found: list[Pair] = []
+    selected: list[Pair] = []
     for line in lines_of(loras):
         if matches := matching(line, listed):
-            found += [_with_other_half(name, listed) for name in matches]
+            selected += [_with_other_half(name, listed) for name in matches]
         elif _SEPARATOR in line:
-            found.append(_written_out(line, listed))
+            selected.append(_written_out(line, listed))
         elif matches := [name for name in listed if _side_of(name) and without_side(_short(name)) == line]:
-            found += [_with_other_half(name, listed) for name in matches]
+            selected += [_with_other_half(name, listed) for name in matches]
         else:
             raise unknown_lora(line)
-    found += [_with_other_half(name, listed) for name in loras_of_run(run, listed)]
-    found = list(dict.fromkeys(found))
-    check_count(len(found))
-    return found
+    selected += [_with_other_half(name, listed) for name in loras_of_run(run, listed)]
+    selected = list(dict.fromkeys(selected))
+    check_count(len(selected))
+    return selected
 
 
 def _written_out(line: str, listed: Sequence[str]) -> Pair:
@@ -117,18 +121,20 @@ def _with_other_half(name: str, listed: Sequence[str]) -> Pair:
     other = LOW if side == HIGH else HIGH
     candidates = _candidates(name, side, other, listed)
     if len(candidates) > 1:
-        own = _settings(name)
-        candidates = [one for one in candidates if own is not None and _settings(one) == own] or candidates
-    both = {side: _short(name)}
+        settings = _settings(name)
+        candidates = [
+            candidate for candidate in candidates if settings is not None and _settings(candidate) == settings
+        ] or candidates
+    names_by_side = {side: _short(name)}
     if not candidates:
-        alone = {other: NONE} | both
+        alone = {other: NONE} | names_by_side
         raise ValueError(
             f"loras: {_short(name)} has no {_spoken(other)} half: there is no {_swapped(name, side, other).stem} in "
             f"its folder or in that of a {_spoken(other)} run beside it. Train or copy it, write the pair as "
             f"'high + low', or write '{alone[HIGH]} + {alone[LOW]}' to compare this half alone."
         )
     if len(candidates) > 1:
-        first = both | {other: _short(candidates[0])}
+        first = names_by_side | {other: _short(candidates[0])}
         raise ValueError(
             f"loras: {_short(name)} has {len(candidates)} {_spoken(other)} halves ({', '.join(map(_short, candidates))}"
             f"); write the one that you mean, such as '{first[HIGH]} + {first[LOW]}'."
@@ -146,7 +152,7 @@ def without_side(name: str) -> str:
 
 
 def _plain(name: str) -> str:
-    """A LoRA's name without a side, in the same folder: numbers of runs of different names say nothing of a pair."""
+    """Return a LoRA's path without a side, in the same folder: run numbers of different names don't identify a pair."""
     place = PurePosixPath(name)
     return str(place.with_name(without_side(place.name)))
 
@@ -158,32 +164,34 @@ def _swapped(name: str, side: str, other: str) -> PurePosixPath:
 
 def _candidates(name: str, side: str, other: str, listed: Sequence[str]) -> list[str]:
     """Find the other half: in the same folder, else in runs of the same output name."""
-    wanted = _swapped(name, side, other)
-    if str(wanted) in listed:
-        return [str(wanted)]
+    counterpart = _swapped(name, side, other)
+    if str(counterpart) in listed:
+        return [str(counterpart)]
     if side == LOW and (plain := _plain(name)) in listed:
         return [plain]
     folder = run_folder(name)
-    own = name_of(folder.name)
-    if own is None:
+    output_name = name_of(folder.name)
+    if output_name is None:
         return []
-    found = []
-    for one in listed:
-        beside = run_folder(one)
-        if PurePosixPath(one).name == wanted.name and beside.parent == folder.parent:
-            if name_of(beside.name) == own.replace(side, other):
-                found.append(one)
-    return found
+    matches = []
+    for candidate in listed:
+        candidate_folder = run_folder(candidate)
+        if PurePosixPath(candidate).name == counterpart.name and candidate_folder.parent == folder.parent:
+            if name_of(candidate_folder.name) == output_name.replace(side, other):
+                matches.append(candidate)
+    return matches
 
 
 def _named_after(name: str, listed: Sequence[str]) -> list[str]:
-    """Find the low noise half of a LoRA whose own name states no side."""
-    halves = {_side_of(one): one for one in listed if _side_of(one) and _plain(one) == name}
+    """Find the low noise half of a LoRA whose name states no side."""
+    halves = {
+        _side_of(candidate): candidate for candidate in listed if _side_of(candidate) and _plain(candidate) == name
+    }
     return [halves[LOW]] if halves.keys() == {LOW} else []
 
 
 def _settings(name: str) -> dict[str, Any] | None:
-    """Settings that both halves of a pair share, from the file's metadata; None where it has none."""
+    """Read the settings shared by both halves of a pair from the file's metadata; None if it has none."""
     try:
         with open_tensors(path_of(name)) as file:
             metadata = metadata_field(file.metadata(), "tessera")

@@ -1,4 +1,4 @@
-"""LoRA files named by text: one a line, with * for any text, or all saves of a run."""
+"""LoRA files selected by text, one per line with * for any text, or all saves of a run."""
 
 import math
 import re
@@ -19,13 +19,13 @@ _STEP = re.compile(r"-step(\d{6,})$")
 
 
 def listed_loras() -> list[str]:
-    """LoRA files that ComfyUI lists, with forward slashes, sorted by name and step."""
+    """List ComfyUI's LoRA files, with forward slashes, sorted by name and step."""
     names = (name.replace("\\", "/") for name in folder_paths.get_filename_list("loras"))
     return sorted((name for name in names if name.endswith(ENDING)), key=_order)
 
 
 def _order(name: str) -> tuple[str, str, float]:
-    """Sort key: saves of a run by step, the finished LoRA last."""
+    """Return the sort key: saves of a run by step, the finished LoRA last."""
     place = PurePosixPath(name)
     step = _STEP.search(place.stem)
     stem = place.stem[: step.start()] if step else place.stem
@@ -38,13 +38,13 @@ def path_of(name: str) -> Path:
 
 
 def listed_runs() -> list[str]:
-    """Folders that hold saves of a training run, relative to the LoRA folders."""
+    """List the folders with saves of a training run, relative to the LoRA folders."""
     runs = {str(run_folder(name)) for name in listed_loras() if _STEP.search(PurePosixPath(name).stem)}
     return sorted(runs - {"."})
 
 
 def run_folder(name: str) -> PurePosixPath:
-    """Folder of the run that saved a LoRA: those of its steps lie in a folder of their own in it."""
+    """Return the folder of the run that saved a LoRA; saves of single steps are in a subfolder of it."""
     place = PurePosixPath(name)
     steps = place.parent.name.endswith(STEPS) and place.name.startswith(f"{place.parent.name.removesuffix(STEPS)}-step")
     return place.parent.parent if steps else place.parent
@@ -59,9 +59,9 @@ def lines_of(loras: str) -> list[str]:
 
 
 def matching(line: str, listed: Sequence[str]) -> list[str]:
-    """LoRAs that match a line: the one of that name, else those that fit its * pattern.
+    """List the LoRAs that match a line: the one of that name, else those that match its * pattern.
 
-    `my_lora-*/` of version 0.1, for every run of a name, finds the folders of today too.
+    `my_lora-*/` of version 0.1, for every run of a name, also matches the folders of newer versions.
     """
     exact = [name for name in listed if line in (name, name.removesuffix(ENDING))]
     matchers = [name_matcher(pattern, "loras") for pattern in {line, line.replace("-*/", " (*)/")}]
@@ -85,12 +85,12 @@ def check_count(count: int) -> None:
 
 
 def loras_named(loras: str, run: str) -> list[str]:
-    """List the LoRAs that the lines and the run name, each once.
+    """List the LoRAs named by the lines and the run, each once.
 
     Raises ValueError for a line that matches none.
     """
     listed = listed_loras()
-    found: list[str] = []
+    selected: list[str] = []
     for line in lines_of(loras):
         matches = matching(line, listed)
         if not matches and " + " in line:
@@ -99,7 +99,7 @@ def loras_named(loras: str, run: str) -> list[str]:
             )
         if not matches:
             raise unknown_lora(line)
-        found += matches
-    found = list(dict.fromkeys(found + loras_of_run(run, listed)))
-    check_count(len(found))
-    return found
+        selected += matches
+    selected = list(dict.fromkeys(selected + loras_of_run(run, listed)))
+    check_count(len(selected))
+    return selected

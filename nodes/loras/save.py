@@ -22,12 +22,12 @@ from ..common.saved_workflow import workflow_files, workflow_texts
 from ..common.types import LoraModelType, LossMapType
 
 MOST_LETTERS = (
-    3_500_000  # of workflow and prompt; the frontend reads 4 MB of a file, in which the tensors are named too
+    3_500_000  # of workflow and prompt; the frontend reads only 4 MB of a file, which include the tensor names
 )
 
 
 class TesseraSaveLora(io.ComfyNode):
-    """Writes a LoRA into ComfyUI's output folder, in the names that the program it goes to reads."""
+    """Writes a LoRA into ComfyUI's output folder, with the key names that the target program reads."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -143,7 +143,7 @@ class TesseraLossPlot(io.ComfyNode):
 
 
 def without_workflow(texts: Mapping[str, str]) -> str:
-    """Say why a file can't carry the workflow; empty where it can."""
+    """Return why a file can't contain the workflow; empty if it can."""
     if not texts:
         return "save_workflow: ComfyUI runs with --disable-metadata, so the workflow is not in the file."
     if sum(len(json.dumps(text)) for text in texts.values()) > MOST_LETTERS:
@@ -152,7 +152,7 @@ def without_workflow(texts: Mapping[str, str]) -> str:
 
 
 def checked_prefix(prefix: str) -> str:
-    """Fill in dates and check that the prefix stays inside the output folder. Raises ValueError where it does not."""
+    """Fill in dates and check that the prefix stays inside the output folder. Raises ValueError if not."""
     prefix = fill_in_dates(prefix.strip(), datetime.now())
     if prefix.lower().endswith(ENDING):
         prefix = prefix[: -len(ENDING)]

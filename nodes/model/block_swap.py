@@ -1,4 +1,4 @@
-"""Block Swap, and the inputs that Training Memory shares with it."""
+"""Block Swap, and its inputs that Training Memory shares."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from .compile import check_is_diffusion_model
 
 
 def swap_inputs(default: int, optional: bool = False) -> list[Any]:
-    """Inputs blocks_to_swap, prefetch_blocks and pin_memory, shared by Block Swap and Training Memory."""
+    """Build blocks_to_swap, prefetch_blocks and pin_memory, shared by Block Swap and Training Memory."""
     return [
         io.Int.Input(
             "blocks_to_swap",
@@ -48,7 +48,7 @@ def swap_inputs(default: int, optional: bool = False) -> list[Any]:
 
 
 class TesseraBlockSwap(io.ComfyNode):
-    """The MODEL with some of its blocks streaming from the host."""
+    """The MODEL with some of its blocks streamed from the host."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -59,7 +59,7 @@ class TesseraBlockSwap(io.ComfyNode):
             description="Keeps part of a diffusion model in RAM and streams it to the GPU when needed, for sampling "
             "and for Train LoRA. The pictures are the same.",
             search_aliases=["block swap", "offload", "low vram", "blocks to swap"],
-            has_intermediate_output=True,  # what it says is sent again where the node is cached
+            has_intermediate_output=True,  # its notes are sent again on a cache hit
             inputs=[
                 io.Model.Input(
                     "model",
@@ -79,12 +79,12 @@ class TesseraBlockSwap(io.ComfyNode):
 def with_swap(model: ModelPatcher, settings: SwapSettings, first: Sequence[str] = ()) -> io.NodeOutput:
     """Attach block swap to a MODEL; the chosen plan is shown on the node and in /history.
 
-    first: sentences to show before it.
+    first: notes to show before it.
     """
     with torch.inference_mode(False):
         swapped, notes = swap(model, settings)
     notes[:0] = first
-    # The list itself, not a copy: what is said when the blocks are placed is in /history too.
+    # The list itself, not a copy: notes added when the blocks are placed then reach /history too.
     return io.NodeOutput(swapped, ui={"tessera": [{"notes": notes}]})
 
 

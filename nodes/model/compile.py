@@ -31,9 +31,9 @@ EVENT = "tessera.compile"
 
 
 class BackendInput(io.Combo.Input):
-    """A combo whose choices are read when they are first looked at.
+    """Combo with lazily read choices.
 
-    Importing torch's list of backends takes about half a second, which ComfyUI's start is spared.
+    Importing torch's list of backends takes about half a second, which would delay ComfyUI's start.
     """
 
     def as_dict(self) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class TesseraCompileModel(io.ComfyNode):
             "on. Put it between the loader (or LoRAs) and the sampler; Train LoRA uses its settings too.",
             search_aliases=["torch.compile", "torch compile", "torchcompile", "inductor", "speed up", "optimize model"],
             hidden=[io.Hidden.unique_id],
-            has_intermediate_output=True,  # what it says is sent again where the node is cached
+            has_intermediate_output=True,  # its notes are sent again on a cache hit
             inputs=[
                 io.Model.Input(
                     "model",
@@ -143,9 +143,9 @@ class TesseraCompileModel(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, backend: str | None = None, dynamic: Any = None) -> bool | str:
-        """Check the backend here, since core's own check of a combo names no fix, and dynamic in any case of letters.
+        """Check the backend here, since core's own combo check names no fix, and dynamic case-insensitively.
 
-        None is a linked input, whose value is not known yet; execute checks it.
+        None is a linked input with a value not known yet; execute checks it.
         """
         try:
             if backend is not None:
@@ -170,20 +170,20 @@ class TesseraCompileModel(io.ComfyNode):
         overrides: str = "",
     ) -> io.NodeOutput:
         dynamic, lines = dynamic_named(dynamic), parse_overrides(overrides)
-        asked = CompileSettings(backend, mode, dynamic, fullgraph, cache_size_limit, scope, lines)
-        settings, notes = with_preset(asked, preset)
+        requested = CompileSettings(backend, mode, dynamic, fullgraph, cache_size_limit, scope, lines)
+        settings, notes = with_preset(requested, preset)
         check_is_diffusion_model(model)
         compiled, compiled_model = compile_model(model, settings)
-        node_id = getattr(cls.hidden, "unique_id", None)  # None where no server runs the node
-        shown = NodeNotes(node_id, [*notes, *compiled_model.notes])
-        compiled_model.observer = shown.add
-        # The list itself, not a copy: ComfyUI writes it into /history when the prompt has ended, so what is said while
-        # the sampler runs is there too.
-        return io.NodeOutput(compiled, ui={"tessera": [{"notes": shown.notes}]})
+        node_id = getattr(cls.hidden, "unique_id", None)  # None if no server runs the node
+        node_notes = NodeNotes(node_id, [*notes, *compiled_model.notes])
+        compiled_model.observer = node_notes.add
+        # The list itself, not a copy: ComfyUI writes it into /history when the prompt has ended, so notes added while
+        # the sampler runs are included.
+        return io.NodeOutput(compiled, ui={"tessera": [{"notes": node_notes.notes}]})
 
 
 class TesseraCompileReport(io.ComfyNode):
-    """Report of compiling so far, as a table and as text."""
+    """Report of the compilation so far, as a table and as text."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -230,17 +230,19 @@ class TesseraCompileReport(io.ComfyNode):
         return io.NodeOutput(text, ui={"tessera": [report.facts() | {"text": text}]})
 
 
-def with_preset(asked: CompileSettings, preset: str) -> tuple[CompileSettings, list[str]]:
-    """Apply a preset. Returns the settings, and a note where they differ from those asked for."""
+def with_preset(requested: CompileSettings, preset: str) -> tuple[CompileSettings, list[str]]:
+    """Apply a preset. Returns the settings, and a note if they differ from those requested."""
     if preset == CUSTOM:
-        return asked, []
+        return requested, []
     if preset not in PRESETS:
         raise ValueError(f"preset is {preset!r}; choose one of {', '.join((CUSTOM, *PRESETS))}.")
     mode, scope = PRESETS[preset]
-    settings = replace(asked, mode=mode, scope=scope)
-    if settings == asked:
+    settings = replace(requested, mode=mode, scope=scope)
+    if settings == requested:
         return settings, []
-    note = f"The preset {preset} sets mode {mode} and scope {scope}, in place of {asked.mode} and {asked.scope}."
+    note = (
+        f"The preset {preset} sets mode {mode} and scope {scope}, in place of {requested.mode} and {requested.scope}."
+    )
     log.info(note)
     return settings, [note]
 
@@ -249,14 +251,14 @@ def check_is_diffusion_model(model: Any) -> None:
     """Raise ValueError for an input without a diffusion model, such as a CLIP."""
     inner = getattr(model, "model", None)
     if not isinstance(getattr(inner, "diffusion_model", None), nn.Module):
-        what = type(model if inner is None else inner).__name__
+        kind = type(model if inner is None else inner).__name__
         raise ValueError(
-            f"model is a {what}, not a diffusion model; connect the MODEL of a loader, such as Load Diffusion Model."
+            f"model is a {kind}, not a diffusion model; connect the MODEL of a loader, such as Load Diffusion Model."
         )
 
 
 class NodeNotes:
-    """Notes shown on one node, sent as an event of ours each time that one is added.
+    """Notes shown on one node, sent as an event of this pack each time one is added.
 
     ComfyUI shows progress text on the running node only, and most of these notes arise while the sampler runs.
     """

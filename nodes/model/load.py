@@ -1,4 +1,4 @@
-"""Load Diffusion Model: for sampling and for training."""
+"""Load Diffusion Model, for sampling and training."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ class TesseraLoadDiffusionModel(io.ComfyNode):
             description="Loads a diffusion model for sampling and for Train LoRA. If it is larger than the GPU's "
             "memory, set blocks_to_swap to -1 to stream part of its blocks from RAM.",
             search_aliases=["load unet", "load flux", "unet loader", "block swap", "offload", "low vram"],
-            has_intermediate_output=True,  # what it says of block swap is sent again where the node is cached
+            has_intermediate_output=True,  # its notes on block swap are sent again on a cache hit
             inputs=[
                 io.Combo.Input(
                     "unet_name",
@@ -74,7 +74,7 @@ class TesseraLoadDiffusionModel(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, unet_name: str | None = None) -> bool | str:
-        if unet_name is None:  # linked: its value is not known yet, and execute checks it; or missing
+        if unet_name is None:  # missing, or linked: not known yet, and checked by execute
             return True
         if folder_paths.get_full_path("diffusion_models", unet_name) is None:
             return f"unet_name: there is no {unet_name} in models/diffusion_models; put it there, or choose another."
@@ -97,28 +97,28 @@ class TesseraLoadDiffusionModel(io.ComfyNode):
             options["fp8_optimizations"] = True
         _check_base(base, weight_dtype)
         path = folder_paths.get_full_path_or_raise("diffusion_models", unet_name)
-        # Under the executor's inference mode, as core's loader: scaled fp8 weights made outside of it can't be moved
-        # under it. Training looks at the same memory through ordinary tensors. Dynamic VRAM, which block swap stands in
-        # for, would load the file a second time.
+        # In the executor's inference mode, like core's loader: scaled fp8 weights made outside it can't be moved inside
+        # it. Training views the same memory through ordinary tensors. Dynamic VRAM, which block swap replaces, would
+        # load the file a second time.
         if blocks_to_swap == 0:
             with readable(unet_name):
                 model, notes = _load(path, options, base, dynamic=True)
-            return io.NodeOutput(model, ui={"tessera": [{"notes": notes}]})  # takes what was said before off the node
+            return io.NodeOutput(model, ui={"tessera": [{"notes": notes}]})  # clears earlier notes on the node
         if blocks_to_swap != -1:
             _check_count(path, blocks_to_swap)
-        # The host, whatever ComfyUI was started with: under --highvram it would load the whole model onto the device.
+        # The host, whatever ComfyUI's options: under --highvram it would load the whole model onto the device.
         options["offload_device"] = torch.device("cpu")
         with KeepMapped() as mapped, readable(unet_name):
             model, notes = _load(path, options, base, dynamic=False)
         cast_as_asked(model.model)
         copy_into_ram(model.model)
         settings = SwapSettings(blocks_to_swap, prefetch_blocks, pin_memory)
-        message = mapped.message() if base == AS_STORED else None  # blocks that were put into 8 bit are in RAM anyhow
+        message = mapped.message() if base == AS_STORED else None  # 8-bit blocks are in RAM in any case
         return with_swap(model, settings, notes if message is None else [*notes, message])
 
 
 def _check_base(base: str, weight_dtype: str) -> None:
-    """Check that one of two inputs alone says how weights are kept. Raises ValueError."""
+    """Check that only one of two inputs sets the format of the weights. Raises ValueError."""
     if base != AS_STORED and weight_dtype != "default":
         raise ValueError(
             f"base is '{base}' and weight_dtype is '{weight_dtype}', but only one of them can choose the format of "
@@ -142,11 +142,11 @@ def _check_count(path: str, blocks_to_swap: int) -> None:
         with open_tensors(path) as file:
             names = [name for name in file.keys() if name.endswith(".weight")]
             matrices = [name for name in names if len(file.get_slice(name).get_shape()) > 1]
-            most = most_blocks(uncompiled(name) for name in matrices)
+            max_blocks = most_blocks(uncompiled(name) for name in matrices)
     except SafetensorError:
-        return  # loading says what is wrong with it
-    if most:
-        check_count(blocks_to_swap, most)
+        return  # loading reports the error
+    if max_blocks:
+        check_count(blocks_to_swap, max_blocks)
 
 
 NODES = [TesseraLoadDiffusionModel]

@@ -1,4 +1,4 @@
-"""Reading of a diffusion model's file: as it is, as saved from a compiled model, or with its blocks put into 8 bit."""
+"""Loading of a diffusion model's file: as stored, as saved from a compiled model, or with its blocks in 8 bit."""
 
 import os
 import shutil
@@ -25,12 +25,12 @@ from .file_names import diffusion_model_tensors, linear_weights
 
 SAFETENSORS = (".safetensors", ".sft")
 LONG = 60.0
-"""Seconds of re-expressing above which the result is kept as a file."""
+"""Seconds of requantising above which the result is saved as a file."""
 SOURCE = "tessera_source"
-"""Key of the metadata of such a file: VERSION, size and time of the file that it was made of."""
-VERSION = 1  # of how a weight is put into 8 bit
-# A model under dynamic VRAM → the tensors and metadata it was loaded of. Its modules hold the same memory for as long
-# as it is there, as what dynamic VRAM moves to the device are copies.
+"""Metadata key of such a file: VERSION, size and time of its source file."""
+VERSION = 1  # of the quantisation to 8 bit
+# A model under dynamic VRAM → the tensors and metadata it was loaded from. Its modules hold the same memory for its
+# whole lifetime, as dynamic VRAM moves only copies to the device.
 _loaded_of: "WeakKeyDictionary[nn.Module, tuple[dict[str, torch.Tensor], Any]]" = WeakKeyDictionary()
 CONVOLUTION, NO_LINEAR = "a convolution", "no Linear, or rearranged by ComfyUI while it loads"
 
@@ -55,13 +55,13 @@ def is_of_compiled(path: str) -> bool:
         with open_tensors(path) as file:
             return any("_orig_mod." in name for name in file.keys())
     except SafetensorError:
-        return False  # loading says what is wrong with it
+        return False  # loading reports the error
 
 
 def load_of_compiled(path: str, options: dict[str, Any], dynamic: bool) -> Any:
-    """Load a file that was saved from a compiled model, as core's loader does others.
+    """Load a file that was saved from a compiled model, otherwise like core's loader.
 
-    Raises ValueError for a file of no diffusion model.
+    Raises ValueError for a file without a diffusion model.
     """
     model = load_tensors(path, *_uncompiled(path), options, dynamic)
     remember_loader(model, load_of_compiled, path, options)
@@ -69,21 +69,21 @@ def load_of_compiled(path: str, options: dict[str, Any], dynamic: bool) -> Any:
 
 
 def _uncompiled(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors and metadata of a file without the `_orig_mod.` that torch.compile puts into the names of what it
-    wraps, by which core recognises no model."""
+    """Read tensors and metadata of a file, without the `_orig_mod.` that torch.compile adds to the names of wrapped
+    modules, with which core recognises no model."""
     tensors, metadata = comfy.utils.load_torch_file(path, return_metadata=True)
     tensors = {key.replace("_orig_mod.", ""): tensor for key, tensor in tensors.items()}
     return tensors, {key: text.replace("_orig_mod.", "") for key, text in (metadata or {}).items()}
 
 
 def open_with_base(path: str, options: dict[str, Any], base: str, dynamic: bool) -> tuple[Any, list[str]]:
-    """Load a diffusion model with the Linears of its blocks in 8 bit, and tell what was done.
+    """Load a diffusion model with the Linears of its blocks in 8 bit.
 
-    base: one of `requantise.BASES` but the first. What took longer than LONG is kept as a file beside, which is read
-    the next time.
+    base: one of `requantise.BASES` except the first. If this takes longer than LONG, the result is saved next to the
+    file and read the next time.
 
-    Returns the MODEL and sentences for the user. Raises ValueError for a file of no diffusion model, or one with
-    others' names.
+    Returns the MODEL and notes for the user. Raises ValueError for a file without a diffusion model, or with names
+    other than ComfyUI's.
     """
     tensors, metadata, said = _with_base(path, base)
     return _model_of(tensors, metadata, path, options, base, dynamic), said
@@ -101,21 +101,21 @@ def _model_of(
 
 
 def _load_again(path: str, options: dict[str, Any], base: str, first: Callable[[], Any], dynamic: bool) -> Any:
-    """Load the MODEL once more, as it is without dynamic VRAM.
+    """Reload the MODEL, with or without dynamic VRAM.
 
-    first: gives the model that was loaded before, None where it is gone.
+    first: returns the model loaded before, None if it is gone.
     """
-    before = first()
-    if before not in _loaded_of:
+    previous = first()
+    if previous not in _loaded_of:
         return open_with_base(path, options, base, dynamic)[0]
-    return _model_of(*_loaded_of[before], path, options, base, dynamic)
+    return _model_of(*_loaded_of[previous], path, options, base, dynamic)
 
 
 def _with_base(path: str, base: str) -> tuple[dict[str, torch.Tensor], Any, list[str]]:
-    kept = kept_file(path, base)
-    if _source_of(kept) == _source(path):
-        tensors, metadata = comfy.utils.load_torch_file(str(kept), return_metadata=True)
-        return tensors, metadata, [f"base: loaded from {kept.name}, where the blocks are in {base}."]
+    cached_file = kept_file(path, base)
+    if _source_of(cached_file) == _source(path):
+        tensors, metadata = comfy.utils.load_torch_file(str(cached_file), return_metadata=True)
+        return tensors, metadata, [f"base: loaded from {cached_file.name}, where the blocks are in {base}."]
     read, metadata = _uncompiled(path)
     tensors = diffusion_model_tensors(read, metadata)
     del read
@@ -128,73 +128,73 @@ def _with_base(path: str, base: str) -> tuple[dict[str, torch.Tensor], Any, list
     linears = linear_weights(tensors, metadata)
     inside = in_blocks([name for name, tensor in tensors.items() if name.endswith(".weight") and tensor.ndim >= 2])
     names = [name for name in inside if name in linears]
-    others = [name for name in inside if name not in linears]
-    convolutions = [name.removesuffix(".weight") for name in others if tensors[name].ndim > 2]
-    rest = [name.removesuffix(".weight") for name in others if tensors[name].ndim == 2]
+    skipped = [name for name in inside if name not in linears]
+    convolutions = [name.removesuffix(".weight") for name in skipped if tensors[name].ndim > 2]
+    rest = [name.removesuffix(".weight") for name in skipped if tensors[name].ndim == 2]
     result = requantise(tensors, names, base, comfy.model_management.get_torch_device(), _Progress())
-    result.left |= {why: left for why, left in ((CONVOLUTION, convolutions), (NO_LINEAR, rest)) if left}
+    result.left |= {reason: layers for reason, layers in ((CONVOLUTION, convolutions), (NO_LINEAR, rest)) if layers}
     seconds = time.perf_counter() - started
     said = list(result.notes(base, f" in {seconds:.0f} s"))
     if seconds > LONG:
-        said.append(_keep(tensors, metadata, path, kept))
+        said.append(_keep(tensors, metadata, path, cached_file))
     return tensors, metadata, said
 
 
 def kept_file(path: str, base: str) -> Path:
-    """The file beside a model's that holds its blocks in 8 bit."""
+    """Return the file next to a model's that holds its blocks in 8 bit."""
     return Path(path).with_name(f"{Path(path).stem}.{base}.safetensors")
 
 
 def _source(path: str) -> str:
-    found = os.stat(path)
-    return f"{VERSION} {found.st_size} {found.st_mtime_ns}"
+    status = os.stat(path)
+    return f"{VERSION} {status.st_size} {status.st_mtime_ns}"
 
 
-def _source_of(kept: Path) -> str | None:
+def _source_of(cached_file: Path) -> str | None:
     try:
-        with open_tensors(kept) as file:
+        with open_tensors(cached_file) as file:
             return (file.metadata() or {}).get(SOURCE)
     except (OSError, SafetensorError):
         return None
 
 
-def _is_damaged(kept: Path) -> bool:
+def _is_damaged(cached_file: Path) -> bool:
     try:
-        with open_tensors(kept):
+        with open_tensors(cached_file):
             return False
     except SafetensorError:
         return True
 
 
-def _keep(tensors: dict[str, torch.Tensor], metadata: Any, path: str, kept: Path) -> str:
-    """Write the file beside, where there is room. Returns a sentence on it."""
+def _keep(tensors: dict[str, torch.Tensor], metadata: Any, path: str, target: Path) -> str:
+    """Write the 8-bit file if there is room. Returns a note on it."""
     size = sum(tensor.nbytes for tensor in tensors.values())
-    if kept.exists() and _is_damaged(kept):
-        return f"base: not saved, because {kept.name} already exists and is damaged; delete it."
-    if kept.exists() and _source_of(kept) is None:
-        return f"base: not saved, because {kept.name} already exists and was not made by this node."
-    if shutil.disk_usage(kept.parent).free < 1.1 * size:
-        return f"base: not saved, because {kept.parent.name} doesn't have {size / 2**30:.1f} GiB of free disk space."
-    part = kept.with_suffix(".part")
+    if target.exists() and _is_damaged(target):
+        return f"base: not saved, because {target.name} already exists and is damaged; delete it."
+    if target.exists() and _source_of(target) is None:
+        return f"base: not saved, because {target.name} already exists and was not made by this node."
+    if shutil.disk_usage(target.parent).free < 1.1 * size:
+        return f"base: not saved, because {target.parent.name} doesn't have {size / 2**30:.1f} GiB of free disk space."
+    part = target.with_suffix(".part")
     try:
         plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(plain, part, {**(metadata or {}), "format": "pt", SOURCE: _source(path)})
-        os.replace(part, kept)
-    except (OSError, SafetensorError, RuntimeError) as error:  # the last for tensors that share memory
+        os.replace(part, target)
+    except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: tensors that share memory
         part.unlink(missing_ok=True)
         return f"base: not saved as a file: {error}."
     return (
-        f"base: saved as {kept.name} ({size / 2**30:.1f} GiB), and loaded from there from now on. Other loaders can "
-        "use it too; delete it if you don't need it."
+        f"base: saved as {target.name} ({size / 2**30:.1f} GiB), and loaded from there from now on. Other loaders "
+        "can use it too; delete it if you don't need it."
     )
 
 
 class _Progress:
-    """ComfyUI's progress bar, which Cancel ends."""
+    """ComfyUI's progress bar, interruptible by Cancel."""
 
     def __init__(self) -> None:
         self.bar = comfy.utils.ProgressBar(1)
 
-    def __call__(self, done: int, of: int) -> None:
+    def __call__(self, completed: int, total: int) -> None:
         comfy.model_management.throw_exception_if_processing_interrupted()
-        self.bar.update_absolute(done, of)
+        self.bar.update_absolute(completed, total)

@@ -1,4 +1,4 @@
-"""Try It Models: tiny models that need no download, to see a training run before anything is installed."""
+"""Try It Models: tiny models without a download, to see a training run before installing anything."""
 
 from comfy_api.latest import io
 
@@ -6,7 +6,7 @@ from ...models.try_it.load import load_clip, load_model, load_vae
 
 
 class TesseraTryItModels(io.ComfyNode):
-    """A tiny FLUX that knows no picture, its text encoders and its VAE."""
+    """A tiny untrained FLUX, its text encoders and its VAE."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:

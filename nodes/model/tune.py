@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def tune_folder() -> Path:
-    """Folder of stored results."""
+    """Return the folder of stored results."""
     return Path(folder_paths.get_user_directory(), "tessera", "tune")
 
 
@@ -147,7 +147,7 @@ class TesseraTuneCompile(io.ComfyNode):
     ) -> io.NodeOutput:
         check_is_diffusion_model(model)
         inputs = step_inputs(model, StepSize(width, height, batch_size, frames, text_length, cfg), positive)
-        node_id = getattr(cls.hidden, "unique_id", None)  # None where no server runs the node
+        node_id = getattr(cls.hidden, "unique_id", None)  # None if no server runs the node
         result, notes = read_earlier_result(model, inputs, time_budget, remeasure)
         if result is None:
             result = _tune(model, inputs, time_budget, node_id)
@@ -158,43 +158,47 @@ class TesseraTuneCompile(io.ComfyNode):
             log.info(note)
         chart = image_tensor(plot_tuning(result))
         text = "\n".join([result.text(), *notes])
-        shown = result.facts() | {"text": text, "notes": notes}
+        payload = result.facts() | {"text": text, "notes": notes}
         images = ui.PreviewImage(chart, cls=cls).as_dict()["images"]
-        return io.NodeOutput(tuned_model(model, result), chart, text, ui={"images": images, "tessera": [shown]})
+        return io.NodeOutput(tuned_model(model, result), chart, text, ui={"images": images, "tessera": [payload]})
 
 
 def _tune(model: ModelPatcher, inputs: StepInputs, time_budget: int, node_id: str | None) -> TuneResult:
-    tried = candidates(model.load_device)
-    bar = ProgressBar(len(tried) + 1, node_id=node_id)
+    trial_settings = candidates(model.load_device)
+    bar = ProgressBar(len(trial_settings) + 1, node_id=node_id)
 
-    def tell(done: int, text: str) -> None:
+    def tell(completed: int, text: str) -> None:
         log.info("Tune Compile: %s", text)
-        bar.update_absolute(done)
+        bar.update_absolute(completed)
         show_progress_text(node_id, text)
 
-    return tune(model, inputs, time_budget, tried, tell)
+    return tune(model, inputs, time_budget, trial_settings, tell)
 
 
 def read_earlier_result(
     model: ModelPatcher, inputs: StepInputs, time_budget: float, remeasure: bool
 ) -> tuple[TuneResult | None, list[str]]:
-    """Read an earlier result; None where everything is to be measured. Also returns notes for the user."""
+    """Read an earlier result; None if everything must be measured. Also returns notes for the user."""
     if remeasure:
         return None, []
     key = result_key(model, inputs)
     try:
-        found = read_result(tune_folder() / file_name(key), key)
+        stored = read_result(tune_folder() / file_name(key), key)
     except ValueError as error:
         return None, [str(error)]
-    if found is None:
+    if stored is None:
         return None, []
-    if not found.complete(time_budget):
-        return None, [f"Measured again, since time_budget is above the {found.time_budget:g} s of {found.measured_at}."]
-    return found, [f"Remembered from {found.measured_at}: nothing was measured. Switch remeasure on to measure again."]
+    if not stored.complete(time_budget):
+        return None, [
+            f"Measured again, since time_budget is above the {stored.time_budget:g} s of {stored.measured_at}."
+        ]
+    return stored, [
+        f"Remembered from {stored.measured_at}: nothing was measured. Switch remeasure on to measure again."
+    ]
 
 
 def store_result(result: TuneResult) -> list[str]:
-    """Store a result for the next run. Returns a note where it can't be written."""
+    """Store a result for the next run. Returns a note if it can't be written."""
     if not result.measured:
         return []
 

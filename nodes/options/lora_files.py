@@ -13,19 +13,19 @@ _ENDINGS = (".safetensors", ".sft")
 
 
 def lora_files() -> list[str]:
-    """List the names for a combo; pickled files are left out."""
+    """List the names for a combo; pickled files are excluded."""
     return [name for name in folder_paths.get_filename_list("loras") if name.lower().endswith(_ENDINGS)]
 
 
 def lora_source(
     input_name: str, name: str, connected: Mapping[str, Tensor] | None = None, unset: str = NONE
 ) -> LoraSource | None:
-    """Open the LoRA of this name, or the connected one; None where there is neither.
+    """Open the LoRA of this name, or the connected one; None if there is neither.
 
     input_name: for messages.
-    unset: value that `name` must have where a LoRA is connected.
+    unset: value that `name` must have if a LoRA is connected.
 
-    Raises ValueError for a name that is not on the list, both at once, and a truncated file.
+    Raises ValueError for an unlisted name, for both at once, and for a truncated file.
     """
     if connected is not None:
         if name != unset:
@@ -47,15 +47,15 @@ def low_noise_source(input_name: str, name: str, connected: Mapping[str, Tensor]
 
 
 def lora_file_fingerprint(*names: str | None) -> object:
-    """Fingerprint that changes with the files of these names."""
-    if None in names:  # linked, so not known yet: count as changed
+    """Return a fingerprint that changes with the files of these names."""
+    if None in names:  # linked, value unknown: count as changed
         return float("nan")
-    found = []
+    states = []
     for name in names:
         if name != NONE and name in lora_files():
             stat = _path("", name).stat()
-            found.append((name, stat.st_size, stat.st_mtime_ns))
-    return found
+            states.append((name, stat.st_size, stat.st_mtime_ns))
+    return states
 
 
 def _path(input_name: str, name: str) -> Path:

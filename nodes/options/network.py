@@ -54,7 +54,7 @@ class TesseraLoraNetwork(io.ComfyNode):
         low_noise = start_from_low_noise, base_lora_low_noise, training_adapter_low_noise
         return lora_file_fingerprint(start_from, base_lora, training_adapter, *low_noise)
 
-    # A coroutine, as ComfyUI runs those first: what is wrong here is told before anything is loaded or encoded.
+    # A coroutine, as ComfyUI runs those first: errors here are raised before anything is loaded or encoded.
     @classmethod
     async def execute(
         cls,

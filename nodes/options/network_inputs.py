@@ -9,7 +9,7 @@ from .lora_files import lora_files
 
 
 def _strength(name: str, tooltip: str) -> io.Input:
-    """Strength at which a LoRA lies beneath the trained one."""
+    """Build the input for the strength of a LoRA applied beneath the trained one."""
     default = getattr(NetworkOptions, name)
     return io.Float.Input(
         name,
@@ -25,7 +25,7 @@ def _strength(name: str, tooltip: str) -> io.Input:
 
 
 def _probability(name: str, tooltip: str) -> io.Input:
-    """Probability of a dropout that few use."""
+    """Build the input for the probability of a rarely used dropout."""
     default = getattr(NetworkOptions, name)
     return io.Float.Input(
         name, default=default, min=0.0, max=0.99, step=0.01, round=False, optional=True, advanced=True, tooltip=tooltip
@@ -33,7 +33,7 @@ def _probability(name: str, tooltip: str) -> io.Input:
 
 
 def network_inputs() -> list[io.Input]:
-    """All inputs, in the order in which saved workflows have them."""
+    """Build all inputs, in the order of saved workflows."""
     return [
         io.Combo.Input(
             "algorithm",

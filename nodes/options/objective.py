@@ -99,10 +99,10 @@ class TesseraObjective(io.ComfyNode):
             ],
         )
 
-    # A coroutine, as ComfyUI runs those first: what is wrong here is told before anything is loaded or encoded.
+    # A coroutine, as ComfyUI runs those first: errors here are raised before anything is loaded or encoded.
     @classmethod
-    async def execute(cls, **chosen: Any) -> io.NodeOutput:
-        options = ObjectiveOptions(**chosen)  # each input has the name of its field
+    async def execute(cls, **inputs: Any) -> io.NodeOutput:
+        options = ObjectiveOptions(**inputs)  # each input has the name of its field
         return io.NodeOutput(options, image_tensor(plot_distribution(options)))
 
 

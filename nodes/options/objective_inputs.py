@@ -5,13 +5,13 @@ from comfy_api.latest import io
 from ...train.objective.options import HUBER_SCHEDULES, SIGMA_RANGE, STRATIFIED, WEIGHTINGS, ObjectiveOptions
 
 
-def _number(name: str, least: float, most: float, step: float, tooltip: str) -> io.Float.Input:
-    """A float input for a noise level or a parameter of a formula."""
+def _number(name: str, minimum: float, maximum: float, step: float, tooltip: str) -> io.Float.Input:
+    """Build a float input for a noise level or a parameter of a formula."""
     return io.Float.Input(
         name,
         default=getattr(ObjectiveOptions, name),
-        min=least,
-        max=most,
+        min=minimum,
+        max=maximum,
         step=step,
         round=False,
         optional=True,

@@ -209,7 +209,7 @@ class TesseraOptimizer(io.ComfyNode):
             outputs=[OptimizerType.Output(display_name="optimizer")],
         )
 
-    # A coroutine, as ComfyUI runs those first: what is wrong here is told before anything is loaded or encoded.
+    # A coroutine, as ComfyUI runs those first: errors here are raised before anything is loaded or encoded.
     @classmethod
     async def execute(
         cls,

@@ -13,7 +13,7 @@ from ..common.types import PreviewType
 
 
 def sampler_inputs() -> list[io.Input]:
-    """Sampler inputs, as on core's KSampler."""
+    """Build the sampler inputs, as on core's KSampler."""
     return [
         io.Int.Input(
             "width",

@@ -8,7 +8,7 @@ from ..common.types import TrainingDataType, ValidationType
 
 
 class TesseraValidation(io.ComfyNode):
-    """Options of the held-out split and of when it is measured."""
+    """Options of the held-out split and its schedule."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -113,8 +113,8 @@ class TesseraValidation(io.ComfyNode):
         data: TrainingData | None = None,
         sigmas: str = "",
     ) -> io.NodeOutput:
-        given = ValidationOptions(part, every_n_steps, at_start, keep_best, seed, min_sigma, max_sigma, data, sigmas)
-        return io.NodeOutput(given)
+        options = ValidationOptions(part, every_n_steps, at_start, keep_best, seed, min_sigma, max_sigma, data, sigmas)
+        return io.NodeOutput(options)
 
 
 NODES: list[type[io.ComfyNode]] = [TesseraValidation]

@@ -1,1 +1,1 @@
-"""Train LoRA and what it needs of the server."""
+"""Train LoRA and its server routes."""

@@ -1,4 +1,4 @@
-"""Train LoRA on several devices: which ones, and the graph in processes of its own in place of a run here."""
+"""Train LoRA on several devices, by running the graph in separate processes."""
 
 import logging
 import sys
@@ -40,61 +40,61 @@ _OTHER_RUN = (
 
 
 def chosen_devices(text: str) -> list[int]:
-    """Return the devices to train on in processes of their own; none to train here.
+    """Return the devices to train on in separate processes; empty to train here.
 
     text: the `devices` input.
 
-    Raises ValueError where it names none, twice the same, or more than there are.
+    Raises ValueError if it names none, one twice, or more than exist.
     """
-    if is_switched_on():  # run.py has dealt out the devices
+    if is_switched_on():  # run.py has assigned the devices
         return []
     device = comfy.model_management.get_torch_device()
-    there = torch.cuda.device_count() if device.type == "cuda" else 1
-    current = device.index if device.index is not None else torch.cuda.current_device() if there > 1 else 0
-    chosen = listed_devices(text, there, current, on_cpu=device.type == "cpu")
-    if chosen == [current] or (device.type == "cpu" and len(chosen) == 1):
+    device_count = torch.cuda.device_count() if device.type == "cuda" else 1
+    current = device.index if device.index is not None else torch.cuda.current_device() if device_count > 1 else 0
+    devices = listed_devices(text, device_count, current, on_cpu=device.type == "cpu")
+    if devices == [current] or (device.type == "cpu" and len(devices) == 1):
         return []
     if sys.platform == "win32":
         raise ValueError(
             f"devices is {text[:40]!r}, which needs torchrun, and torch for Windows does not start it; run ComfyUI in "
             f"WSL, or write '{THIS_ONE}'."
         )
-    return chosen
+    return devices
 
 
 def needed_prompt(prompt: Mapping[str, Any] | None, node_id: str | None) -> dict[str, Any]:
-    """Return the nodes of a prompt that Train LoRA needs, with itself, which trains on the device that it is given.
+    """Return the nodes of a prompt that Train LoRA needs, including itself, set to train on its assigned device.
 
-    Raises ValueError where the prompt does not hold all that its inputs are made of.
+    Raises ValueError if the prompt does not contain all of its upstream nodes.
     """
-    found, left = set[str](), [node_id]
-    while left:
-        number = left.pop()
-        if number in found:
+    needed, pending = set[str](), [node_id]
+    while pending:
+        number = pending.pop()
+        if number in needed:
             continue
         if prompt is None or number is None or number not in prompt:
             raise ValueError(
                 "devices: Train LoRA or one of its inputs was created while the workflow ran, by a loop for example, "
                 "so other processes can't run it; set devices to '{THIS_ONE}'."
             )
-        found.add(number)
+        needed.add(number)
         node = prompt[number]
         for name, value in node["inputs"].items():
             if is_link(value):
-                left.append(value[0])
+                pending.append(value[0])
             elif isinstance(value, str) and value.endswith(" [temp]"):
                 raise ValueError(
                     f"devices: {name} of {node['class_type']} ({number}) is in ComfyUI's temporary folder, which other "
                     "processes do not have; put the file into the input folder and choose it there."
                 )
     assert prompt is not None and node_id is not None
-    kept = queueable(prompt)
-    train = {**kept[node_id], "inputs": {**kept[node_id]["inputs"], "devices": THIS_ONE}}
-    return {number: train if number == node_id else node for number, node in kept.items() if number in found}
+    nodes = queueable(prompt)
+    train = {**nodes[node_id], "inputs": {**nodes[node_id]["inputs"], "devices": THIS_ONE}}
+    return {number: train if number == node_id else node for number, node in nodes.items() if number in needed}
 
 
 class OnDevices:
-    """Trains the runs of a node on several devices when the first one of them is asked for."""
+    """Trains the runs of a node on several devices when the first of them is requested."""
 
     def __init__(
         self,
@@ -105,34 +105,34 @@ class OnDevices:
         files: Mapping[str, str],
         observer: ServerObserver,
     ) -> None:
-        """prompt: the one that is executed now. files: as `workflow_files` returns them.
+        """prompt: the prompt executed now. files: as returned by `workflow_files`.
 
-        Raises ValueError where other processes can't make the inputs of the node, or can't share its steps.
+        Raises ValueError if other processes can't make the inputs of the node, or can't share its steps.
         """
         self.devices, self.observer, self.files, self.extra = devices, observer, files, extra_pnginfo
         self.prompt = needed_prompt(prompt, observer.node_id)
         self.said, self.is_done, self.is_running, self.folders = "", False, False, list[Path]()
         share_of(0, len(devices), settings.batch_size, settings.gradient_accumulation)
 
-    def __call__(self, begun: RunStart) -> TrainResult:
-        """Return the result of a run, trained with all others of the node if they are not yet."""
+    def __call__(self, run_start: RunStart) -> TrainResult:
+        """Return the result of a run; the first call trains all runs of the node."""
         if not self.is_done:
-            self.train(begun.key)
+            self.train(run_start.key)
             self.is_done = True
-        for folder in (RunFolder(path, begun.folder.name) for path in (*self.folders, begun.folder.path)):
+        for folder in (RunFolder(path, run_start.folder.name) for path in (*self.folders, run_start.folder.path)):
             summary = folder.read_summary()
-            if summary is None or summary["key"] != begun.key:
+            if summary is None or summary["key"] != run_start.key:
                 continue
             if summary["status"] in ("finished", STOPPED):
                 return read_finished(folder)
             copy = Path(folder_paths.get_temp_directory(), f"{folder.path.name}.safetensors")
-            if copy.is_file():  # the run's folder could not take it
+            if copy.is_file():  # it could not be saved in the run's folder
                 lora = LoraModel.from_file(*read_tensors(copy))
                 return TrainResult(lora, summary["loss"], folder.lora_path, summary, copy)
         raise TrainingStopped(_OTHER_RUN)
 
     def train(self, key: str) -> None:
-        """Run the graph in processes of its own, to its end. key: that of the first run."""
+        """Run the graph in separate processes, to its end. key: key of the first run."""
         observer, count = self.observer, len(self.devices)
         observer.phase(f"Starting {'a process' if count == 1 else f'{count} processes, one for each device'}")
         on_cpu = comfy.model_management.get_torch_device().type == "cpu"
@@ -148,7 +148,7 @@ class OnDevices:
                 "--input-directory": folder_paths.get_input_directory(),
                 "--user-directory": folder_paths.get_user_directory(),
                 "--temp-directory": folder,
-                "--database-url": "sqlite:///:memory:",  # the file of this server is locked
+                "--database-url": "sqlite:///:memory:",  # this server's file is locked
             }
             options = child_options(command_line(), folders)
             launched = Launched(job, self.devices, on_cpu, Path(folder_paths.__file__).parent, options)
@@ -159,12 +159,12 @@ class OnDevices:
                     log.error("run.py ended with %d; it wrote:\n%s", code, "\n".join(job.output_tail()))
                     raise TrainingStopped(words)
             except BaseException as error:
-                if self.is_running:  # they could not say so themselves
+                if self.is_running:  # the processes could not report it themselves
                     observer.ended("failed", str(error) or type(error).__name__)
                 raise
 
     def tell(self, event: Mapping[str, Any]) -> None:
-        """Report an event of the log of run.py as a run here would."""
+        """Report an event from run.py's log as a run in this process would."""
         observer, kind = self.observer, event.get("kind")
         if event["event"] == "error":
             node = None if event["node"] == observer.node_id else self.prompt.get(event["node"] or "")
@@ -196,23 +196,23 @@ class OnDevices:
             observer.validated(event["step"], event["loss"])
 
 
-def stopped_before(begun: RunStart) -> TrainResult | None:
-    """Return a run of a node in front of the one that trains here, where its user has stopped it: that LoRA went on."""
-    summary = begun.folder.read_summary()
-    is_it = summary is not None and summary["key"] == begun.key and summary["status"] == STOPPED
-    return read_finished(begun.folder) if is_it else None
+def stopped_before(run_start: RunStart) -> TrainResult | None:
+    """Return the stopped run of a node upstream of the one that trains here: its LoRA was passed on."""
+    summary = run_start.folder.read_summary()
+    is_it = summary is not None and summary["key"] == run_start.key and summary["status"] == STOPPED
+    return read_finished(run_start.folder) if is_it else None
 
 
 class SameRun:
-    """Check, in a process that trains for the node of a server, that its first run is the one that the node asks for.
+    """Check, in a process that trains for a server's node, that its first run is the one that the node requests.
 
-    Raises ValueError where it is not.
+    Raises ValueError if it is not.
     """
 
     def __init__(self, key: str) -> None:
         self.key: str | None = key
 
-    def __call__(self, begun: RunStart) -> None:
+    def __call__(self, run_start: RunStart) -> None:
         key, self.key = self.key, None
-        if key not in (None, begun.key):
+        if key not in (None, run_start.key):
             raise ValueError(_OTHER_RUN)

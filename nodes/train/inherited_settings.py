@@ -15,7 +15,7 @@ _COMPILE = CompileSettings()
 
 
 def overridden_notes(settings: TrainSettings, rank: int, learning_rate: float) -> list[str]:
-    """Notes on inputs of Train LoRA that a connected options node replaces."""
+    """List notes on inputs of Train LoRA that a connected options node replaces."""
     notes = []
     if settings.network.rank != rank:
         notes.append(f"rank is {settings.network.rank} (from the connected LoRA Network), not {rank}.")
@@ -28,27 +28,27 @@ def overridden_notes(settings: TrainSettings, rank: int, learning_rate: float) -
 
 
 def shared_lora_notes(settings: TrainSettings) -> list[str]:
-    """Notes on LoRAs that both experts take, and on inputs without effect."""
+    """List notes on LoRAs shared by both experts, and on inputs without effect."""
     network = settings.network
-    found = {name: getattr(network, name) for name in ("start_from", "base_lora", "training_adapter")}
+    loras = {name: getattr(network, name) for name in ("start_from", "base_lora", "training_adapter")}
     notes = [
         f"{name} {lora.name} is used for both experts; to give the low noise one its own, set {name}_low_noise on "
         "LoRA Network."
-        for name, lora in found.items()
+        for name, lora in loras.items()
         if lora is not None and getattr(network, f"{name}_low_noise") == SAME
     ]
     for name, strength in (("base_lora", "base_strength"), ("training_adapter", "training_adapter_strength")):
-        chosen = getattr(network, f"{name}_low_noise")
-        if getattr(network, f"{strength}_low_noise") != 1 and isinstance(chosen, str):
-            taken = f", which takes {strength}" if chosen == SAME else ""
-            notes.append(f"{strength}_low_noise has no effect: {name}_low_noise is {chosen}{taken}.")
+        choice = getattr(network, f"{name}_low_noise")
+        if getattr(network, f"{strength}_low_noise") != 1 and isinstance(choice, str):
+            explanation = f", which takes {strength}" if choice == SAME else ""
+            notes.append(f"{strength}_low_noise has no effect: {name}_low_noise is {choice}{explanation}.")
     return notes
 
 
 def inherited_memory(model: ModelPatcher, options: MemoryOptions) -> tuple[MemoryOptions, list[str]]:
     """Merge the MODEL's block swap into the memory options. Returns them with notes.
 
-    A connected Training Memory that swaps blocks itself wins.
+    A connected Training Memory that swaps blocks itself takes precedence.
     """
     swap = swap_settings_of(model)
     if swap is None or swap.blocks_to_swap == 0:
@@ -58,42 +58,42 @@ def inherited_memory(model: ModelPatcher, options: MemoryOptions) -> tuple[Memor
             f"blocks_to_swap is {options.blocks_to_swap} (from the connected Training Memory), not "
             f"{swap.blocks_to_swap} as set on the MODEL."
         ]
-    taken = replace(
+    merged = replace(
         options,
         blocks_to_swap=swap.blocks_to_swap,
         prefetch_blocks=swap.prefetch_blocks,
         pin_memory=swap.pin_memory,
     )
-    left = [name for name in ("prefetch_blocks", "pin_memory") if getattr(options, name) != getattr(_MEMORY, name)]
+    changed = [name for name in ("prefetch_blocks", "pin_memory") if getattr(options, name) != getattr(_MEMORY, name)]
     notes = [f"blocks_to_swap is {swap.blocks_to_swap}, as set on the MODEL."]
-    if left and any(getattr(options, name) != getattr(taken, name) for name in left):
-        are = "is" if len(left) == 1 else "are"
+    if changed and any(getattr(options, name) != getattr(merged, name) for name in changed):
+        verb = "is" if len(changed) == 1 else "are"
         notes.append(
-            f"{' and '.join(left)} of the connected Training Memory {are} not used: block swap is set on the MODEL; "
-            "set blocks_to_swap on Training Memory too, or change it there."
+            f"{' and '.join(changed)} of the connected Training Memory {verb} not used: block swap is set on the "
+            "MODEL; set blocks_to_swap on Training Memory too, or change it there."
         )
-    return taken, notes
+    return merged, notes
 
 
 def inherited_compile(model: ModelPatcher, compile: str) -> tuple[CompileSettings | None, list[str]]:
-    """Compile settings inherited from a Compile Model node in front, None without one. Returns them with notes."""
+    """Return the compile settings inherited from an upstream Compile Model node, None without one, and notes."""
     compiled_model = compiled_model_of(model)
     if compiled_model is None:
         return None, []
     if compile == "off":
         return None, ["compile is off, so the Compile Model node in front has no effect on training."]
-    asked = compiled_model.settings
-    dynamic = [f"dynamic {asked.dynamic}"] if asked.dynamic == "true" else []
-    if any(("dynamic", "true") in override.changes for override in asked.overrides):
+    requested = compiled_model.settings
+    dynamic = [f"dynamic {requested.dynamic}"] if requested.dynamic == "true" else []
+    if any(("dynamic", "true") in override.changes for override in requested.overrides):
         dynamic.append("dynamic true of overrides")
     unused = [
         *dynamic,
         *(
-            [f"cache_size_limit {asked.cache_size_limit}"]
-            if asked.cache_size_limit != _COMPILE.cache_size_limit
+            [f"cache_size_limit {requested.cache_size_limit}"]
+            if requested.cache_size_limit != _COMPILE.cache_size_limit
             else []
         ),
-        *([f"scope {asked.scope}"] if asked.scope != _COMPILE.scope else []),
+        *([f"scope {requested.scope}"] if requested.scope != _COMPILE.scope else []),
     ]
     notes = []
     if unused:
@@ -101,12 +101,17 @@ def inherited_compile(model: ModelPatcher, compile: str) -> tuple[CompileSetting
             f"Of the Compile Model node {', '.join(unused)} {'is' if len(unused) == 1 else 'are'} ignored, because "
             "training compiles block by block for planned sizes."
         )
-    taken = CompileSettings(asked.backend, asked.mode, fullgraph=asked.fullgraph, overrides=asked.overrides)
-    hows = [taken.how(), *(override.apply(taken.how()) for override in taken.overrides if not override.eager)]
+    inherited = CompileSettings(
+        requested.backend, requested.mode, fullgraph=requested.fullgraph, overrides=requested.overrides
+    )
+    variants = [
+        inherited.how(),
+        *(override.apply(inherited.how()) for override in inherited.overrides if not override.eager),
+    ]
     # Blocks of one kind share one callable, and a CUDA graph is bound to the addresses of one block's weights.
-    for how in dict.fromkeys(how.without_cuda_graphs() for how in hows if how.cuda_graphs()):
+    for variant in dict.fromkeys(variant.without_cuda_graphs() for variant in variants if variant.cuda_graphs()):
         notes.append(
-            f"Training doesn't use CUDA graphs, so it compiles with backend {how.backend} and mode {how.mode}."
+            f"Training doesn't use CUDA graphs, so it compiles with backend {variant.backend} and mode {variant.mode}."
         )
-    base = taken.how().without_cuda_graphs()
-    return replace(taken, backend=base.backend, mode=base.mode), list(dict.fromkeys(notes))
+    base = inherited.how().without_cuda_graphs()
+    return replace(inherited, backend=base.backend, mode=base.mode), list(dict.fromkeys(notes))

@@ -1,4 +1,4 @@
-"""Presets of Train LoRA: what the browser fills in for a kind of subject, and what a prompt that differs is told.
+"""Presets of Train LoRA: values that the browser fills in for a kind of subject, and notes on prompts that differ.
 
 Steps, rank and accumulation are those of the help page, which names its sources (ai-toolkit's FLUX example;
 DreamBooth, arXiv 2208.12242; LoRA, arXiv 2106.09685; musubi-tuner's docs/wan.md). Learning rates are those of
@@ -22,7 +22,7 @@ KINDS = {
     "object": ((800, 8, 1), (1200, 16, 1), (1500, 16, 1)),
     MOTION: ((1500, 32, 1), (2000, 32, 1), (3000, 32, 1)),
 }
-# (name, what the title of its family or the name of its file holds in small letters, is it of video, learning rate)
+# (name, pattern for the title of its family or its file name in lower case, is a video model, learning rate)
 FAMILIES = (
     ("Wan", r"(^|[^a-z])wan", True, 2e-4),
     ("HunyuanVideo 1.5", r"hunyuan[ _-]?video[ _-]?1[._]?5", True, USUAL_RATE),
@@ -50,25 +50,25 @@ PRESETS = {
 
 
 def for_the_browser() -> dict[str, Any]:
-    """Options of the widget, which its own file in web/js goes by."""
+    """Return the options of the widget, read by its file in web/js."""
     families = [{"name": n, "pattern": p, "video": v, "learning_rate": r} for n, p, v, r in FAMILIES]
     return {"presets": PRESETS, "families": families, "learning_rate": USUAL_RATE}
 
 
 def preset_notes(preset: str, title: str, values: Mapping[str, float]) -> list[str]:
-    """Notes where a prompt's values are not those that its preset stands for: the values count.
+    """List notes on values of a prompt that differ from its preset's: the values take precedence.
 
-    title: of the model's family, such as Wan 2.1.
-    values: of those of the node's own inputs that count, by name.
+    title: title of the model's family, such as Wan 2.1.
+    values: values, by name, of the node's own inputs that are in effect.
 
-    Raises ValueError for a preset that does not exist, and for one of motion on a model of pictures.
+    Raises ValueError for a preset that does not exist, and for a motion preset on an image model.
     """
     if preset == CUSTOM:
         return []
     if preset not in PRESETS:
         raise ValueError(f"preset is {preset!r}; choose one of {', '.join((CUSTOM, *PRESETS))}.")
-    known = next((family for family in FAMILIES if re.search(family[1], title.lower())), None)
-    _, _, video, rate = known or ("", "", True, USUAL_RATE)
+    match = next((family for family in FAMILIES if re.search(family[1], title.lower())), None)
+    _, _, video, rate = match or ("", "", True, USUAL_RATE)
     if preset.startswith(MOTION) and not video:
         raise ValueError(
             f"preset is {preset!r}, which is for video models, and {title} makes pictures; choose one of a face, a "
@@ -78,9 +78,9 @@ def preset_notes(preset: str, title: str, values: Mapping[str, float]) -> list[s
     other = {name: value for name, value in stands_for.items() if values.get(name, value) != value}
     if not other:
         return []
-    mine = ", ".join(f"{name} {values[name]:g}" for name in other)
-    theirs = ", ".join(f"{name} {value:g}" for name, value in other.items())
+    input_values = ", ".join(f"{name} {values[name]:g}" for name in other)
+    preset_values = ", ".join(f"{name} {value:g}" for name, value in other.items())
     return [
-        f"The preset '{preset}' means {theirs} for {title}, but this run uses {mine}, as set on the inputs. Choose "
-        "the preset again on the node to fill them in."
+        f"The preset '{preset}' means {preset_values} for {title}, but this run uses {input_values}, as set on the "
+        "inputs. Choose the preset again on the node to fill them in."
     ]

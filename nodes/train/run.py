@@ -1,4 +1,4 @@
-"""One run of Train LoRA: from node inputs to node outputs."""
+"""A run of Train LoRA, from node inputs to node outputs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -31,7 +31,7 @@ from .inherited_settings import inherited_compile, inherited_memory
 
 
 def runs_folder() -> Path:
-    """Folder of runs; ComfyUI lists it in its LoRA loaders."""
+    """Return the folder of runs; ComfyUI lists it in its LoRA loaders."""
     return Path(folder_paths.get_output_directory(), "loras")
 
 
@@ -45,10 +45,10 @@ def run(
     partner: Partner | None = None,
     elsewhere: Callable[[RunStart], TrainResult | None] | None = None,
 ) -> TrainResult:
-    """Train one LoRA on one MODEL, with the settings that travel on it.
+    """Train one LoRA on one MODEL, with the settings attached to it.
 
-    files: the graph, as `workflow_files` returns it.
-    partner: the other one of a pair of experts.
+    files: the graph, as returned by `workflow_files`.
+    partner: the other expert of a pair.
     elsewhere: see `train_lora`.
     """
     previews = on_other_models(previews, model, settings.network)
@@ -61,25 +61,25 @@ def run(
     job = Job.current()
     spare = Path(folder_paths.get_temp_directory() if job is None else job.facts.spare)
     queued = prompt_facts() if job is None else job.facts.queued
-    given = model, data, settings, runs_folder(), observer, compile_settings, watchers, files, spare
+    arguments = model, data, settings, runs_folder(), observer, compile_settings, watchers, files, spare
     with threads_for(model):
-        return train_lora(*given, queued, current_world(), elsewhere)
+        return train_lora(*arguments, queued, current_world(), elsewhere)
 
 
 def prompt_facts() -> dict[str, str]:
-    """Return what run.json says of the prompt that is executed now; empty without one."""
+    """Return run.json's facts on the prompt executed now; empty without one."""
     context = get_executing_context()
     return {} if context is None else {"prompt_id": context.prompt_id, "node": context.node_id}
 
 
 def settings_of_run(expert: Expert) -> TrainSettings:
-    """Settings of an expert after inheritance, as `run` uses them."""
+    """Return the settings of an expert after inheritance, as used by `run`."""
     memory, _ = inherited_memory(expert.model, expert.settings.memory)
     return replace(expert.settings, memory=memory)
 
 
 def outputs(result: TrainResult) -> tuple[LoraModel, dict[str, list[Any]], str]:
-    """Outputs LORA_MODEL, LOSS_MAP (with validation points, where there are any) and the path, empty without a file."""
+    """Return LORA_MODEL, LOSS_MAP (with validation points, if any) and the path, empty without a file."""
     loss: dict[str, list[Any]] = {"loss": result.loss}
     if result.validation:
         loss["validation"] = result.validation
@@ -106,5 +106,5 @@ def node_ui(*results: TrainResult) -> dict[str, Any]:
 
 
 def summary_payload(result: TrainResult) -> dict[str, Any]:
-    """Summary with the path relative to the output folder; empty where the LoRA could not be saved there."""
+    """Return the summary with the path relative to the output folder; empty if the LoRA could not be saved there."""
     return {**result.summary, "path": result.path.relative_to(runs_folder().parent).as_posix() if result.saved else ""}

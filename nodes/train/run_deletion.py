@@ -1,8 +1,8 @@
-"""Routes that delete a run, bring it back and empty the trash.
+"""Routes that delete a run, restore it and empty the trash.
 
-POST `/tessera/runs/{id}/delete` moves what this pack wrote of a run to `output/.tessera-trash/<date>`,
-`/tessera/runs/{id}/restore` moves it back, and `/tessera/trash/empty` removes what is there. All three are off where
-others than the user of this machine may ask. GET `/tessera/trash` lists what is there.
+POST `/tessera/runs/{id}/delete` moves the files of a run that this pack wrote to `output/.tessera-trash/<date>`,
+`/tessera/runs/{id}/restore` moves them back, and `/tessera/trash/empty` removes all deleted runs. All three are off if
+anyone but the user of this machine can send requests. GET `/tessera/trash` lists the trash.
 """
 
 import asyncio
@@ -31,20 +31,20 @@ from .run import runs_folder
 from .run_routes import NO_RUN, id_of, known_runs, refused_post
 
 STILL_ALIVE = 3600  # seconds after the last write of a run on another machine
-FORWARDING = ("Forwarded", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP")  # headers that a proxy adds
-_one_at_a_time = threading.Lock()  # requests run at once, and one would move what another is listing or removing
+FORWARDING = ("Forwarded", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP")  # headers added by proxies
+_one_at_a_time = threading.Lock()  # concurrent requests could move files that another is listing or removing
 
 
 class NoSuchRun(LookupError):
-    """Error of an id that no run has. The message is for the user."""
+    """Raised for an id without a run. The message is for the user."""
 
 
 def why_off(headers: Mapping[str, str]) -> str:
-    """Return why runs can't be deleted from the browser; empty where they can.
+    """Return why runs can't be deleted from the browser; empty if they can.
 
-    headers: of the request. Another Host than this machine's means a tunnel, a proxy, or a foreign page that has the
-    browser believe that this server is its own. A proxy on this machine may write this machine's name there, but most
-    that do tell for whom they ask; one that does not is found by the Origin of the page, see `_answer`.
+    headers: headers of the request. A Host other than this machine's means a tunnel, a proxy, or a foreign page that
+    makes the browser treat this server as its own origin. A proxy on this machine may write this machine's name there,
+    but most of those add a forwarding header; others are detected by the Origin of the page, see `_answer`.
     """
     try:
         if read_settings().delete_runs:
@@ -61,7 +61,7 @@ def why_off(headers: Mapping[str, str]) -> str:
 
 
 def trash_folder() -> Path:
-    """Folder that deleted runs are moved to."""
+    """Return the folder that deleted runs are moved to."""
     return Path(folder_paths.get_output_directory(), TRASH)
 
 
@@ -73,18 +73,18 @@ def delete(id: str) -> dict[str, Any]:
     root, day = runs_folder(), f"{datetime.now():%Y-%m-%d}"
     with _one_at_a_time, ExitStack() as claim:
         try:
-            claim.enter_context(folder.claimed())  # first: from here on none begins
+            claim.enter_context(folder.claimed())  # first: from here on no run begins
         except ValueError:
             _check_over(folder)
             raise ValueError(f"{folder.path.name} is in training in another ComfyUI; stop it there first.") from None
         _check_over(folder)
-        target, left = move_to_trash(folder, root, trash_folder(), day)
+        target, remaining_files = move_to_trash(folder, root, trash_folder(), day)
     place = target.relative_to(folder_paths.get_output_directory())
-    return {"folder": folder.path.relative_to(root).as_posix(), "trash": place.as_posix(), "left": left}
+    return {"folder": folder.path.relative_to(root).as_posix(), "trash": place.as_posix(), "left": remaining_files}
 
 
 def _check_over(folder: RunFolder) -> None:
-    """Raise ValueError where a run is in training, or may be."""
+    """Raise ValueError if a run is, or may be, in training."""
     name = folder.path.name
     if training_now.now(folder.path) is not None:
         raise ValueError(f"{name} is in training; stop it first.")
@@ -96,12 +96,12 @@ def _check_over(folder: RunFolder) -> None:
         return
     if machine != MACHINE:
         raise ValueError(f"{name} may be in training on another machine; try again an hour after its last step.")
-    if may_be_training(facts):  # a ComfyUI whose temporary files are elsewhere, so that the lock is not shared
+    if may_be_training(facts):  # in a ComfyUI with another temporary folder, so that the lock is not shared
         raise ValueError(f"{name} is in training in another ComfyUI; stop it there first.")
 
 
 def bring_back(id: str) -> dict[str, Any]:
-    """Move the run of this id that was deleted last back to its place. Raises as `delete` does."""
+    """Restore the last deleted run of this id. Raises as `delete` does."""
     root = runs_folder()
     with _one_at_a_time:
         for day, run in deleted_runs(trash_folder()):
@@ -113,16 +113,16 @@ def bring_back(id: str) -> dict[str, Any]:
 
 
 def list_trash() -> dict[str, Any]:
-    """List the runs in the trash, those that were deleted last first, each place once; and the bytes of all files."""
-    found: dict[str, dict[str, Any]] = {}
+    """List the runs in the trash, last deleted first, each place once, and the total bytes of all files."""
+    runs: dict[str, dict[str, Any]] = {}
     total = 0
     with _one_at_a_time:
         for day, run in deleted_runs(trash_folder()):
             size = sum((run.folder.path / file).stat().st_size for file in own_files(run.folder))
             place, total = run.folder.path.relative_to(day).as_posix(), total + size
             id = id_of(run.folder.path, day)
-            found.setdefault(id, {"id": id, "folder": place, "day": day.name[: len("2026-11-24")], "bytes": size})
-    return {"runs": list(found.values()), "bytes": total}
+            runs.setdefault(id, {"id": id, "folder": place, "day": day.name[: len("2026-11-24")], "bytes": size})
+    return {"runs": list(runs.values()), "bytes": total}
 
 
 def empty_trash() -> dict[str, Any]:
@@ -157,15 +157,15 @@ async def read_trash(request: web.Request) -> web.Response:
         return _refused(error)
 
 
-async def _answer(request: web.Request, does: Callable[[], dict[str, Any]]) -> web.Response:
+async def _answer(request: web.Request, action: Callable[[], dict[str, Any]]) -> web.Response:
     if (refused := refused_post(request)) is not None:
         return refused
     if "Origin" not in request.headers:  # every browser sends it, and a page behind a proxy can't send this machine's
         return refusal("Only a page of this server may ask that.", 403)
-    if off := why_off(request.headers):
-        return refusal(off, 403)
+    if reason := why_off(request.headers):
+        return refusal(reason, 403)
     try:
-        return answer(await asyncio.to_thread(does))
+        return answer(await asyncio.to_thread(action))
     except NoSuchRun as error:
         return refusal(str(error), 404)
     except ValueError as error:
@@ -181,7 +181,7 @@ def _refused(error: OSError) -> web.Response:
 
 
 async def may_delete(request: web.Request) -> web.Response:
-    """Answer `/tessera/deleting`: why runs can't be deleted, empty where they can."""
+    """Answer `/tessera/deleting`: why runs can't be deleted, empty if they can."""
     return answer({"off": why_off(request.headers)})
 
 

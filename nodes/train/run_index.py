@@ -1,4 +1,4 @@
-"""Index of all runs: what the sidebar lists of each, the one in training and the last changed first.
+"""Index of all runs for the sidebar, the one in training first, then the last changed.
 
 A run's record is read again only when it has changed.
 """
@@ -16,17 +16,17 @@ from ..common import training_now
 
 PAGE = 200  # runs
 MOST_STEPS = 10_000_000
-MOST_TEXT = 300  # letters of a text out of a file
+MOST_TEXT = 300  # letters of a text from a file
 
 
 @dataclass(frozen=True)
 class IndexedRun:
     """Run in the index.
 
-    place: its folder below the folder of all runs, with forward slashes.
+    place: its folder relative to the folder of all runs, with forward slashes.
     changed: time of the last change of its record, in seconds since 1970.
-    facts: what its record says it is.
-    words: what a search looks at.
+    facts: facts from its record.
+    words: searchable text.
     """
 
     folder: RunFolder
@@ -42,32 +42,32 @@ class RunIndex:
 
     def __init__(self) -> None:
         self._runs: dict[Path, IndexedRun] = {}
-        self._lock = threading.Lock()  # searches of several requests run at once
+        self._lock = threading.Lock()  # requests search concurrently
 
-    def search(self, root: Path, wanted: str) -> list[IndexedRun]:
-        """List the runs whose place, name or model has every word of `wanted`: those in training, then the newest."""
+    def search(self, root: Path, query: str) -> list[IndexedRun]:
+        """List the runs with every word of `query` in place, name or model: those in training, then the newest."""
         with self._lock:
             self._runs = {run.folder.path: self._indexed(run, root) for run in all_runs(root)}
             runs = list(self._runs.values())
-        asked = _folded(wanted).split()
-        found = [run for run in runs if all(word in run.words for word in asked)]
-        return sorted(found, key=_order, reverse=True)
+        words = _folded(query).split()
+        matches = [run for run in runs if all(word in run.words for word in words)]
+        return sorted(matches, key=_order, reverse=True)
 
-    def _indexed(self, found: FoundRun, root: Path) -> IndexedRun:
-        known = self._runs.get(found.folder.path)
-        if known is not None and known.stamp == found.stamp:
-            return known
-        place = found.folder.path.relative_to(root).as_posix()
-        if known is not None and _but_progress(known.stamp) == _but_progress(found.stamp):
-            facts, words = known.facts, known.words
+    def _indexed(self, found_run: FoundRun, root: Path) -> IndexedRun:
+        cached = self._runs.get(found_run.folder.path)
+        if cached is not None and cached.stamp == found_run.stamp:
+            return cached
+        place = found_run.folder.path.relative_to(root).as_posix()
+        if cached is not None and _but_progress(cached.stamp) == _but_progress(found_run.stamp):
+            facts, words = cached.facts, cached.words
         else:
-            facts = _facts(RunReader(found.folder.path).facts())
+            facts = _facts(RunReader(found_run.folder.path).facts())
             words = _folded(f"{place} {facts['output_name']} {facts['model']}")
-        return IndexedRun(found.folder, place, found.changed, found.stamp, facts, words)
+        return IndexedRun(found_run.folder, place, found_run.changed, found_run.stamp, facts, words)
 
 
 def _but_progress(stamp: Stamp) -> Stamp:
-    """Leave out the curve of a run, which says nothing of what is listed."""
+    """Return the stamp without the progress file, which holds no listed facts."""
     return tuple(entry for entry in stamp if entry[0] != PROGRESS)
 
 
@@ -90,11 +90,11 @@ def _folded(text: str) -> str:
 
 
 def steps_of(record: dict[str, Any]) -> int:
-    """Return the steps that a run was asked for, out of its record; 0 where that does not say."""
+    """Return the requested steps of a run from its record; 0 if missing."""
     steps = record.get("steps")
     return steps if type(steps) is int and 0 <= steps <= MOST_STEPS else 0
 
 
 def text_of(value: Any) -> str:
-    """Return a text out of a file; empty for anything else."""
+    """Return a text from a file; empty for anything else."""
     return value if isinstance(value, str) else ""

@@ -1,8 +1,8 @@
-"""Routes by which a page reads the runs of this server, and asks something of the one that trains.
+"""Routes with which a page reads the runs of this server and controls the one that trains.
 
 GET `/tessera/runs?name=`, `/tessera/runs?filter=&page=` and `/tessera/runs/{id}?since=&points=` only read. POST
-`/tessera/runs/{id}/save`, `/sample` and `/stop` take effect between two steps. A run is named by an id that one of the
-first two gave, never by a path.
+`/tessera/runs/{id}/save`, `/sample` and `/stop` take effect between two steps. A run is named by an id from one of the
+first two, never by a path.
 """
 
 import asyncio
@@ -35,52 +35,52 @@ from .run import runs_folder
 from .run_index import PAGE, RunIndex, page_of, steps_of, text_of
 
 MOST_LISTED = 20
-MOST_READERS = 8  # whose curves stay in memory
+MOST_READERS = 8  # readers whose curves stay in memory
 NO_RUN = "There is no such run; list the runs first."
 
 
 @dataclass
 class SharedReader:
-    """Reader of one run, which one request uses at a time."""
+    """Reader of a run, used by one request at a time."""
 
     reader: RunReader
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Runs:
-    """Runs below a folder, as the routes give them."""
+    """Runs below a folder, as served by the routes."""
 
     def __init__(self) -> None:
         self._folders: dict[str, RunFolder] = {}
         self._readers: OrderedDict[Path, SharedReader] = OrderedDict()
         self._index = RunIndex()
-        self._lock = threading.Lock()  # requests are answered by several threads
+        self._lock = threading.Lock()  # several threads answer requests
 
     def named(self, name: str) -> list[dict[str, Any]]:
-        """List the runs of an output name, with those of a pair of experts: the one that trains, then the newest.
+        """List the runs of an output name, including those of a pair of experts: the one that trains, then the newest.
 
-        Raises ValueError where it is no output name.
+        Raises ValueError if it is no output name.
         """
         root, name = runs_folder(), plain_name(name)
-        found = [
+        candidates = [
             (training_now.now(folder.path) is not None, changed, str(folder.path), folder)
             for ending in ("", f"_{HIGH}", f"_{LOW}")
             for folder in run_folders(root, f"{name}{ending}")
             if _lies_in(folder.path, root) and (changed := _changed(folder.path))
         ]
-        newest = [folder for *_, folder in sorted(found, key=itemgetter(0, 1, 2), reverse=True)[:MOST_LISTED]]
+        newest = [folder for *_, folder in sorted(candidates, key=itemgetter(0, 1, 2), reverse=True)[:MOST_LISTED]]
         with self._lock:
             self._folders |= {id_of(folder.path, root): folder for folder in newest}
         paths = [folder.path for folder in newest]
         return [{"id": id_of(path, root), "folder": path.name, **_state_of(path)} for path in paths]
 
-    def page(self, wanted: str, number: int) -> dict[str, Any]:
-        """List a page of all runs whose place, name or model has the words of `wanted`. number: of the page, from 0."""
+    def page(self, query: str, number: int) -> dict[str, Any]:
+        """List a page of the runs with every word of `query` in place, name or model. number: page, from 0."""
         root = runs_folder()
-        found = self._index.search(root, wanted)
-        shown = page_of(found, number)
+        matches = self._index.search(root, query)
+        entries = page_of(matches, number)
         with self._lock:
-            self._folders |= {id_of(run.folder.path, root): run.folder for run in shown}
+            self._folders |= {id_of(run.folder.path, root): run.folder for run in entries}
         runs = [
             {
                 "id": id_of(run.folder.path, root),
@@ -89,60 +89,60 @@ class Runs:
                 **run.facts,
                 "running": training_now.now(run.folder.path) is not None,
             }
-            for run in shown
+            for run in entries
         ]
-        return {"count": len(found), "page": number, "pages": -(-len(found) // PAGE), "runs": runs}
+        return {"count": len(matches), "page": number, "pages": -(-len(matches) // PAGE), "runs": runs}
 
-    def ask(self, id: str, prompt_id: str, what: str) -> bool | None:
-        """Ask something of a run, see `training_now.ask`. None for an unknown id."""
+    def ask(self, id: str, prompt_id: str, action: str) -> bool | None:
+        """Request an action of a run, see `training_now.ask`. None for an unknown id."""
         with self._lock:
             folder = self._folders.get(id)
-        return None if folder is None else training_now.ask(folder.path, prompt_id, what)
+        return None if folder is None else training_now.ask(folder.path, prompt_id, action)
 
     def can_sample(self, id: str) -> bool | None:
-        """Return True where a run has previews to make. None for an unknown id."""
+        """Return whether a run has previews to make. None for an unknown id."""
         folder = self.folder(id)
         return None if folder is None else RunReader(folder.path).facts().get("can_sample") is True
 
     def folder(self, id: str) -> RunFolder | None:
-        """Folder of a run; None for an unknown id, or where it is gone or a link by now."""
+        """Return the folder of a run; None for an unknown id, or if it is gone or now a link."""
         with self._lock:
             return self._found(id)
 
     def _found(self, id: str) -> RunFolder | None:
-        """Do what `folder` does, with the lock held."""
-        found = self._folders.get(id)
-        return found if found and _lies_in(found.path, runs_folder()) and _changed(found.path) else None
+        """Return the same as `folder`, with the lock held."""
+        folder = self._folders.get(id)
+        return folder if folder and _lies_in(folder.path, runs_folder()) and _changed(folder.path) else None
 
     def _drop_readers(self) -> None:
-        """Drop the curves that were read longest ago, until few are left with few points in all."""
+        """Evict the least recently read curves, until few are left with few points in total."""
         while len(self._readers) > 1:
-            points = sum(len(shared.reader.curve.loss) for shared in self._readers.values())
+            points = sum(len(shared_reader.reader.curve.loss) for shared_reader in self._readers.values())
             if len(self._readers) <= MOST_READERS and points <= CURVE.items:
                 return
             self._readers.popitem(last=False)
 
     def read(self, id: str, since: int, points: int = MOST_POINTS) -> dict[str, Any] | None:
-        """Read a run: what it is, whether it trains now, and its curve after step `since`. None for an unknown id.
+        """Read a run: its facts, its training state, and its curve after step `since`. None for an unknown id.
 
-        points: thins each series to so many.
+        points: number of points that each series is thinned to.
         """
         with self._lock:
-            found = self._found(id)
-            if found is None:
+            run_folder = self._found(id)
+            if run_folder is None:
                 return None
-            root, folder = runs_folder(), found.path
-            shared = self._readers.pop(folder, None) or SharedReader(RunReader(folder))
-            self._readers[folder] = shared
+            root, folder = runs_folder(), run_folder.path
+            shared_reader = self._readers.pop(folder, None) or SharedReader(RunReader(folder))
+            self._readers[folder] = shared_reader
             self._drop_readers()
-        with shared.lock:  # of this run alone: a large record keeps no other run and no list waiting
+        with shared_reader.lock:  # per run: a large record delays no other run and no list
             try:
-                facts, curve = shared.reader.facts(), shared.reader.read()
+                facts, curve = shared_reader.reader.facts(), shared_reader.reader.read()
             except OSError:  # deleted meanwhile
                 return None
-            steps, newest = steps_of(facts), _newest_lora(found, root)
+            steps, newest = steps_of(facts), _newest_lora(run_folder, root)
             window = max(10, steps // 20)
-            # Those before `since` count in the first means after it, and no further back than one window.
+            # Losses up to one window before `since` are part of the first means after it.
             begin = max(0, bisect_right(list(curve.loss), since) - window)
             losses = averaged(list(curve.loss.values())[begin:], window)
             text = {name: text_of(facts.get(name)) for name in ("output_name", "model", "started", "prompt_id")}
@@ -161,7 +161,7 @@ class Runs:
                 "text": curve.text,
                 "can_go_on": facts.get("can_go_on") is True,
                 "can_sample": facts.get("can_sample") is True,
-                "lora": newest if own_file(found.path, found.lora_path.name) else "",
+                "lora": newest if own_file(run_folder.path, run_folder.lora_path.name) else "",
                 "last_lora": newest,
                 "loss_ends": _ends([loss for _, loss, _ in curve.loss.values()]),
                 "seconds": curve.seconds,
@@ -172,7 +172,7 @@ class Runs:
 
 
 def id_of(folder: Path, root: Path) -> str:
-    """Return the id of a run by the place of its folder below the folder of all runs."""
+    """Return the id of a run, a hash of its folder relative to the folder of all runs."""
     return hashlib.blake2b(os.fsencode(folder.relative_to(root).as_posix()), digest_size=8).hexdigest()
 
 
@@ -181,28 +181,28 @@ def _lies_in(folder: Path, root: Path) -> bool:
 
 
 def _changed(folder: Path) -> float:
-    """Time of the last change of a run's record; 0 where a folder is no run's."""
+    """Return the time of the last change of a run's record; 0 if the folder is not a run."""
     changed = 0.0
     for path in (own_file(folder, name) for name in (PROGRESS, RUN, SUMMARY)):
-        with suppress(FileNotFoundError):  # one that is deleted just now
+        with suppress(FileNotFoundError):  # deleted just now
             changed = max(changed, path.stat().st_mtime if path is not None else 0.0)
     return changed
 
 
 def _newest_lora(folder: RunFolder, root: Path) -> str:
-    """Name of a run's LoRA of the latest step as ComfyUI's LoRA loaders list it; empty where there is none."""
+    """Return the name of a run's latest LoRA as listed by ComfyUI's LoRA loaders; empty if there is none."""
     saves = [path for path in folder.loras() if _lies_in(path.parent, folder.path)]
     return next((str(path.relative_to(root)) for path in saves[::-1] if own_file(path.parent, path.name)), "")
 
 
 def _ends(losses: Sequence[float]) -> list[float] | None:
-    """Mean loss of the first and of the last twentieth of the steps; None without steps."""
+    """Return the mean loss of the first and the last twentieth of the steps; None without steps."""
     count = max(1, len(losses) // 20)
     return [fmean(losses[:count]), fmean(losses[-count:])] if losses else None
 
 
 def _state_of(folder: Path) -> dict[str, Any]:
-    """Tell whether a run trains now, on which node, and how far it is."""
+    """Return whether a run trains now, on which node, and its progress."""
     run = training_now.now(folder)
     if run is None:
         return {"running": False}
@@ -228,10 +228,10 @@ async def list_runs(request: web.Request) -> web.Response:
             return refusal("page is not a number; give 0 or more.", 400)
         return answer(await asyncio.to_thread(known_runs.page, query.get("filter", ""), page))
     try:
-        found = await asyncio.to_thread(known_runs.named, query["name"])
+        runs = await asyncio.to_thread(known_runs.named, query["name"])
     except ValueError as error:
         return refusal(str(error), 400)
-    return answer({"runs": found})
+    return answer({"runs": runs})
 
 
 async def read_run(request: web.Request) -> web.Response:
@@ -241,10 +241,10 @@ async def read_run(request: web.Request) -> web.Response:
         return refusal("since is not a step; give 0 or more.", 400)
     if points is None or not 3 <= points <= MOST_POINTS:
         return refusal(f"points is not a number from 3 to {MOST_POINTS}.", 400)
-    found = await asyncio.to_thread(known_runs.read, request.match_info["id"], since, points)
-    if found is None:
+    record = await asyncio.to_thread(known_runs.read, request.match_info["id"], since, points)
+    if record is None:
         return refusal(NO_RUN, 404)
-    return answer(found)
+    return answer(record)
 
 
 _READ = {"since": "0", "points": str(MOST_POINTS)}
@@ -255,7 +255,7 @@ def _number(text: str) -> int | None:
 
 
 async def ask_run(request: web.Request) -> web.Response:
-    """Answer POST `/tessera/runs/{id}/save`, `/sample`, `/stop` with `{"prompt_id": …}`, that of the run."""
+    """Answer POST `/tessera/runs/{id}/save`, `/sample`, `/stop` with the `{"prompt_id": …}` of the run."""
     if (refused := refused_post(request)) is not None:
         return refused
     if foreign := await asyncio.to_thread(why_foreign, request.headers):
@@ -267,20 +267,20 @@ async def ask_run(request: web.Request) -> web.Response:
     prompt_id = body.get("prompt_id") if isinstance(body, dict) else None
     if not isinstance(prompt_id, str):
         return refusal("Give the prompt_id of the run.", 400)
-    what = request.match_info["what"]
-    if what == SAMPLE and await asyncio.to_thread(known_runs.can_sample, request.match_info["id"]) is False:
+    action = request.match_info["what"]
+    if action == SAMPLE and await asyncio.to_thread(known_runs.can_sample, request.match_info["id"]) is False:
         fix = "It has no Training Preview, so there is nothing to sample; connect one to preview and run it again."
         return refusal(fix, 409)
-    found = await asyncio.to_thread(known_runs.ask, request.match_info["id"], prompt_id, what)
-    if found is None:
+    accepted = await asyncio.to_thread(known_runs.ask, request.match_info["id"], prompt_id, action)
+    if accepted is None:
         return refusal(NO_RUN, 404)
-    if not found:
+    if not accepted:
         return refusal("This run isn't training right now.", 409)
-    return answer({"asked": what})
+    return answer({"asked": action})
 
 
 def refused_post(request: web.Request) -> web.Response | None:
-    """Refuse a POST that no page of this server sends as JSON; None where it may go on."""
+    """Refuse a POST unless a page of this server sends it as JSON; None if accepted."""
     if not _is_own_page(request):
         return refusal("Only a page of this server may ask that.", 403)
     if request.content_type != "application/json":
@@ -289,13 +289,13 @@ def refused_post(request: web.Request) -> web.Response | None:
 
 
 def _is_own_page(request: web.Request) -> bool:
-    """Tell whether a page of this server asks, or no browser; ComfyUI's own check is off under --enable-cors-header."""
+    """Return whether a page of this server or no browser asks; --enable-cors-header turns ComfyUI's own check off."""
     if request.headers.get("Sec-Fetch-Site", "same-origin") != "same-origin":
         return False
     origin = request.headers.get("Origin")
     try:
         return origin is None or urlsplit(origin).netloc.lower() == request.host.lower()
-    except ValueError:  # no address, such as http://[::
+    except ValueError:  # invalid URL, such as http://[::
         return False
 
 

@@ -1,4 +1,4 @@
-"""The inputs of Train LoRA."""
+"""Inputs of Train LoRA."""
 
 from comfy_api.latest import io
 
@@ -21,7 +21,7 @@ from .run import runs_folder
 
 
 def train_inputs() -> list[io.Input]:
-    """All inputs, in the order in which saved workflows have them."""
+    """Build all inputs, in the order of saved workflows."""
     return [
         io.Model.Input(
             "model",

@@ -37,7 +37,7 @@ from .train_inputs import train_inputs
 
 
 class TesseraTrainLora(io.ComfyNode):
-    """Trains a LoRA on the MODEL that comes in, which is left as it was."""
+    """Trains a LoRA on the incoming MODEL, which is left unchanged."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -143,8 +143,8 @@ class TesseraTrainLora(io.ComfyNode):
         files = workflow_files(prompt, extra) if job is None else job.facts.files
         observer = ServerObserver(cls.hidden.unique_id, steps if model_low_noise is None else 2 * steps)
         elsewhere: Callable[[RunStart], TrainResult | None] | None = None
-        if chosen := chosen_devices(devices):
-            elsewhere = OnDevices(chosen, prompt, extra, settings, files, observer)
+        if device_ids := chosen_devices(devices):
+            elsewhere = OnDevices(device_ids, prompt, extra, settings, files, observer)
         elif job is not None:
             trains = observer.node_id == job.facts.queued.get("node")
             elsewhere = SameRun(job.facts.key) if trains else stopped_before
@@ -169,11 +169,11 @@ class TesseraTrainLora(io.ComfyNode):
             for number, expert in enumerate(experts):
                 watching = ExpertObserver(observer, expert, number, len(experts))
                 other = experts[1 - number]
-                under = with_base(other.model, other.settings.network)
-                before = results[0].lora if results else None
-                partner = Partner(under, other.side, before, settings.objective.expert_boundary or None)
-                given = expert.model, data, expert.settings, watching, files, preview, partner
-                results.append(run(*given, elsewhere))
+                based_model = with_base(other.model, other.settings.network)
+                first_lora = results[0].lora if results else None
+                partner = Partner(based_model, other.side, first_lora, settings.objective.expert_boundary or None)
+                arguments = expert.model, data, expert.settings, watching, files, preview, partner
+                results.append(run(*arguments, elsewhere))
         record_outputs(output_name, [result.path for result in results if result.saved])
         if any(result.stopped for result in results):
             record_stopped(output_name)

@@ -265,7 +265,7 @@ def test_a_thumbnail_is_made_anew_of_a_changed_file(server, home):
 def test_a_byte_cache_holds_the_last_used_within_its_bound():
     from tessera.nodes.common.byte_cache import ByteCache
 
-    cache = ByteCache(most=10)
+    cache = ByteCache(capacity=10)
     cache.put("a", b"1234")
     cache.put("b", b"1234")
     assert cache.find("a") == b"1234"
