@@ -107,7 +107,7 @@ def test_the_last_part_leaves_out_what_was_before(runs):
     counted, before = find_snapshots(runs, run_of(runs, "few"), profile)
     assert [one.step for one in counted] == [4, 6, 7] and before == 2
     assert weights_of([4, 6, 7], profile) == [1 / 3] * 3
-    power = weights_of([4, 6, 7], Profile("power", width=WIDEST), before=2)
+    power = weights_of([4, 6, 7], Profile("power", width=WIDEST), previous_step=2)
     assert power == pytest.approx([2 / 5, 2 / 5, 1 / 5], abs=0.05), "nearly equal by steps, from step 2 on"
 
 

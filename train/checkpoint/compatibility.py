@@ -26,20 +26,20 @@ _MADE_WITH = ("algorithm", "init", "rank", "factor")
 def check_state(path: Path, settings: TrainSettings, patcher: ModelPatcher, targets: Sequence[str]) -> None:
     """Check that a run with these settings on the layers `targets` of `patcher`'s model can resume from the state.
 
-    Raises ValueError, naming the input, where it cannot, or where the saved weights would silently mean something else
-    under these settings (another alpha, for example).
+    Raises ValueError, naming the input, if it cannot, or if the saved weights would silently mean something else under
+    these settings (another alpha, for example).
     """
     header, network, optimizer = read_header(path), settings.network, settings.optimizer
     shapes = layer_shapes(patcher.model)
-    own = {name: _bare(spec, shapes[name]) for name, spec in adapter_specs(network, targets).items()}
+    adapters = {name: _bare(spec, shapes[name]) for name, spec in adapter_specs(network, targets).items()}
     saved = {
         name: AdapterSpec(**{field: value for field, value in group.items() if field != "layers"})
         for group in header.adapters
         for name in group["layers"]
     }
-    _check_network({name: tensor.shape for name, tensor in header.master_weights.items()}, saved, own, network)
+    _check_network({name: tensor.shape for name, tensor in header.master_weights.items()}, saved, adapters, network)
     check_class(header.moving["optimizer"].get("class"), chosen_class(optimizer))
-    master_weights = {f"{n}.{name}": p for n, adapter in own.items() for name, p in adapter.named_parameters()}
+    master_weights = {f"{n}.{name}": p for n, adapter in adapters.items() for name, p in adapter.named_parameters()}
     groups = parameter_groups(master_weights, optimizer.learning_rate, network.lora_plus_ratio)
     saved_groups = header.moving["optimizer"]["param_groups"]
     check_groups(group_sizes(groups), [len(group["params"]) for group in saved_groups])
@@ -60,47 +60,52 @@ def _bare(spec: AdapterSpec, size: tuple[int, int]) -> Adapter:
 
 
 def _check_network(
-    there: Shapes, saved: Mapping[str, AdapterSpec], own: Mapping[str, Adapter], network: NetworkOptions
+    saved_shapes: Shapes,
+    saved_specs: Mapping[str, AdapterSpec],
+    adapters: Mapping[str, Adapter],
+    network: NetworkOptions,
 ) -> None:
     """Compare the adapters of a state with those of this run.
 
-    there: shapes of the state's fp32 weights by name.
-    saved: adapter specs of the state by layer; empty for old states, which do not hold them.
-    own: adapters of this run by layer.
+    saved_shapes: shapes of the state's fp32 weights by name.
+    saved_specs: adapter specs of the state by layer; empty for old states, which do not hold them.
+    adapters: adapters of this run by layer.
 
     Raises ValueError at the first difference.
     """
-    layers = dict.fromkeys(name.rpartition(".")[0] for name in there)
-    if layers.keys() != own.keys():
+    layers = dict.fromkeys(name.rpartition(".")[0] for name in saved_shapes)
+    if layers.keys() != adapters.keys():
         raise ValueError(
-            f"resume: that state trained {len(layers)} layers and the network here trains {len(own)} "
-            f"({'; '.join(_only(layers, own))}); set targets and the model as they were, {RESUME_OFF}"
+            f"resume: that state trained {len(layers)} layers and the network here trains {len(adapters)} "
+            f"({'; '.join(_only(layers, adapters))}); set targets and the model as they were, {RESUME_OFF}"
         )
-    for name, adapter in own.items():
-        here = {f"{name}.{key}": tuple(t.shape) for key, t in adapter.state_dict().items()}
-        same = here == {key: shape for key, shape in there.items() if key.rpartition(".")[0] == name}
-        if name not in saved:
-            if not same:
+    for name, adapter in adapters.items():
+        shapes = {f"{name}.{key}": tuple(t.shape) for key, t in adapter.state_dict().items()}
+        shapes_match = shapes == {key: shape for key, shape in saved_shapes.items() if key.rpartition(".")[0] == name}
+        if name not in saved_specs:
+            if not shapes_match:
                 raise ValueError(OTHER_NETWORK)
             continue
-        before, now = saved[name], adapter.spec
-        if not same:
-            field = next((one for one in _MADE_WITH if getattr(before, one) != getattr(now, one)), None)
-            raise _other(field, name, before, now, network) if field else ValueError(OTHER_NETWORK)
-        if _bare(before, (adapter.out_features, adapter.in_features)).strength != adapter.strength:
-            raise _other(adapter.strength_field, name, before, now, network)
+        saved_spec, spec = saved_specs[name], adapter.spec
+        if not shapes_match:
+            field = next(
+                (option for option in _MADE_WITH if getattr(saved_spec, option) != getattr(spec, option)), None
+            )
+            raise _other(field, name, saved_spec, spec, network) if field else ValueError(OTHER_NETWORK)
+        if _bare(saved_spec, (adapter.out_features, adapter.in_features)).strength != adapter.strength:
+            raise _other(adapter.strength_field, name, saved_spec, spec, network)
 
 
-def _other(field: str, layer: str, before: AdapterSpec, now: AdapterSpec, network: NetworkOptions) -> ValueError:
-    there, here = getattr(before, field), getattr(now, field)
-    by_pattern = here != getattr(network, field)
-    fix = "set rank_patterns as they were" if by_pattern else f"set {field} to {_shown(there)}"
+def _other(field: str, layer: str, saved_spec: AdapterSpec, spec: AdapterSpec, network: NetworkOptions) -> ValueError:
+    saved_value, value = getattr(saved_spec, field), getattr(spec, field)
+    by_pattern = value != getattr(network, field)
+    fix = "set rank_patterns as they were" if by_pattern else f"set {field} to {_shown(saved_value)}"
     scaled = ", which would change the strength of everything it learnt" if field in ("alpha", "constraint") else ""
-    if now.algorithm == before.algorithm == "lora" and field in ("rank", "alpha"):
+    if spec.algorithm == saved_spec.algorithm == "lora" and field in ("rank", "alpha"):
         fix += ", start from its LoRA with start_from on LoRA Network"
     return ValueError(
-        f"resume: that state was trained with {field} {_shown(there)} in {layer} and the network here has "
-        f"{_shown(here)}{scaled}; {fix}, {RESUME_OFF}"
+        f"resume: that state was trained with {field} {_shown(saved_value)} in {layer} and the network here has "
+        f"{_shown(value)}{scaled}; {fix}, {RESUME_OFF}"
     )
 
 
@@ -108,7 +113,10 @@ def _shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _only(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
-    for names, where in (([n for n in there if n not in here], "there"), ([n for n in here if n not in there], "here")):
+def _only(saved_layers: Mapping[str, Any], layers: Mapping[str, Any]) -> Iterator[str]:
+    for names, side in (
+        ([n for n in saved_layers if n not in layers], "there"),
+        ([n for n in layers if n not in saved_layers], "here"),
+    ):
         if names:
-            yield f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} only {where}"
+            yield f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} only {side}"

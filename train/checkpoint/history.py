@@ -30,63 +30,63 @@ def segment_settings(facts: RunFacts, data: str, weights: str) -> Plain:
 
     data, weights: fingerprints of training data and model; they reveal a change, not its content.
     """
-    told = plain_facts(facts)
-    names = {name: told["memory"][name] for name in _OF_MEMORY}
+    plain = plain_facts(facts)
+    names = {name: plain["memory"][name] for name in _OF_MEMORY}
     names |= {"data_fingerprint": fingerprint(data)[:8], "model_fingerprint": fingerprint(weights)[:8]}
-    return {name: told[name] for name in _FIELDS} | names
+    return {name: plain[name] for name in _FIELDS} | names
 
 
-def run_segments(state: Path | None, lineage: str, now: Plain, asked: str) -> list[Plain]:
-    """List the segments of a run of this lineage that resumes from `state`, the one that begins now last.
+def run_segments(state: Path | None, lineage: str, settings: Plain, settings_lineage: str) -> list[Plain]:
+    """List the segments of a run of this lineage that resumes from `state`; the segment that begins now comes last.
 
-    now: settings of this segment, see `segment_settings`.
-    asked: lineage of its settings, by which `resume.continued_lineage` finds the run again.
+    settings: settings of the new segment, see `segment_settings`.
+    settings_lineage: lineage of its settings, by which `resume.continued_lineage` finds the run again.
 
-    A segment of an old state, which did not hold them, has no `made_with`.
+    A segment of an old state, which did not hold its settings, has no `made_with`.
     """
-    last = {"made_with": now, "asked": asked}
+    last = {"made_with": settings, "asked": settings_lineage}
     if state is None:
         return [last]
     header = read_header(state)
-    *earlier, before = header.parts or [{}]
+    *earlier, previous = header.parts or [{}]
     if header.lineage == lineage:
         return [*earlier, last]
-    return [*earlier, before | {"to_step": header.step}, last]
+    return [*earlier, previous | {"to_step": header.step}, last]
 
 
 def continued_from(parts: Sequence[Plain]) -> list[Plain]:
     """List the earlier segments that had other settings.
 
-    An entry is `{"from_step" (exclusive), "to_step", "settings"}`. `settings` holds the earlier values of what has
-    changed; it is missing where they are unknown.
+    An entry is `{"from_step" (exclusive), "to_step", "settings"}`. `settings` holds the earlier values of the changed
+    settings; it is missing if they are unknown.
     """
-    *earlier, now = parts
-    told, begin = [], 0
+    *earlier, current = parts
+    entries, begin = [], 0
     for part in earlier:
         entry = {"from_step": begin, "to_step": part["to_step"]}
         begin = part["to_step"]
         if "made_with" not in part:
-            told.append(entry)
-        elif settings := _otherwise(_with_defaults(part["made_with"]), _with_defaults(now["made_with"])):
-            told.append(entry | {"settings": settings})
-    return told
+            entries.append(entry)
+        elif settings := _otherwise(_with_defaults(part["made_with"]), _with_defaults(current["made_with"])):
+            entries.append(entry | {"settings": settings})
+    return entries
 
 
 def _with_defaults(settings: Plain) -> Plain:
-    """Add the options that there were none of when these settings were saved, as they are where nobody sets them."""
+    """Add the options that did not exist when these settings were saved, with their default values."""
     options = {name: asdict(kind()) | settings.get(name, {}) for name, kind in _OPTIONS.items()}
     return {name: getattr(MemoryOptions, name) for name in _OF_MEMORY} | settings | options
 
 
-def _otherwise(before: Mapping[str, Any], now: Mapping[str, Any]) -> Plain:
-    """Return the entries of `before` that differ in `now`, nested mappings entry by entry."""
-    found: Plain = {}
-    for name in sorted(before.keys() | now.keys()):
-        old, new = before.get(name), now.get(name)
+def _otherwise(previous: Mapping[str, Any], current: Mapping[str, Any]) -> Plain:
+    """Return the entries of `previous` that differ in `current`, nested mappings entry by entry."""
+    differences: Plain = {}
+    for name in sorted(previous.keys() | current.keys()):
+        old, new = previous.get(name), current.get(name)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             old = _otherwise(old, new)
             if old:
-                found[name] = old
+                differences[name] = old
         elif old != new:
-            found[name] = old
-    return found
+            differences[name] = old
+    return differences

@@ -3,8 +3,8 @@
 `modelspec.*`: Stability AI's ModelSpec (github.com/Stability-AI/ModelSpec), version 1.0.1 as kohya's scripts write it.
 `ss_*`: kohya's keys that model managers read, only those that apply to our run.
 `tessera`: all settings of the run as JSON.
-`tessera_modules`: the names of the base model's modules, where no family has a table of them.
-`tessera_best`: of the LoRA with the lowest validation loss.
+`tessera_modules`: the names of the base model's modules, if no family has a table of them.
+`tessera_best`: validation record of the LoRA with the lowest validation loss.
 """
 
 import json
@@ -34,7 +34,7 @@ from ..optim.options import OptimizerOptions
 from ..settings import MemoryOptions, TrainSettings
 
 BEST = "tessera_best"
-VERSION = "0.1.0"  # as `pyproject.toml` names it
+VERSION = "0.1.0"  # as in `pyproject.toml`
 
 # (step, last loss, LoRA) → the metadata of its file.
 Describe = Callable[[int, float | None, LoraModel], dict[str, str]]
@@ -48,7 +48,7 @@ class RunFacts:
     family: name of the model family, such as `flux`.
     variant: variant in the family, such as `dev`.
     origin: names of the model in other tools.
-    base_model: file name of the checkpoint, empty where unknown.
+    base_model: file name of the checkpoint, empty if unknown.
     steps: optimizer steps done.
     batch_size: samples of a micro-batch.
     gradient_accumulation: micro-batches of an optimizer step.
@@ -70,8 +70,8 @@ class RunFacts:
     saving: save intervals and number of retained LoRAs.
     compile: 'auto' or 'off'.
     continued_from: earlier segments with other settings, see `history.continued_from`.
-    loaded_base: what Load Diffusion Model has put the model into, one of `requantise.BASES`.
-    modules: names of the model's modules, where a file of it has to tell them, see `NameTable.recorded`.
+    loaded_base: format that Load Diffusion Model converted the model to, one of `requantise.BASES`.
+    modules: names of the model's modules, if its LoRA files have to record them, see `NameTable.recorded`.
     """
 
     output_name: str
@@ -106,19 +106,19 @@ class RunFacts:
 
 def plain_facts(facts: RunFacts) -> dict[str, Any]:
     """Return the facts about the run as plain JSON, with absolute paths removed."""
-    told = asdict(facts)
-    del told["modules"]  # of the model, in a key of its own
-    return without_paths(told)
+    plain = asdict(facts)
+    del plain["modules"]  # belongs to the model and has its own metadata key
+    return without_paths(plain)
 
 
 def metadata_for(facts: RunFacts, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Make the header of a LoRA file of this run for kohya's keys; `for_file` adapts it to another format.
+    """Build the header of a LoRA file of this run for kohya's keys; `for_file` adapts it to another format.
 
-    Every value is a string. Absolute paths are cut to their last part, inside texts too.
+    Every value is a string. Absolute paths are cut to their last part, also inside texts.
     """
     settings = plain_facts(facts)
     network, optimizer = facts.network, facts.optimizer
-    known: dict[str, Any] = {
+    entries: dict[str, Any] = {
         "modelspec.sai_model_spec": "1.0.1",
         "modelspec.architecture": f"{facts.origin.architecture}/lora",
         "modelspec.implementation": facts.origin.implementation,
@@ -154,19 +154,19 @@ def metadata_for(facts: RunFacts, tensors: Mapping[str, Tensor]) -> dict[str, st
         MODULES: facts.modules,
         "tessera": json.dumps(settings, ensure_ascii=False, sort_keys=True, allow_nan=False),
     }
-    return for_file({key: str(value) for key, value in known.items() if value not in ("", None)}, tensors, "kohya")
+    return for_file({key: str(value) for key, value in entries.items() if value not in ("", None)}, tensors, "kohya")
 
 
 def _network_args(network: NetworkOptions, tensors: Mapping[str, Tensor]) -> str:
     """Format the network module's arguments as kohya's scripts do: JSON of strings, empty without arguments."""
-    own: dict[str, dict[str, Any]] = {
+    by_algorithm: dict[str, dict[str, Any]] = {
         "lora": {},
         "loha": {"algo": "loha"},
         "lokr": {"algo": "lokr", "factor": network.factor},
         "dora": {"algo": "lora", "dora_wd": True, "wd_on_output": False},
         "oft": {"algo": "diag-oft", "constraint": network.constraint},
     }
-    args = own[network.algorithm] | {
+    args = by_algorithm[network.algorithm] | {
         name: value for name in ("rank_dropout", "module_dropout") if (value := getattr(network, name))
     }
     if network.lora_plus_ratio != 1:
@@ -176,8 +176,8 @@ def _network_args(network: NetworkOptions, tensors: Mapping[str, Tensor]) -> str
 
 
 def _conv_args(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The rank and the alpha that most convolutions have whose kernel is more than 1 × 1, as kohya's scripts name them;
-    empty without any."""
+    """Return the most common rank and alpha of the convolutions with a kernel larger than 1 × 1, under kohya's names;
+    empty without such convolutions."""
     sizes = Counter(
         (len(down), float(tensors[f"{key.removesuffix(DOWN)}{ALPHA}"]))
         for key, down in tensors.items()
@@ -234,7 +234,7 @@ def collect_facts(
 
 
 def metadata_writer(facts: RunFacts) -> Describe:
-    """Return the function that makes the metadata of this run's LoRA files."""
+    """Return a function that builds the metadata of this run's LoRA files."""
 
     def describe(step: int, loss: float | None, lora: LoraModel) -> dict[str, str]:
         return metadata_for(replace(facts, steps=step, final_loss=loss, finished=now()), lora)

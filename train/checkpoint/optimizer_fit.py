@@ -1,7 +1,7 @@
-"""Comparison of a saved optimizer state with what a first step of the optimizer makes.
+"""Comparison of a saved optimizer state with the state that the optimizer creates in its first step.
 
-Only an optimizer's class knows the entries of its state. A missing or misshapen one would end the first step of a
-resumed run in an error of torch, so the entries are compared before a model is loaded.
+Only an optimizer's class knows the entries of its state. A missing entry or one of the wrong shape would make the first
+step of a resumed run fail with a torch error, so the entries are compared before a model is loaded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from ..optim.options import OptimizerOptions
 from ..optim.registry import CUSTOM, arguments
 from .schema import StoredTensor
 
-# Counters of steps, which optimizers raise to powers and divide by.
+# Step counters, which optimizers use as exponents and divisors.
 _COUNTERS = ("step", "k")
 _MOST = 1e18  # optimizers square their estimates, in fp32
 
@@ -28,14 +28,15 @@ def fits_optimizer(
     step: int,
     device: torch.device,
 ) -> bool:
-    """Test that a saved state has the entries that the chosen optimizer makes in its first step.
+    """Test that a saved state has the entries that the chosen optimizer creates in its first step.
 
     weights: the trained weights in the optimizer's order; only their shapes are read.
     saved: optimizer state of a `StateHeader`.
     step: optimizer steps of the state.
-    device: where the optimizer will run.
+    device: device on which the optimizer will run.
 
-    Entries that come later are not known, so more are allowed. A custom class may make other ones at each step.
+    Additional entries are allowed, because an optimizer may add some later. A custom class is not checked: it may
+    create other entries at each step.
     """
     if options.optimizer == CUSTOM:
         return True
@@ -45,19 +46,19 @@ def fits_optimizer(
     first = _first_state(options, list(numbers), device)
     entries = saved["state"]
     for number, weight in enumerate(weights):
-        found, made = entries.get(number, {}), first["state"].get(numbers[tuple(weight.shape)], {})
+        saved_entry, first_entry = entries.get(number, {}), first["state"].get(numbers[tuple(weight.shape)], {})
         # A weight that never had a gradient has no entries.
-        if found != {} and not _fits(found, made, step):
+        if saved_entry != {} and not _fits(saved_entry, first_entry, step):
             return False
     if not set(entries) <= set(range(len(weights))):
         return False
     made_with = {"params", "initial_lr", *arguments(chosen_class(options))}
     learnt = {name: value for name, value in first["param_groups"][0].items() if name not in made_with}
-    # Missing ones are those of an older library, for which `restore_optimizer` keeps the new ones.
+    # An older library saved fewer entries; `restore_optimizer` keeps the current values of the missing ones.
     groups = [
         (group, {name: value for name, value in learnt.items() if name in group}) for group in saved["param_groups"]
     ]
-    return all(_fits(group, known, step) for group, known in groups)
+    return all(_fits(group, expected, step) for group, expected in groups)
 
 
 def _first_state(options: OptimizerOptions, shapes: Sequence[tuple[int, ...]], device: torch.device) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def _weight(shape: tuple[int, ...], device: torch.device) -> nn.Parameter:
 
 
 def _fits(saved: Any, first: Any, step: int, name: str = "") -> bool:
-    """Compare one entry: the same shape where it is a tensor, a finite number where it is a number."""
+    """Compare one entry: a tensor must have the same shape, a number must be finite and in range."""
     if isinstance(first, Mapping):
         return isinstance(saved, Mapping) and all(
             key in saved and _fits(saved[key], value, step, str(key)) for key, value in first.items()
@@ -86,7 +87,7 @@ def _fits(saved: Any, first: Any, step: int, name: str = "") -> bool:
             return False
         if saved.shape == tuple(first.shape) and saved.value is None:
             return True
-        # Prodigy stores the start of a weight that began at zero as a single zero.
+        # Prodigy stores the initial value of a weight that began at zero as a single zero.
         return (first.numel() == 1 or name == "p0") and _is_in_range(saved.value, step, name)
     if isinstance(first, int | float):
         return _is_in_range(saved, step, name)

@@ -78,24 +78,27 @@ def snapshots(folder: Path) -> list[Snapshot]:
     name = next(iter(_names(folder)), None)
     if name is None:
         return []
-    found = step_loras(folder, name)
+    loras = step_loras(folder, name)
     final = folder / f"{name}.safetensors"
     if (step := _steps_of(final)) is not None:
-        found.setdefault(step, final)
-    return [Snapshot(step, path) for step, path in sorted(found.items())]
+        loras.setdefault(step, final)
+    return [Snapshot(step, path) for step, path in sorted(loras.items())]
 
 
 def _names(folder: Path) -> list[str]:
-    """List the names of the run in this folder, the likeliest first. The folder's name begins with it, but where the
-    LoRAs of steps have a folder of their own, which tells it too.
+    """List candidate names of the run in this folder, the likeliest first.
+
+    Names of `<name>_steps` folders come first, then names of LoRA files that the folder's name begins with.
     """
-    own = sorted((path.name.removesuffix(STEPS) for path in folder.glob(f"*{STEPS}") if path.is_dir()), reverse=True)
+    folder_names = sorted(
+        (path.name.removesuffix(STEPS) for path in folder.glob(f"*{STEPS}") if path.is_dir()), reverse=True
+    )
     flat = {path.name.rpartition("-step")[0] for path in folder.glob("*-step*.safetensors")}
-    return [*own, *(name for name in sorted(flat, reverse=True) if folder.name.startswith(f"{name}-"))]
+    return [*folder_names, *(name for name in sorted(flat, reverse=True) if folder.name.startswith(f"{name}-"))]
 
 
 def _steps_of(path: Path) -> int | None:
-    """Read the number of steps from a LoRA's metadata; None where it is not ours or cannot be read."""
+    """Read the number of steps from a LoRA's metadata; None if it is not ours or cannot be read."""
     try:
         with open_tensors(path) as file:
             return int((file.metadata() or {})["ss_steps"])
@@ -106,45 +109,46 @@ def _steps_of(path: Path) -> int | None:
 def find_snapshots(root: Path, run: str, profile: Profile) -> tuple[list[Snapshot], int]:
     """Return the LoRAs that the profile averages, and the step of the LoRA before them (0 without one).
 
-    Raises ValueError where the run is not below the LoRA folder, or fewer than two LoRAs are left.
+    Raises ValueError if the run is not below the LoRA folder, or fewer than two LoRAs are left.
     """
     folder = (root / run).resolve()
-    every = snapshots(folder) if folder.is_relative_to(root.resolve()) else []
-    if not every:
+    available = snapshots(folder) if folder.is_relative_to(root.resolve()) else []
+    if not available:
         raise ValueError(
             f"run: there is no run {shown(run)} with saved LoRAs; choose one of the list (press R to renew it)."
         )
-    begin = (1.0 - profile.last_part) * every[-1].step
-    counted = [one for one in every if one.step > begin]
+    begin = (1.0 - profile.last_part) * available[-1].step
+    counted = [snapshot for snapshot in available if snapshot.step > begin]
     if len(counted) < 2:
         raise ValueError(
             f"run: the last_part {profile.last_part:g} of the steps of {shown(run)} holds {len(counted)} of its "
-            f"{len(every)} saved LoRAs, and an average takes two or more; raise last_part, or train with a smaller "
+            f"{len(available)} saved LoRAs, and an average takes two or more; raise last_part, or train with a smaller "
             "save_every and keep_last 0."
         )
-    before = every[-len(counted) - 1].step if len(counted) < len(every) else 0
-    return counted, before
+    previous_step = available[-len(counted) - 1].step if len(counted) < len(available) else 0
+    return counted, previous_step
 
 
-def weights_of(steps: Sequence[int], profile: Profile, before: int = 0) -> list[float]:
+def weights_of(steps: Sequence[int], profile: Profile, previous_step: int = 0) -> list[float]:
     """Compute the weight of the LoRA after each of these steps; the weights add up to 1.
 
-    before: step of the last LoRA before the first of them, 0 without one.
+    previous_step: step of the last LoRA before the first of them, 0 without one.
 
-    exponential: ema ← D·ema + (1 − D)·LoRA from the first LoRA on, where D is the product of the live average's decays
-    d(t) = min(decay, (1 + t) / (10 + t)) over the steps t since the LoRA before (`LoraAverage`).
-    power: each LoRA counts as t^gamma over the steps that it stands for, hence t_i^(gamma + 1) − t_(i−1)^(gamma + 1)
-    (Karras et al. 2023, arXiv 2312.02696, section 3.1), with gamma by the profile's relative width, see `gamma_of`.
+    exponential: ema ← D·ema + (1 − D)·LoRA from the first LoRA on. D is the product of the live average's decays
+    d(t) = min(decay, (1 + t) / (10 + t)) over the steps t since the previous LoRA (`LoraAverage`).
+    power: each LoRA is weighted by t^gamma over the steps that it represents, hence t_i^(gamma + 1) −
+    t_(i−1)^(gamma + 1) (Karras et al. 2023, arXiv 2312.02696, section 3.1). gamma follows from the profile's relative
+    width, see `gamma_of`.
     equal: the same weight for all.
     """
     if profile.kind == EXPONENTIAL:
         weights = [1.0]
         for last, step in pairwise(steps):
-            kept = float(np.prod([decay_at(t, profile.decay) for t in range(last + 1, step + 1)]))
-            weights = [*(weight * kept for weight in weights), 1.0 - kept]
+            decay = float(np.prod([decay_at(t, profile.decay) for t in range(last + 1, step + 1)]))
+            weights = [*(weight * decay for weight in weights), 1.0 - decay]
         return weights
     if profile.kind == POWER:
-        ends = np.array([before, *steps], dtype=np.float64) / steps[-1]
+        ends = np.array([previous_step, *steps], dtype=np.float64) / steps[-1]
         parts = np.diff(ends ** (gamma_of(profile.width) + 1.0))
         return [float(part) for part in parts / parts.sum()]
     return [1.0 / len(steps)] * len(steps)
@@ -165,43 +169,48 @@ def average(root: Path, run: str, profile: Profile) -> tuple[LoraModel, str]:
     The tensors of the files are averaged, down and up separately, as the live EMA does. The delta W of the result is
     therefore not the mean of the deltas. Sums are fp64, the result is fp32.
 
-    Raises ValueError where the files have different shapes or cannot be read.
+    Raises ValueError if the files have different shapes or cannot be read.
     """
-    counted, before = find_snapshots(root, run, profile)
-    weights = weights_of([one.step for one in counted], profile, before)
+    counted, previous_step = find_snapshots(root, run, profile)
+    weights = weights_of([snapshot.step for snapshot in counted], profile, previous_step)
     sums: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}
-    for one, weight in zip(counted, weights, strict=True):
+    for snapshot, weight in zip(counted, weights, strict=True):
         try:
-            tensors, metadata = read_tensors(one.path)
+            tensors, metadata = read_tensors(snapshot.path)
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"run: {one.path.name} can't be read ({error}); take it out of its folder.") from error
+            raise ValueError(
+                f"run: {snapshot.path.name} can't be read ({error}); take it out of its folder."
+            ) from error
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         if sums and shapes != {name: tensor.shape for name, tensor in sums.items()}:
             raise ValueError(
-                f"run: {one.path.name} has other layers or another rank than the LoRAs before it; keep the LoRAs of "
-                "one run in one folder."
+                f"run: {snapshot.path.name} has other layers or another rank than the LoRAs before it; keep the LoRAs "
+                "of one run in one folder."
             )
         for name, tensor in tensors.items():
             part = tensor.double() * weight
             sums[name] = sums[name] + part if name in sums else part
-    told = {"profile": profile.kind, "steps": [one.step for one in counted], "weights": weights}
-    metadata[AVERAGE] = json.dumps(told)
+    facts = {"profile": profile.kind, "steps": [snapshot.step for snapshot in counted], "weights": weights}
+    metadata[AVERAGE] = json.dumps(facts)
     text = "\n".join([_heading(counted, profile), *_lines(counted, weights), *_notes(metadata, profile)])
     return LoraModel.from_file({name: tensor.to(torch.float32) for name, tensor in sums.items()}, metadata), text
 
 
 def _heading(counted: Sequence[Snapshot], profile: Profile) -> str:
-    how = {
+    description = {
         EXPONENTIAL: f"exponential, decay {profile.decay:g} per step",
         POWER: f"power function, relative width {profile.width:g} (gamma {gamma_of(profile.width):.4g})",
         EQUAL: "equal",
     }[profile.kind]
-    return f"The average of {len(counted)} saved LoRAs ({how}):"
+    return f"The average of {len(counted)} saved LoRAs ({description}):"
 
 
 def _lines(counted: Sequence[Snapshot], weights: Sequence[float]) -> list[str]:
-    return [f"{one.path.name}: step {one.step}, {weight:.2%}" for one, weight in zip(counted, weights, strict=True)]
+    return [
+        f"{snapshot.path.name}: step {snapshot.step}, {weight:.2%}"
+        for snapshot, weight in zip(counted, weights, strict=True)
+    ]
 
 
 def _notes(metadata: dict[str, str], profile: Profile) -> list[str]:

@@ -1,4 +1,4 @@
-"""Choice of the state to resume from, and of the other states to mention to the user."""
+"""Selection of the state to resume from, and of the other states to mention to the user."""
 
 import re
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ from .state import STATE_SUFFIX, DamagedState, read_header
 
 
 def named_state(root: Path, settings: TrainSettings) -> Path | None:
-    """Return the state that `resume` names, None where it is 'off' or 'latest'.
+    """Return the state that `resume` names, None if it is 'off' or 'latest'.
 
-    Raises ValueError where the state is missing or lies outside the LoRA folder.
+    Raises ValueError if the state is missing or outside the LoRA folder.
     """
     if not settings.names_state:
         return None
@@ -29,10 +29,10 @@ def named_state(root: Path, settings: TrainSettings) -> Path | None:
 
 
 def find_state(root: Path, name: str) -> Path | None:
-    """Return the state of this name, as `list_states` gives it; None where there is none below the LoRA folder.
+    """Return the state of this name, in the form of `list_states`; None if there is none below the LoRA folder.
 
-    A name of version 0.1 also finds the run of its key in a folder of today, such as of a run trained on this machine
-    of a workflow that was shared.
+    A name from version 0.1 also finds the run with its key in a folder of the current naming scheme, for example if a
+    shared workflow was trained on this machine.
     """
     place = PurePosixPath(name)
     if re.fullmatch(rf"state-\d{{6,}}{re.escape(STATE_SUFFIX)}", place.name) is None:
@@ -48,7 +48,7 @@ def find_state(root: Path, name: str) -> Path | None:
 
 
 def _folders_of_early_name(root: Path, place: PurePosixPath) -> list[Path]:
-    """List the run folders of the output name and the key in a folder's name of version 0.1."""
+    """List the run folders that match the output name and the key in a folder name from version 0.1."""
     name, key = name_of(place.name), early_key(place.name)
     if not (name and key) or place.is_absolute() or ".." in place.parts:
         return []
@@ -56,85 +56,85 @@ def _folders_of_early_name(root: Path, place: PurePosixPath) -> list[Path]:
 
 
 def find_states(root: Path, settings: TrainSettings, lineage: str) -> list[Path]:
-    """List the states to resume from, the best first; empty where the run starts at step 0.
+    """List the states to resume from, the best first; empty if the run starts at step 0.
 
-    A named state is the only one. 'latest' gives the intact states of this lineage up to `steps`, the furthest first.
+    A named state is the only entry. 'latest' gives the intact states of this lineage up to `steps`, the furthest first.
 
-    Raises ValueError where a named state is missing, damaged or past `steps`.
+    Raises ValueError if a named state is missing, damaged or past `steps`.
     """
     if settings.resume == "off":
         return []
-    named = named_state(root, settings)
-    if named is None:
+    state = named_state(root, settings)
+    if state is None:
         return [path for _, path in sorted(_of_lineage(root, settings, lineage), reverse=True)]
-    if (step := read_header(named).step) > settings.steps:
+    if (step := read_header(state).step) > settings.steps:
         raise ValueError(f"resume: that state is already at step {step}, but steps is {settings.steps}; raise steps.")
-    return [named]
+    return [state]
 
 
 def damaged_states(root: Path, settings: TrainSettings, lineage: str) -> list[str]:
-    """Describe the damaged states of this output name that are of this lineage, or whose lineage cannot be read."""
-    found = []
+    """Describe the damaged states of this output name with this lineage, or with a lineage that cannot be read."""
+    messages = []
     for path in _states(root, settings):
         try:
             read_header(path)
         except DamagedState as error:
             if error.lineage in (None, lineage):
-                found.append(passed_over(root, path, error))
-    return found
+                messages.append(passed_over(root, path, error))
+    return messages
 
 
 def passed_over(root: Path, path: Path, error: ValueError) -> str:
-    """Say that 'latest' does not take a state, and why."""
+    """Return a sentence saying that 'latest' skips a state, and why."""
     reason = str(error).removeprefix("resume: ").rpartition("; ")[0].replace(path.name, "it", 1)
     return f"{path.relative_to(root).as_posix()} is skipped: {reason}."
 
 
 def continued_lineage(root: Path, settings: TrainSettings, lineage: str) -> str:
-    """Return the lineage of a run that may resume from a state of other settings.
+    """Return the lineage of a run that may resume from a state with other settings.
 
-    A named state of another lineage starts a new lineage, fingerprinted from both. So the run is never mistaken for one
-    that had these settings from step 0. A state that was already reached this way with the same settings keeps its
-    lineage.
+    A named state of another lineage starts a new lineage, fingerprinted from both, so that the run is never mistaken
+    for one that had these settings from step 0. A state that was already reached this way with the same settings keeps
+    its lineage.
 
     lineage: lineage of the settings alone.
 
-    Raises ValueError where a named state is missing or damaged.
+    Raises ValueError if a named state is missing or damaged.
     """
-    named = named_state(root, settings)
-    if named is None:
+    state = named_state(root, settings)
+    if state is None:
         return _continued(root, settings, lineage) if settings.continued and settings.resume == "latest" else lineage
-    header = read_header(named)
+    header = read_header(state)
     if lineage in (header.lineage, _asked(header)):
         return header.lineage
     return fingerprint({"from": header.lineage, "step": header.step, "to": lineage})
 
 
 def _continued(root: Path, settings: TrainSettings, lineage: str) -> str:
-    """Return this lineage, or where it has no run, the lineage of a run that reached these settings from others.
+    """Return this lineage or, if it has no run, the lineage of a run that was continued with these settings.
 
     Of several, prefer a finished run, then the furthest, then the newest.
     """
     if find_finished(root, settings.output_name, settings.keys(lineage)) or _of_lineage(root, settings, lineage):
         return lineage
-    found = []
+    candidates = []
     for header, path in _whole_states(root, settings):
         finished = find_finished(root, settings.output_name, settings.keys(header.lineage)) is not None
         if _asked(header) == lineage and (finished or header.step <= settings.steps):
-            found.append((finished, header.step, path.stat().st_mtime_ns, header.lineage))
-    return max(found)[-1] if found else lineage
+            candidates.append((finished, header.step, path.stat().st_mtime_ns, header.lineage))
+    return max(candidates)[-1] if candidates else lineage
 
 
 def _asked(header: StateHeader) -> str | None:
-    """Return the lineage of the settings of a state's last segment, None where unknown."""
-    asked: str | None = (header.parts or [{}])[-1].get("asked")
-    return asked
+    """Return the lineage of the settings of a state's last segment, None if unknown."""
+    lineage: str | None = (header.parts or [{}])[-1].get("asked")
+    return lineage
 
 
 def state_of_other_settings(root: Path, settings: TrainSettings) -> str | None:
-    """Return the newest intact state of this output name up to `steps`, of any settings, as `resume` names it."""
+    """Return the newest intact state of this output name up to `steps`, with any settings, as `resume` names it."""
     paths = [path for header, path in _whole_states(root, settings) if header.step <= settings.steps]
-    # Two states written within one tick of the file system's clock: the name decides for the further one.
+    # If two states were written within one tick of the file system's clock, the name selects the further one.
     newest = max(paths, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
     return None if newest is None else newest.relative_to(root).as_posix()
 
@@ -147,8 +147,8 @@ def first_step_past(root: Path, settings: TrainSettings, lineage: str) -> int | 
 
 def later_state(root: Path, settings: TrainSettings, lineage: str, step: int) -> str | None:
     """Return the furthest intact state of this lineage after `step`, as `resume` names it; None without one."""
-    found = max(_of_lineage(root, settings, lineage), default=None)
-    return found[1].relative_to(root).as_posix() if found is not None and found[0] > step else None
+    furthest = max(_of_lineage(root, settings, lineage), default=None)
+    return furthest[1].relative_to(root).as_posix() if furthest is not None and furthest[0] > step else None
 
 
 def _of_lineage(root: Path, settings: TrainSettings, lineage: str) -> list[tuple[int, Path]]:

@@ -1,6 +1,6 @@
 """Folder of a run: its file names, retention of old files, and the search for runs.
 
-It lies in ComfyUI's LoRA folder, so that each saved LoRA can be chosen in any LoRA loader:
+It is inside ComfyUI's LoRA folder, so that each saved LoRA can be chosen in any LoRA loader:
 `<name> (003)/<name>.safetensors`, `<name>_steps/<name>-step000100.safetensors`, states, `run.json`, `summary.json`.
 See `run_names` for the folder's name.
 """
@@ -46,8 +46,8 @@ def place_of(output_name: str) -> PurePosixPath:
     return PurePosixPath(output_name.replace("\\", "/"))
 
 
-# The last number that this process gave to a run of a path and name. It is not given again after the folder was
-# deleted, nor is that of a run in the trash: ComfyUI keeps LoRAs in memory by the names of their files.
+# The last number that this process assigned to a run, by path and name. It is not reused after the folder was deleted,
+# nor is the number of a run in the trash: ComfyUI caches LoRAs in memory by file name.
 _highest: dict[Path, int] = {}
 
 
@@ -57,7 +57,7 @@ class RunFolder:
 
     path: the folder.
     name: last part of the output name; every LoRA's file name begins with it.
-    is_new: True before `taken`: the folder is not made, and its number may still go to another run.
+    is_new: True before `taken`: the folder is not created yet, and another run may still claim its number.
     """
 
     path: Path
@@ -85,7 +85,7 @@ class RunFolder:
     def loras(self) -> list[Path]:
         """List the LoRAs by their steps, the newest last.
 
-        The final one is older than some where a run was stopped, kept and gone on with.
+        The final LoRA is older than some of them if a run was stopped with its LoRA kept, and then continued.
         """
         steps: list[tuple[float, Path]] = [(step, path) for step, path in self.step_loras().items()]
         if self.lora_path.is_file():
@@ -97,23 +97,23 @@ class RunFolder:
 
         LoRAs past `step` belong to an earlier continuation of the run and are retained.
         """
-        until = [path for at, path in self.step_loras().items() if at <= step]
-        for path in until[:-keep]:
-            with contextlib.suppress(OSError):  # a file that is held open elsewhere goes at the next save
+        candidates = [path for lora_step, path in self.step_loras().items() if lora_step <= step]
+        for path in candidates[:-keep]:
+            with contextlib.suppress(OSError):  # a file that is open elsewhere is deleted at the next save
                 path.unlink(missing_ok=True)
 
     def is_free(self) -> bool:
-        """True where a run of this machine was killed here before its first save, and nothing says that it ended."""
+        """Return whether a run of this machine was killed here before its first save and is not recorded as ended."""
         summary = self.read_summary()
         saved = any(path.suffix in (".safetensors", STATE_SUFFIX) for path in self.path.rglob("*"))
         ended = summary is not None and summary["status"] in ("finished", "unsaved")
-        # On a shared disk another machine's run may still be at it.
+        # On a shared disk another machine may still be training here.
         return not saved and not ended and RunReader(self.path).facts().get("machine") == MACHINE
 
     def states(self) -> list[Path]:
         """List the saved states by ascending step."""
-        found = filter(is_regular, self.path.glob(f"state-*{STATE_SUFFIX}"))
-        return sorted(found, key=lambda path: (len(path.name), path.name))
+        paths = filter(is_regular, self.path.glob(f"state-*{STATE_SUFFIX}"))
+        return sorted(paths, key=lambda path: (len(path.name), path.name))
 
     def states_except(self, resumed_from: Path | None) -> list[Path]:
         """List the saved states by ascending step, without the state that the run was resumed from."""
@@ -127,31 +127,33 @@ class RunFolder:
         resumed_from: named state that the run resumed from; retained, so that the same workflow can be queued again.
         """
         last = f"state-{step:06d}{STATE_SUFFIX}"
-        until = [path for path in self.states_except(resumed_from) if (len(path.name), path.name) <= (len(last), last)]
-        for path in until[:-STATES_KEPT]:
-            with contextlib.suppress(OSError):  # a file that is held open elsewhere goes at the next save
+        candidates = [
+            path for path in self.states_except(resumed_from) if (len(path.name), path.name) <= (len(last), last)
+        ]
+        for path in candidates[:-STATES_KEPT]:
+            with contextlib.suppress(OSError):  # a file that is open elsewhere is deleted at the next save
                 path.unlink(missing_ok=True)
 
     def taken(self) -> "RunFolder":
-        """Make a new run's folder and return it: `mkdir` claims its number, or the next that nobody else has.
+        """Create a new run's folder and return it: `mkdir` claims its number, or the next free one.
 
-        Raises ValueError where the folder is not writable.
+        Raises ValueError if the folder is not writable.
         """
         try:
-            taken = self._made() if self.is_new else self
-            # The longest path of a run: Windows may allow no more than 260 characters.
-            trial = taken.step_lora_path(0).with_suffix(".trial")
+            folder = self._made() if self.is_new else self
+            # Try the longest path of a run: Windows may allow no more than 260 characters.
+            trial = folder.step_lora_path(0).with_suffix(".trial")
             try:
-                write_atomically(trial, lambda beside: _write_text(beside, "tessera"))
+                write_atomically(trial, lambda temporary: _write_text(temporary, "tessera"))
                 trial.unlink()
             except OSError:
                 if self.is_new:
-                    _remove_empty(trial.parent, taken.path)
+                    _remove_empty(trial.parent, folder.path)
                 raise
             _remove_empty(trial.parent)
         except OSError as error:
             raise ValueError(f"output_name: the run's folder cannot be written: {error.strerror}") from error
-        return taken
+        return folder
 
     def _made(self) -> "RunFolder":
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -168,9 +170,9 @@ class RunFolder:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Keep other processes of this machine from training into the folder meanwhile, however this one ends.
+        """Context that keeps other processes of this machine from training into the folder, however this one ends.
 
-        Raises ValueError where one does.
+        Raises ValueError if one already does.
         """
         name = blake2b(os.fsencode(self.path.resolve()), digest_size=8).hexdigest()
         lock = lock_of(name)
@@ -181,7 +183,7 @@ class RunFolder:
                 f"output_name: another ComfyUI on this machine is training into {self.path.name} right now; wait for "
                 "it, or choose another output_name."
             ) from None
-        except OSError:  # no lock is to be had here, such as another user's: it trains all the same
+        except OSError:  # the lock is unavailable, such as another user's: train without it
             yield
             return
         try:
@@ -191,24 +193,24 @@ class RunFolder:
 
     def write_companion_file(self, ending: str, text: str) -> None:
         """Write a companion text file of the LoRA: `<name>.<ending>`."""
-        write_atomically(self.path / f"{self.name}.{ending}", lambda beside: _write_text(beside, text))
+        write_atomically(self.path / f"{self.name}.{ending}", lambda temporary: _write_text(temporary, text))
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Write summary.json atomically. Raises OSError where the disk refuses."""
+        """Write summary.json atomically. Raises OSError if the write fails."""
         text = json.dumps(summary, indent=1, allow_nan=False)
-        write_atomically(self.path / "summary.json", lambda beside: _write_text(beside, text))
+        write_atomically(self.path / "summary.json", lambda temporary: _write_text(temporary, text))
 
     def read_summary(self) -> dict[str, Any] | None:
-        """Read summary.json; None where it is missing or damaged."""
+        """Read summary.json; None if it is missing or damaged."""
         try:
-            found: dict[str, Any] = read_json(self.path / "summary.json", RUN_SUMMARY)
+            summary: dict[str, Any] = read_json(self.path / "summary.json", RUN_SUMMARY)
         except (OSError, ValueError, RecursionError):
             return None
-        return found if _is_whole(found) else None
+        return summary if _is_whole(summary) else None
 
 
 def _step_in(lora: Path) -> float:
-    """Read the step of a LoRA from its metadata; infinite where it tells none."""
+    """Read the step of a LoRA from its metadata; infinite if the metadata has none."""
     try:
         with open_tensors(lora) as file:
             return int((file.metadata() or {})["ss_steps"])
@@ -227,9 +229,9 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def run_folders(root: Path, output_name: str, key: str = "") -> list[RunFolder]:
-    """List the run folders of this output name by number, with `key` only those of this key, whose beginning suffices.
+    """List the run folders of this output name by number; with `key`, a key or its beginning, only those of that key.
 
-    Those of version 0.1 come first.
+    Folders of version 0.1 come first.
     """
     place = root / place_of(output_name)
     if not place.parent.is_dir():
@@ -240,13 +242,13 @@ def run_folders(root: Path, output_name: str, key: str = "") -> list[RunFolder]:
     return [RunFolder(path, place.name) for path in paths if not key or has_key(path, key)]
 
 
-MOST_WALKED = 100_000  # folders, in which runs are looked for
+MOST_WALKED = 100_000  # folders that a search for runs visits
 Stamp = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True)
 class FoundRun:
-    """Run that a search of all folders found.
+    """Run found by a search of all folders.
 
     folder: its folder.
     changed: time of the last change of its record, in seconds since 1970.
@@ -259,10 +261,10 @@ class FoundRun:
 
 
 def all_runs(root: Path) -> Iterator[FoundRun]:
-    """Find the runs of every output name below a folder, by their records. Links are not followed."""
-    waiting, walked = [str(root)], 0
-    while waiting and walked < MOST_WALKED:
-        place, walked = waiting.pop(), walked + 1
+    """Find the runs of every output name below a folder by their records. Links are not followed."""
+    waiting, folder_count = [str(root)], 0
+    while waiting and folder_count < MOST_WALKED:
+        place, folder_count = waiting.pop(), folder_count + 1
         name = name_of(os.path.basename(place))
         stamp = []
         try:
@@ -272,9 +274,9 @@ def all_runs(root: Path) -> Iterator[FoundRun]:
                         if name is None or entry.name not in (PREVIEWS, f"{name}{STEPS}"):
                             waiting.append(entry.path)
                     elif name is not None and entry.name in RECORD and entry.is_file(follow_symlinks=False):
-                        found = entry.stat(follow_symlinks=False)
-                        stamp.append((entry.name, found.st_mtime_ns, found.st_size))
-        except OSError:  # gone meanwhile, or not ours to read
+                        file_stat = entry.stat(follow_symlinks=False)
+                        stamp.append((entry.name, file_stat.st_mtime_ns, file_stat.st_size))
+        except OSError:  # deleted meanwhile, or not readable
             continue
         if name is not None and stamp and place != str(root):
             changed = max(nanoseconds for _, nanoseconds, _ in stamp) / 1e9
@@ -282,7 +284,7 @@ def all_runs(root: Path) -> Iterator[FoundRun]:
 
 
 def find_finished(root: Path, output_name: str, keys: Sequence[str]) -> RunFolder | None:
-    """Find the folder of a finished run with one of these keys whose LoRA and summary are there and can be read."""
+    """Find the folder of a finished run with one of these keys whose LoRA and summary exist and can be read."""
     for key in keys:
         for folder in run_folders(root, output_name, key):
             summary = folder.read_summary()
@@ -292,7 +294,7 @@ def find_finished(root: Path, output_name: str, keys: Sequence[str]) -> RunFolde
 
 
 def _is_whole(summary: Any) -> bool:
-    """Test that a summary has the fields that every run writes, and in those that nodes read what they expect."""
+    """Test that a summary has the fields that every run writes, with the types that nodes read."""
     if not (isinstance(summary, dict) and is_plain(summary)):
         return False
     if not all(isinstance(summary.get(name), kind) for name, kind in _SUMMARY.items()):
@@ -308,7 +310,7 @@ def _is_whole(summary: Any) -> bool:
 
 
 def _is_readable(lora: Path) -> bool:
-    """Test for a safetensors file as long as its header says, with tensors in it."""
+    """Test for a safetensors file that contains tensors and is as long as its header says."""
     try:
         with open_tensors(lora) as file:
             return bool(file.keys())
@@ -319,18 +321,18 @@ def _is_readable(lora: Path) -> bool:
 def open_folder(root: Path, output_name: str, key: str, state: Path | None) -> RunFolder:
     """Return the folder to write to: the folder of `state` if it belongs to the same run, else a new one.
 
-    A folder of this run without LoRA and state, as of a process that was killed before its first save, is taken again.
-    A new one is not made yet, see `RunFolder.taken`. Deletes what killed processes left in the folders of this output
-    name.
+    A folder of this run without LoRA and state, left by a process that was killed before its first save, is reused. A
+    new folder is not created yet, see `RunFolder.taken`. Deletes unfinished files that killed processes left in the
+    folders of this output name.
     """
     place, folders = root / place_of(output_name), run_folders(root, output_name)
     for folder in folders:
         sweep_unfinished(folder.path)
-    own = [folder for folder in folders if has_key(folder.path, key)]
-    for folder in own:
+    matches = [folder for folder in folders if has_key(folder.path, key)]
+    for folder in matches:
         if state is not None and _same(state.parent, folder.path):
             return folder
-    if (free := next((folder for folder in own if folder.is_free()), None)) is not None:
+    if (free := next((folder for folder in matches if folder.is_free()), None)) is not None:
         return free
     numbers = [number_of(folder.path.name) for folder in folders]
     number = 1 + max([_highest.get(place, 0), *numbers, *deleted_numbers(root, place_of(output_name))])

@@ -1,6 +1,6 @@
-"""Record of a run on disk, written while it trains: `run.json` says what it is, `progress.jsonl` how it goes.
+"""Record of a run on disk, written while it trains: `run.json` describes the run, `progress.jsonl` its progress.
 
-A run that is killed has its curve so. Each line of `progress.jsonl` is an object with a `kind`, see `RunRecord`.
+A killed run keeps its curve this way. Each line of `progress.jsonl` is an object with a `kind`, see `RunRecord`.
 """
 
 import json
@@ -33,19 +33,19 @@ log = logging.getLogger(__name__)
 RECORD = RUN, PROGRESS, SUMMARY = "run.json", "progress.jsonl", "summary.json"
 SECONDS_BETWEEN_WRITES = 1.0
 MOST_POINTS = 2000
-GREATEST = 1e30  # of a loss: fp32 ends at 3e38, and means are taken of sums
+GREATEST = 1e30  # largest loss: fp32 ends at 3e38, and means are computed from sums
 
 
 class RunRecord:
-    """Writer of a run's record. A write that fails is tried again with the next one, and never ends training.
+    """Writer of a run's record. A failed write is retried with the next one, and never ends training.
 
     Lines: `start` of a session, `begin` of its steps (step, loss and validation so far), `step` (step, loss, rate),
     `saved` (step, file), `preview` (step), `validation` (step, loss), `note` (text), `end` (status, step, text, and the
-    seconds that the session took).
+    duration of the session in seconds).
     """
 
     def __init__(self, folder: Path, facts: dict[str, Any], writes: bool = True):
-        """facts: contents of run.json. writes: false where another process writes the record."""
+        """facts: contents of run.json. writes: False if another process writes the record."""
         self._writes = writes
         self._folder = folder
         self._facts: str | None = json.dumps(facts, indent=1)
@@ -58,17 +58,17 @@ class RunRecord:
         self.add("start")
 
     def begin(self, step: int, loss: Sequence[float], validation: Sequence[dict[str, Any]]) -> None:
-        """Begin a session after `step` steps, whose losses take the place of those on record."""
+        """Begin a session after `step` steps. Its losses replace the recorded ones."""
         points = [[point["step"], point["loss"]] for point in validation]
         self.add("begin", step=step, loss=list(loss), validation=points)
 
     def end(self, status: str, step: int, text: str) -> None:
-        """End the session after `step` steps in all, and write what is not written yet."""
+        """End the session after `step` steps in total, and write the pending lines."""
         self.add("end", status=status, step=step, text=text, seconds=round(time.monotonic() - self._started, 3))
         self.write()
 
     def add(self, kind: str, **values: Any) -> None:
-        """Add a line. It is written at once, or a second after the last write."""
+        """Add a line. It is written immediately, or a second after the last write."""
         if not self._writes:
             return
         line = json.dumps({"kind": kind, **values}, separators=(",", ":"))
@@ -83,7 +83,7 @@ class RunRecord:
             self.write()
 
     def write(self) -> None:
-        """Append the lines that are not written yet, and write run.json where that has not been done."""
+        """Append the pending lines, and write run.json if that has not been done."""
         if not self._writes:
             return
         with self._lock:
@@ -94,14 +94,14 @@ class RunRecord:
             try:
                 if self._facts is not None:
                     text = self._facts
-                    write_atomically(self._folder / RUN, lambda beside: _write_text(beside, text))
+                    write_atomically(self._folder / RUN, lambda temporary: _write_text(temporary, text))
                     self._facts = None
             except OSError as error:
                 self._tell(error)
             if not self._lines:
                 return
             try:
-                # The first line break ends what a killed process or a full disk left of a line.
+                # The leading line break ends a partial line that a killed process or a full disk left.
                 with open(self._folder / PROGRESS, "a", encoding="utf-8") as file:
                     file.write("\n" + "\n".join(self._lines) + "\n")
             except OSError as error:
@@ -117,17 +117,17 @@ class RunRecord:
 
 @dataclass
 class RunCurve:
-    """Curve and end of a run, as its record tells them.
+    """Curve and end of a run, read from its record.
 
-    loss: (step, loss, learning rate) by ascending step; the rate is None where it is not known.
+    loss: (step, loss, learning rate) by ascending step; the rate is None if it is not known.
     validation: (step, loss) by ascending step.
     saves: (step, file name) by ascending step.
     previews: steps of previews, ascending.
-    status: `finished`, `stopped`, `cancelled`, `failed` or `unsaved`; empty while it trains, or where it was killed.
+    status: `finished`, `stopped`, `cancelled`, `failed` or `unsaved`; empty while it trains, or if it was killed.
     text: the sentence that it ended with.
-    seconds: what the sessions after step `timed_from` took, loading included; None where that is not known.
-    first_steps: steps that were asked for at first: those that were taken until it was first finished, 0 before.
-    first_begin: step after which it began, above 0 where it went on from another run.
+    seconds: duration of the sessions after step `timed_from`, loading included; None if it is not known.
+    first_steps: number of steps requested at first: the steps trained until the run first finished, 0 before that.
+    first_begin: step after which it began, above 0 if it continued another run.
     """
 
     loss: dict[int, tuple[int, float, float | None]] = field(default_factory=dict)
@@ -148,10 +148,10 @@ class RunCurve:
         return max(self.loss, default=0)
 
     def take(self, line: dict[str, Any]) -> None:
-        """Take in one line of the record. Raises KeyError, TypeError or ValueError where it is none."""
+        """Process one line of the record. Raises KeyError, TypeError or ValueError if it is not valid."""
         kind = line["kind"]
         if kind == "start":
-            if not self.status:  # the session before was killed, and nobody knows when
+            if not self.status:  # the previous session was killed, at an unknown time
                 self.seconds = None
             self.notes, self.status, self.text = {}, "", ""
         elif kind == "begin":
@@ -180,20 +180,23 @@ class RunCurve:
 
     def _begin(self, step: int, loss: Sequence[float], validation: Sequence[Sequence[Any]]) -> None:
         check_size(CURVE, "The curve", items=max(len(loss), len(validation)))
-        rates = {at: rate for at, _, rate in self.loss.values()}
-        points = {at: (at, _number(value), rates.get(at)) for at, value in enumerate(loss, start=1)}
-        validated = {_step(at): (at, _number(value)) for at, value in validation}
+        rates = {point_step: rate for point_step, _, rate in self.loss.values()}
+        points = {
+            point_step: (point_step, _number(value), rates.get(point_step))
+            for point_step, value in enumerate(loss, start=1)
+        }
+        validated = {_step(point_step): (point_step, _number(value)) for point_step, value in validation}
         if not self.loss or not step:
             self.first_begin, self.first_steps = step, 0
         self.loss, self.validation = points, validated
         if self.seconds is None or not step:
             self.seconds, self.timed_from = 0.0, step
-        self.saves = {at: saved for at, saved in self.saves.items() if at <= step}
-        self.previews = {at: at for at in self.previews if at <= step}
+        self.saves = {save_step: saved for save_step, saved in self.saves.items() if save_step <= step}
+        self.previews = {preview_step: preview_step for preview_step in self.previews if preview_step <= step}
 
 
 class RunReader:
-    """Reader of a run's record. Each call of `read` reads what was added since."""
+    """Reader of a run's record. Each call of `read` reads the lines added since the last one."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -204,25 +207,25 @@ class RunReader:
         self._inside_long_line = False
 
     def facts(self) -> dict[str, Any]:
-        """Read run.json, or what summary.json says where there is none; empty without either."""
+        """Read run.json or, if there is none, summary.json; empty without either."""
         return _read_object(self.folder, RUN, RUN_FILE) or _read_object(self.folder, SUMMARY, RUN_SUMMARY)
 
     def read(self) -> RunCurve:
-        """Read the record. Lines that are damaged are left out."""
+        """Read the record. Damaged lines are skipped."""
         path = own_file(self.folder, PROGRESS)
         if path is None:
             return self._of_summary()
-        found = path.stat()
-        if (found.st_dev, found.st_ino) != self._file or found.st_size < self._offset:
+        file_stat = path.stat()
+        if (file_stat.st_dev, file_stat.st_ino) != self._file or file_stat.st_size < self._offset:
             self._forget()
-            self._file = found.st_dev, found.st_ino
+            self._file = file_stat.st_dev, file_stat.st_ino
         with open(path, "rb") as file:
             file.seek(self._offset)
             while self._offset < PROGRESS_FILE.bytes:
                 line = file.readline(PROGRESS_LINE.bytes)
                 whole = line.endswith(b"\n")
                 if not whole and len(line) < PROGRESS_LINE.bytes:
-                    break  # it may be written just now
+                    break  # it may still be being written
                 self._offset += len(line)
                 if whole and not self._inside_long_line and line.strip():
                     self._take(line)
@@ -230,12 +233,12 @@ class RunReader:
         return self.curve
 
     def _take(self, line: bytes) -> None:
-        """Take in one line; a damaged one is left out, and one past its budget."""
+        """Process one line; a damaged line, or one over its budget, is skipped."""
         with suppress(KeyError, TypeError, ValueError, RecursionError):
             self.curve.take(parse_json(line.decode(), PROGRESS_LINE, PROGRESS))
 
     def _of_summary(self) -> RunCurve:
-        """Make the curve of a run that an older version trained."""
+        """Build the curve of a run that was trained by an older version."""
         summary, curve = _read_object(self.folder, SUMMARY, RUN_SUMMARY), RunCurve()
         points = summary.get("validation", {}).get("points", []) if isinstance(summary.get("validation"), dict) else []
         try:
@@ -251,49 +254,49 @@ class RunReader:
 
 
 def own_file(folder: Path, name: str) -> Path | None:
-    """Path of a plain file of a folder; None where there is none, or a link that leads out of the folder."""
+    """Return the path of a regular file of a folder; None if there is none, or for a link out of the folder."""
     path = folder / name
     try:
-        if path.name == name and stat.S_ISREG(path.lstat().st_mode):  # no link, so it needs no look at all folders
+        if path.name == name and stat.S_ISREG(path.lstat().st_mode):  # not a link, so resolve() is not needed
             return path
         real = path.resolve(strict=True)
         plain = stat.S_ISREG(real.stat().st_mode)
-    except (OSError, RuntimeError):  # RuntimeError: links in a circle, before Python 3.13
+    except (OSError, RuntimeError):  # RuntimeError: a loop of links, before Python 3.13
         return None
     return path if plain and real.parent == folder.resolve() else None
 
 
 def averaged(points: Sequence[tuple[int, float, Any]], window: int) -> list[tuple[int, float, Any, float]]:
     """Add to each point (step, loss, rate) the mean loss of the last `window` points up to it."""
-    found, total = [], 0.0
-    for at, (step, loss, rate) in enumerate(points):
-        total += loss - (points[at - window][1] if at >= window else 0.0)
-        found.append((step, loss, rate, total / min(at + 1, window)))
-    return found
+    smoothed, total = [], 0.0
+    for index, (step, loss, rate) in enumerate(points):
+        total += loss - (points[index - window][1] if index >= window else 0.0)
+        smoothed.append((step, loss, rate, total / min(index + 1, window)))
+    return smoothed
 
 
-def thinned(points: Sequence[tuple[Any, ...]], most: int = MOST_POINTS) -> list[tuple[Any, ...]]:
-    """Thin points (step, value, …) to at most `most`: of each stretch the least and the greatest, and the last of all.
+def thinned(points: Sequence[tuple[Any, ...]], limit: int = MOST_POINTS) -> list[tuple[Any, ...]]:
+    """Thin points (step, value, …) to at most `limit`: the smallest and largest of each stretch, and the last point.
 
-    Lows and peaks of a curve stay in view so.
+    This keeps the lows and peaks of a curve visible.
     """
-    if len(points) <= most:
+    if len(points) <= limit:
         return list(points)
-    stretches = (most - 1) // 2
-    kept = {len(points) - 1}
+    stretches = (limit - 1) // 2
+    indices = {len(points) - 1}
     for number in range(stretches):
         stretch = range(number * len(points) // stretches, (number + 1) * len(points) // stretches)
-        kept |= {min(stretch, key=lambda at: points[at][1]), max(stretch, key=lambda at: points[at][1])}
-    return [points[at] for at in sorted(kept)]
+        indices |= {min(stretch, key=lambda i: points[i][1]), max(stretch, key=lambda i: points[i][1])}
+    return [points[i] for i in sorted(indices)]
 
 
 def _read_object(folder: Path, name: str, budget: Budget) -> dict[str, Any]:
     path = own_file(folder, name)
     try:
-        found = {} if path is None else read_json(path, budget)
+        content = {} if path is None else read_json(path, budget)
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -307,7 +310,7 @@ def _step(value: Any) -> int:
 
 
 def _number(value: Any) -> float:
-    """Check a loss or a rate, cut to GREATEST: sums of larger ones would not be finite."""
+    """Check a loss or a rate, clamped to GREATEST: sums of larger values would not be finite."""
     if type(value) not in (int, float) or not math.isfinite(value):
         raise ValueError
     return min(max(float(value), -GREATEST), GREATEST)
@@ -318,6 +321,6 @@ def _text(value: Any) -> str:
 
 
 def _put(series: dict[int, Any], step: int, point: Any) -> None:
-    """Add a point to a series, unless that would be longer than a run may have."""
+    """Add a point to a series, unless the series already has the maximum length."""
     if step in series or len(series) < CURVE.items:
         series[step] = point

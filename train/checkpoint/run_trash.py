@@ -1,6 +1,6 @@
-"""Deletion of runs: their files are moved to a folder of the day, and brought back or removed from there.
+"""Deletion of runs: their files are moved to a folder for the day, and restored or removed from there.
 
-Only files that this pack writes are touched. What else lies in a run's folder stays there, and links are left alone.
+Only files that this pack writes are touched. Other files in a run's folder stay there, and links are left alone.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _DAY = re.compile(r"(\d{4}-\d\d-\d\d)(?: \((\d+)\))?")
 
 @dataclass(frozen=True)
 class FolderBelow:
-    """Folder below a root: links are followed on the way to the root, and nowhere below."""
+    """Folder below a root. Links are followed on the path to the root, but not below it."""
 
     root: Path
     below: Path
@@ -40,10 +40,10 @@ def own_files(folder: RunFolder) -> list[Path]:
     of_run = rf"{record}|{name}(-best)?\.safetensors|{lora}|{name}\.(workflow|api)\.json"
     of_run += rf"|state-\d{{6,}}{re.escape(STATE_SUFFIX)}"
     of_previews = rf"step\d{{6,}}_\d+\.(png|webp)|{re.escape(SHEET)}|{re.escape(INDEX)}"
-    written = {"": of_run, f"{folder.name}{STEPS}": lora, PREVIEWS: of_previews}
+    patterns = {"": of_run, f"{folder.name}{STEPS}": lora, PREVIEWS: of_previews}
     return [
         Path(place, name)
-        for place, pattern in written.items()
+        for place, pattern in patterns.items()
         for name in _plain_files(folder.path / place)
         if re.fullmatch(rf"{pattern}|{UNFINISHED}", normalize("NFC", name))
     ]
@@ -57,27 +57,27 @@ def _plain_files(folder: Path) -> Iterator[str]:
 
 
 def _is_link(folder: Path) -> bool:
-    return folder.resolve() != folder.parent.resolve() / folder.name  # a junction on Windows, too
+    return folder.resolve() != folder.parent.resolve() / folder.name  # also true for a junction on Windows
 
 
 def move_to_trash(folder: RunFolder, root: Path, trash: Path, day: str) -> tuple[Path, int]:
-    """Move a run's files to `trash/<day>`. Returns the folder there, and how many files of others stay behind.
+    """Move a run's files to `trash/<day>`. Returns the folder there, and the number of foreign files left behind.
 
-    root: folder of all runs, below which the run's place stays the same in the trash.
+    root: folder of all runs; the run keeps its path relative to it in the trash.
     day: such as 2026-11-24.
-    Raises ValueError where the files can't be moved; then they are where they were.
+    Raises ValueError if the files can't be moved; then they are restored to their original place.
     """
     place = folder.path.relative_to(root)
     number = 1
     while os.path.lexists(target := trash / (day if number == 1 else f"{day} ({number})") / place):
         number += 1
-    source, put = FolderBelow(root, place), FolderBelow(trash.parent, target.relative_to(trash.parent))
-    _move(folder, source, own_files(folder), put)
+    source, destination = FolderBelow(root, place), FolderBelow(trash.parent, target.relative_to(trash.parent))
+    _move(folder, source, own_files(folder), destination)
     return target, sum(len(files) for _, _, files in os.walk(folder.path))
 
 
 def deleted_runs(trash: Path) -> Iterator[tuple[Path, FoundRun]]:
-    """Yield the runs in the trash with the folder of their day, the last day first. None where it is a link."""
+    """Yield the runs in the trash with the folder of their day, the last day first; nothing if the trash is a link."""
     if _is_link(trash):
         return
     try:
@@ -97,11 +97,11 @@ def _order(day: Path) -> tuple[str, int]:
 def restore(folder: RunFolder, target: Path, root: Path, trash: Path) -> None:
     """Move a run's files from the trash back to `target`, its place below `root`.
 
-    Raises ValueError where another run or file has its place by now; then they are where they were.
+    Raises ValueError if another run or file has taken its place; then the files stay in the trash.
     """
     files = own_files(folder)
-    taken = [name for name in (*map(Path, RECORD), *files) if os.path.lexists(target / name)]
-    if taken:
+    conflicts = [name for name in (*map(Path, RECORD), *files) if os.path.lexists(target / name)]
+    if conflicts:
         raise ValueError(f"{target.name} is the folder of another run by now; rename that one, then undo again.")
     source = FolderBelow(trash.parent, folder.path.relative_to(trash.parent))
     _move(folder, source, files, FolderBelow(root, target.relative_to(root)))
@@ -109,7 +109,7 @@ def restore(folder: RunFolder, target: Path, root: Path, trash: Path) -> None:
 
 
 def remove_for_good(folder: RunFolder, trash: Path) -> None:
-    """Remove the files of a run in the trash, its record last: a run that is removed in part is still listed there.
+    """Remove the files of a run in the trash, its record last, so that a partly removed run is still listed.
 
     Raises OSError for the first file that can't be removed.
     """
@@ -124,7 +124,7 @@ def remove_for_good(folder: RunFolder, trash: Path) -> None:
 
 
 def _remove_empty_above(folder: RunFolder, trash: Path) -> None:
-    """Remove the folders that hold a run's, up to the trash itself, as far as they are empty."""
+    """Remove the empty parent folders of a run's folder, up to and including the trash itself."""
     for place in folder.path.parents:
         try:
             place.rmdir()
@@ -135,14 +135,14 @@ def _remove_empty_above(folder: RunFolder, trash: Path) -> None:
 
 
 def _move(folder: RunFolder, source: FolderBelow, files: Sequence[Path], target: FolderBelow) -> None:
-    """Move files between two folders, all or none, with no link followed below either root."""
-    moved: list[Path] = []
+    """Move files between two folders, all or none. No link is followed below either root."""
+    moved_files: list[Path] = []
     try:
         for file in files:
             _move_file(source, target, file)
-            moved.append(file)
+            moved_files.append(file)
     except OSError as error:
-        for file in moved:
+        for file in moved_files:
             with contextlib.suppress(OSError):
                 _move_file(target, source, file)
         _remove_empty(target, files)
@@ -156,15 +156,15 @@ def _move(folder: RunFolder, source: FolderBelow, files: Sequence[Path], target:
 
 def _move_file(source: FolderBelow, target: FolderBelow, file: Path) -> None:
     with (
-        folder_below(source.root, source.below / file.parent) as taken,
-        folder_below(target.root, target.below / file.parent, make=True) as put,
+        folder_below(source.root, source.below / file.parent) as source_folder,
+        folder_below(target.root, target.below / file.parent, make=True) as target_folder,
     ):
-        taken.move(file.name, put)
+        source_folder.move(file.name, target_folder)
 
 
 def _remove_empty(place: FolderBelow, files: Sequence[Path]) -> None:
-    """Remove the folders of files that were moved away, as far as they are empty."""
+    """Remove the folders of moved files if they are empty."""
     for parent in sorted({file.parent for file in files}, key=lambda parent: len(parent.parts), reverse=True):
         emptied = place.below / parent
-        with contextlib.suppress(OSError), folder_below(place.root, emptied.parent) as above:
-            above.rmdir(emptied.name)
+        with contextlib.suppress(OSError), folder_below(place.root, emptied.parent) as parent_folder:
+            parent_folder.rmdir(emptied.name)

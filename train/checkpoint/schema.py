@@ -1,7 +1,7 @@
 """Schema of a saved state: every field is checked here, once, before any of them is used.
 
-A state may come from another version, a failing disk or a stranger, and a safetensors header that parses says nothing
-of what it holds. What passes here can be read by the rest of `train/` without further checks of types and ranges.
+A state may come from another version, a failing disk or a stranger, and a safetensors header that parses guarantees
+nothing about its contents. The rest of `train/` reads a checked state without further checks of types and ranges.
 """
 
 import math
@@ -20,7 +20,7 @@ LATER = ("validation", "adapters", "parts", "products")
 _FIELDS = {"format", "step", "batches", "loss", "lineage", "machine", "tree", *LATER}
 _MOVING = ("optimizer", "scheduler", "scaler", "average")
 _SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-_SPEC = {one.name: one.default is MISSING for one in fields(AdapterSpec)}
+_SPEC = {f.name: f.default is MISSING for f in fields(AdapterSpec)}
 _MOST_BATCHES_OF_A_STEP = 1024  # the limit of gradient_accumulation on Train LoRA
 _MOST_RANK = 2**20
 _DEEPEST = 100
@@ -32,7 +32,7 @@ class StoredTensor(NamedTuple):
 
     shape: its shape.
     dtype: name of its dtype in safetensors, such as F32.
-    value: its number, where it has one element only.
+    value: its value, if it has only one element.
     """
 
     shape: tuple[int, ...]
@@ -48,13 +48,13 @@ class StateHeader:
     batches: micro-batches done.
     loss: loss of each step.
     lineage: fingerprint of everything but the run's length.
-    environment: hardware and software that it was saved on.
+    environment: hardware and software that it was saved with.
     master_weights: tensors of the LoRA by name.
     moving: state of optimizer, schedule, scaler and average, with a StoredTensor for each tensor.
     validation: points and the validation key, empty without validation.
     adapters: specs of the adapters with the layers that have them; empty in old states.
     parts: segments of the run; empty in old states.
-    products: which layers multiply in full; empty in most states.
+    products: layers that run full-precision matmuls; empty in most states.
     """
 
     step: int
@@ -74,7 +74,7 @@ class UnreadableField(Exception):
     """Field of a state that cannot be used.
 
     name: its name.
-    unknown: True where this version does not know it, False where its value is not what a state holds.
+    unknown: True if this version does not know it, False if its value is invalid.
     """
 
     def __init__(self, name: str, unknown: bool = False):
@@ -108,7 +108,7 @@ def parse_header(plain: Any, tensors: Mapping[str, StoredTensor]) -> StateHeader
         for name, tensor in tensors.items()
         if name.startswith(MASTER_WEIGHTS_PREFIX)
     }
-    _need(bool(master_weights) and all(one.dtype == "F32" for one in master_weights.values()), "masters")
+    _need(bool(master_weights) and all(tensor.dtype == "F32" for tensor in master_weights.values()), "masters")
     later = {name: plain[name] for name in LATER if name in plain}
     _check_validation(later.get("validation", {}), step)
     _check_adapters(later.get("adapters", []), {name.rpartition(".")[0] for name in master_weights})
@@ -120,7 +120,7 @@ def parse_header(plain: Any, tensors: Mapping[str, StoredTensor]) -> StateHeader
 
 
 def _moving(tree: Any, tensors: Mapping[str, StoredTensor], step: int) -> dict[str, Any]:
-    """Unpack the tree and check all but the optimizer's own entries, which only its class knows."""
+    """Unpack the tree and check everything but the optimizer's own entries, which only its class knows."""
     try:
         moving = unpack_state(tensors, tree)
     except ValueError:
@@ -155,8 +155,8 @@ def _check_average(average: dict[Any, Any], master_weights: Mapping[str, StoredT
     tensors = average.get("masters")
     _need(isinstance(tensors, dict) and bool(tensors), "average")
     for name, tensor in average["masters"].items():
-        same = isinstance(tensor, StoredTensor) and name in master_weights and tensor[:2] == master_weights[name][:2]
-        _need(same, "average")
+        matches = isinstance(tensor, StoredTensor) and name in master_weights and tensor[:2] == master_weights[name][:2]
+        _need(matches, "average")
 
 
 def _check_validation(validation: Any, step: int) -> None:
@@ -172,31 +172,31 @@ def _check_validation(validation: Any, step: int) -> None:
 
 
 def _check_adapters(adapters: Any, trained: set[str]) -> None:
-    """Check the specs. trained: names of the layers that the state has weights of."""
-    _need(isinstance(adapters, list) and all(isinstance(one, dict) for one in adapters), "adapters")
-    for one in adapters:
-        _known(one, {*_SPEC, "layers"})
-        _need(all(name in one for name, required in _SPEC.items() if required), "adapters")
-        spec = {name: one[name] for name in _SPEC if name in one}
+    """Check the specs. trained: names of the layers that the state has weights for."""
+    _need(isinstance(adapters, list) and all(isinstance(group, dict) for group in adapters), "adapters")
+    for group in adapters:
+        _known(group, {*_SPEC, "layers"})
+        _need(all(name in group for name, required in _SPEC.items() if required), "adapters")
+        spec = {name: group[name] for name in _SPEC if name in group}
         for name, choices in (("algorithm", tuple(ADAPTERS)), ("init", INITS)):
-            _need(isinstance(chosen := spec.get(name, choices[0]), str), name)
-            if chosen not in choices:
-                raise UnreadableField(f"{name} {chosen}", unknown=True)
+            _need(isinstance(choice := spec.get(name, choices[0]), str), name)
+            if choice not in choices:
+                raise UnreadableField(f"{name} {choice}", unknown=True)
         _need(_is_count(spec["rank"], 1, _MOST_RANK), "rank")
         _need(_is_number(spec["alpha"]) and spec["alpha"] > 0, "alpha")
         _need((factor := spec.get("factor", -1)) == -1 or _is_count(factor, 1, _MOST_RANK), "factor")
         _need(_is_number(limit := spec.get("constraint", 0.0)) and limit >= 0, "constraint")
-        _need(isinstance(one.get("layers"), list) and all(map(_is_name, one["layers"])), "layers")
-    # Old states hold no specs; others hold that of each layer.
-    _need(not adapters or trained == {name for one in adapters for name in one["layers"]}, "layers")
+        _need(isinstance(group.get("layers"), list) and all(map(_is_name, group["layers"])), "layers")
+    # Old states hold no specs; all others hold one for each layer.
+    _need(not adapters or trained == {name for group in adapters for name in group["layers"]}, "layers")
 
 
 def _check_parts(parts: Any, step: int) -> None:
     _need(isinstance(parts, list) and all(isinstance(part, dict) for part in parts), "parts")
     begin = 0
     for number, part in enumerate(parts, start=1):
-        made = part.get("made_with", {})
-        _need(isinstance(made, dict) and isinstance(made.get("data_fingerprint", ""), str), "parts")
+        settings = part.get("made_with", {})
+        _need(isinstance(settings, dict) and isinstance(settings.get("data_fingerprint", ""), str), "parts")
         _need(_is_name(part.get("asked", "unknown")), "parts")
         if number < len(parts):
             _need(_is_count(part.get("to_step"), begin, step), "parts")
@@ -219,14 +219,14 @@ def _need(holds: bool, name: str) -> None:
         raise UnreadableField(name)
 
 
-def _known(given: Mapping[Any, Any], known: set[str]) -> None:
-    """Raise for a field that this version does not know: leaving it out could change what the state means."""
-    if unknown := [name for name in given if name not in known]:
+def _known(entries: Mapping[Any, Any], allowed: set[str]) -> None:
+    """Raise for a field that this version does not know: ignoring it could change the meaning of the state."""
+    if unknown := [name for name in entries if name not in allowed]:
         raise UnreadableField(str(unknown[0]), unknown=True)
 
 
 def is_plain(value: Any, depth: int = 0) -> bool:
-    """Test for JSON of moderate depth and size of numbers, whose text can be encoded again."""
+    """Test for JSON of limited depth and number size, whose strings can be encoded again."""
     if depth > _DEEPEST:
         return False
     if isinstance(value, float):
@@ -245,7 +245,7 @@ def is_plain(value: Any, depth: int = 0) -> bool:
 def _is_encodable(text: str) -> bool:
     try:
         text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
+    except UnicodeEncodeError:  # a lone surrogate, which JSON can represent
         return False
     return True
 
@@ -254,10 +254,10 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def _is_count(value: Any, least: int = 0, most: int = 2**63) -> bool:
-    return type(value) is int and least <= value <= most
+def _is_count(value: Any, minimum: int = 0, maximum: int = 2**63) -> bool:
+    return type(value) is int and minimum <= value <= maximum
 
 
 def _is_name(value: Any) -> bool:
-    """Test for a short text that can stand in a message."""
+    """Test for a short text that can be shown in a message."""
     return isinstance(value, str) and 0 < len(value) <= _LONGEST_NAME and value.isprintable()

@@ -1,7 +1,7 @@
 """Training state in one file: fp32 LoRA weights, optimizer, schedule, data position and losses.
 
-The container is safetensors with the ending `.tessera`, so that no LoRA loader lists it. Nothing is pickled.
-Random generators have no state to save: every number is a function of (seed, purpose, step, sample).
+The container is safetensors with the suffix `.tessera`, so that no LoRA loader lists it. Nothing is pickled.
+Random generators have no state to save: every random number is a function of (seed, purpose, step, sample).
 """
 
 import json
@@ -22,7 +22,7 @@ from .metadata import VERSION
 from .schema import FORMAT, LATER, MASTER_WEIGHTS_PREFIX, StateHeader, StoredTensor, UnreadableField, parse_header
 
 STATE_SUFFIX = ".tessera"
-# The metadata entry with the version of the pack that wrote a state; not in the states of 0.1.
+# Metadata entry with the version of the pack that wrote the state; missing in states of 0.1.
 _WRITTEN_BY = "tessera_version"
 _NUMBERS = ("F64", "F32", "F16", "BF16", "I64", "I32")
 _INSTEAD = "choose another state, or 'off'."
@@ -31,7 +31,7 @@ _INSTEAD = "choose another state, or 'off'."
 class DamagedState(ValueError):
     """Error of a state that cannot be read. The message is for the user.
 
-    lineage: lineage of the state, None where that cannot be read either.
+    lineage: lineage of the state, None if that cannot be read either.
     """
 
     lineage: str | None = None
@@ -54,8 +54,8 @@ class TrainingState:
     validation: points (`validation.Validation`) and the validation key, empty without validation.
     adapters: specs of the adapters, see `LoraNetwork.specs`; empty in old states.
     parts: segments of the run, see `checkpoint.history`; empty in old states.
-    products: which layers multiply in full for what they would lose (`placement.products.BlockProducts.kept`); empty
-        where nothing was decided.
+    products: layers that run full-precision matmuls because int8/fp8 would lose too much
+        (`placement.products.BlockProducts.kept`); empty if nothing was decided.
     """
 
     step: int
@@ -80,7 +80,7 @@ def state_path(folder: Path, step: int) -> Path:
 
 
 def save_state(path: Path, state: TrainingState) -> None:
-    """Write a state atomically. Raises OSError where the disk refuses."""
+    """Write a state atomically. Raises OSError if the write fails."""
     moving = {"optimizer": state.optimizer, "scheduler": state.scheduler, "scaler": state.scaler}
     if state.average:
         moving["average"] = state.average
@@ -99,11 +99,11 @@ def save_state(path: Path, state: TrainingState) -> None:
     }
     plain |= {name: value for name in LATER if (value := getattr(state, name))}
     metadata = {"tessera": json.dumps(plain, allow_nan=False), _WRITTEN_BY: VERSION}
-    write_atomically(path, lambda beside: safetensors.torch.save_file(tensors, beside, metadata=metadata))
+    write_atomically(path, lambda temporary: safetensors.torch.save_file(tensors, temporary, metadata=metadata))
 
 
 def load_state(path: Path) -> TrainingState:
-    """Read a state with its tensors on the CPU. Raises DamagedState where the file is damaged or is not a state."""
+    """Read a state with its tensors on the CPU. Raises DamagedState if the file is damaged or is not a state."""
     header = read_header(path)
     try:
         tensors, metadata = read_tensors(path)
@@ -129,9 +129,9 @@ def load_state(path: Path) -> TrainingState:
 
 
 def read_header(path: Path) -> StateHeader:
-    """Read and check all of a state but its tensors' numbers.
+    """Read and check all of a state except the values of its tensors.
 
-    Raises DamagedState where the file is damaged or is not a state of this version.
+    Raises DamagedState if the file is damaged or is not a state of this version.
     """
     metadata: dict[str, str] = {}
     plain: Any = None
@@ -143,10 +143,10 @@ def read_header(path: Path) -> StateHeader:
         return parse_header(plain, tensors)
     except UnreadableField as error:
         version = metadata.get(_WRITTEN_BY, "")
-        told = _unknown_field(path, error.name, version) if error.unknown else damaged_field(path, error.name)
+        state_error = _unknown_field(path, error.name, version) if error.unknown else damaged_field(path, error.name)
         lineage = plain.get("lineage") if isinstance(plain, dict) and error.name != "lineage" else None
-        told.lineage = lineage if isinstance(lineage, str) else None
-        raise told from error
+        state_error.lineage = lineage if isinstance(lineage, str) else None
+        raise state_error from error
     except (OSError, KeyError, ValueError, RecursionError, safetensors.SafetensorError) as error:
         raise _damaged(path) from error
 
@@ -159,13 +159,13 @@ def _stored(file: Any, name: str) -> StoredTensor:
 
 
 def damaged_field(path: Path, name: str) -> DamagedState:
-    """Make the error of a field whose value is not what a state holds. Its name is shown in part: it may be hostile."""
+    """Build the error for a field with an invalid value. Its name, which may be hostile, is truncated."""
     return DamagedState(f"resume: {path.name} is damaged: its field {name[:40]!r} has a wrong value; {_INSTEAD}")
 
 
 def _unknown_field(path: Path, name: str, version: str) -> DamagedState:
-    known = re.fullmatch(r"[0-9A-Za-z.+-]{1,20}", version)
-    writer = f"version {version}" if known else "another version"
+    match = re.fullmatch(r"[0-9A-Za-z.+-]{1,20}", version)
+    writer = f"version {version}" if match else "another version"
     return DamagedState(
         f"resume: {path.name} was written by {writer} of Tessera, and this one ({VERSION}) does not know its field "
         f"{name[:40]!r}; update Tessera, {_INSTEAD}"

@@ -1,1 +1,1 @@
-"""One run on several devices, a process for each."""
+"""One run on several devices, with one process per device."""

@@ -1,4 +1,4 @@
-"""World of this process, as run.py and torchrun have started it."""
+"""World of this process, as started by run.py and torchrun."""
 
 import os
 from functools import cache
@@ -12,10 +12,10 @@ from .world import LONE, STEP_LIMIT, World
 
 @cache
 def current_world() -> World:
-    """Return the world of this process: that of torchrun's environment under run.py, a lone one everywhere else.
+    """Return the world of this process: from torchrun's environment under run.py, otherwise a single-process world.
 
-    RANK and WORLD_SIZE alone say nothing: an ordinary server may be started by something that sets them. The first call
-    waits for the others. Raises TimeoutError where they do not come.
+    RANK and WORLD_SIZE alone are not enough: whatever started an ordinary server may have set them. The first call
+    waits for the other ranks. Raises TimeoutError if they do not arrive.
     """
     if not is_switched_on():
         return LONE

@@ -1,4 +1,4 @@
-"""Sum of the gradients over devices, one collective for each optimizer step."""
+"""Sum of the gradients over devices, one collective per optimizer step."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -13,17 +13,17 @@ from ..learner import Learner
 from ..observer import SAMPLE, SAVE, STOP, Observer
 from .world import World
 
-# Behind the gradients: the loss, the number of ranks that leave, what rank 0's user asks for, and for each weight
-# whether it has a gradient.
+# Layout after the gradients: the loss, the number of ranks that leave, the requests of rank 0's user, and one flag per
+# weight for whether it has a gradient.
 _LOSS, _LEAVING, _ASKED, _FLAGS = 0, 1, 2, 3
-_ASKS = {SAVE: 1, STOP: 2, SAMPLE: 4}  # added up
+_ASKS = {SAVE: 1, STOP: 2, SAMPLE: 4}  # bit flags
 
 
 class GradientSync:
-    """Adds up the gradients of a step over all ranks, with the loss and what else each has to know.
+    """Sums the gradients of a step over all ranks, together with the loss and the flags that every rank needs.
 
-    The flat gradients lie in one buffer, which is what is sent. Every rank takes part in as many sums as the run has
-    steps left, or leaves by one in which it says so: then all end at the same step, and none waits for another.
+    The flat gradients are views on the one buffer that is sent. Every rank takes part in one sum per remaining step, or
+    leaves with a sum that announces it: then all ranks end at the same step, and none waits for another.
     """
 
     def __init__(self, world: World, learner: Learner, observer: Observer):
@@ -39,21 +39,21 @@ class GradientSync:
         self.told = self.buffer[sum(sizes) :]
 
     def begin(self, steps: int) -> None:
-        """Begin a run with this number of steps left."""
+        """Begin a run with this number of remaining steps."""
         self.sums_left = 0 if self.world.is_lone else steps
 
     def sum(self, loss: Tensor, step: int) -> Tensor:
-        """Add up the gradients, which were gathered. Returns (n,): the sum of the losses, and what `check` reads.
+        """Sum the gathered gradients over the ranks. Returns (n,): the sum of the losses, and the input of `check`.
 
-        loss: this rank's part of the mean, a scalar.
+        loss: this rank's share of the mean, a scalar.
         step: number of the step, from 1.
         """
         if self.world.is_lone:
             return loss[None]
         present = [float(group.weights[number].grad is not None) for group, number in self.weights]
         self.told[_FLAGS:] = torch.tensor(present)
-        asked = sum(_ASKS[what] for what in self.observer.asked()) if self.world.is_first else 0
-        self.told[_LOSS], self.told[_LEAVING], self.told[_ASKED] = loss, 0.0, float(asked)
+        request_flags = sum(_ASKS[request] for request in self.observer.asked()) if self.world.is_first else 0
+        self.told[_LOSS], self.told[_LEAVING], self.told[_ASKED] = loss, 0.0, float(request_flags)
         self.sums_left -= 1
         try:
             self.world.sum(self.buffer, step)
@@ -64,51 +64,53 @@ class GradientSync:
             group.weights[number].grad = group.gradients[number]
         return self.told.clone()
 
-    def check(self, told: Sequence[float]) -> None:
-        """Take what `sum` has returned, without the loss, as numbers; a weight that no rank reached has no gradient.
+    def check(self, values: Sequence[float]) -> None:
+        """Process the values that `sum` returned. A weight without a gradient on any rank gets None as its gradient.
 
-        Raises what ends this rank where another one leaves.
+        values: the result of `sum` as numbers, without the loss.
+
+        Raises the exception that ends this rank if another rank leaves.
         """
         if self.world.is_lone:
             return
         self.world.count_sum()
-        leaving, asked, *present = told
-        self._asked = int(asked)
+        leaving, request_flags, *present = values
+        self._asked = int(request_flags)
         if leaving:
             self.sums_left = 0
             raise self.world.stopped(self.world.fault())
-        absent = [of for of, ranks in zip(self.weights, present, strict=True) if not ranks]
+        absent = [entry for entry, ranks in zip(self.weights, present, strict=True) if not ranks]
         for group, number in absent:
             group.weights[number].grad = None
         if absent and self.learner.flat is not None:
             self.learner.flat.prepare()
 
     def asked(self) -> AbstractSet[str]:
-        """Return what the user asks for after the step that was checked last, the same on every rank."""
+        """Return the user's requests after the last checked step, the same on every rank."""
         if self.world.is_lone:
             return self.observer.asked()
-        return {what for what, number in _ASKS.items() if self._asked & number}
+        return {request for request, number in _ASKS.items() if self._asked & number}
 
     def leave(self, error: BaseException, step: int, leave_gathers: Callable[[], None]) -> None:
-        """Leave the run with the others, for an error of this rank: all end at the step that it did not finish.
+        """Leave the run because of an error of this rank: all ranks end at the step that it did not finish.
 
         step: number of that step, from 1.
-        leave_gathers: leaves those that share blocks with this rank, before; where it raises, none of them comes to a
-            sum.
+        leave_gathers: called first to leave the ranks that share blocks with this one; if it raises, none of them joins
+            a sum.
         """
         if self.world.is_lone:
             return
         with contextlib.suppress(Exception, InterruptProcessingException):  # the error itself must reach the user
             self.world.tell(error, error_sentence(error))
-            left, self.sums_left = self.sums_left, 0
+            remaining_sums, self.sums_left = self.sums_left, 0
             try:
                 leave_gathers()
             except BaseException:
-                self.world.leave_sum()  # other machines share no block with this one, and would wait
+                self.world.leave_sum()  # other machines share no block with this rank, and would wait
                 raise
             if isinstance(error, InterruptProcessingException):
-                self.world.interrupted = error  # its user waits no longer for the others than there
-            if left:
+                self.world.interrupted = error  # shortens the wait for the other ranks in the sum
+            if remaining_sums:
                 self._sum_as_leaving(step)
 
     def _sum_as_leaving(self, step: int) -> None:

@@ -1,7 +1,7 @@
-"""Processes that train for a node of a running ComfyUI: `run.py --launch` in a process group of its own.
+"""Processes that train for a node of a running ComfyUI: `run.py --launch` in its own process group.
 
-Server and processes talk by the files of a folder that is made for one job and goes with it: what run.py is to execute,
-the events that it logs, and what the user asks of the run. So nothing of an earlier job can be read by a later one.
+Server and processes communicate through files in a folder that exists for one job only: the prompt for run.py, the
+events that it logs, and the user's requests. So a later job cannot read anything of an earlier one.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ from ..observer import SAMPLE, SAVE, STOP
 log = logging.getLogger(__name__)
 
 RUN = Path(__file__).parents[2] / "run.py"
-# Read by run.py and its processes; the first by `Job.current`.
+# Environment variables read by run.py and its processes; the first by `Job.current`.
 JOB, PARENT = "TESSERA_JOB", "TESSERA_PARENT"
-GRACE = 660.0  # seconds in which the processes may finish a micro-batch and save: torchrun's 600 and what follows
+GRACE = 660.0  # seconds for the processes to finish a micro-batch and save: torchrun's 600 and some more
 _PAUSE = 0.05
-# Set by what started this ComfyUI, such as Slurm or torchrun; a process below would take itself for one of those.
+# Set by the launcher of this ComfyUI, such as Slurm or torchrun; a child would take itself for one of its processes.
 _OTHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME")
 _PREFIXES = ("LOCAL_", "GROUP_WORLD", "ROLE_WORLD", "TORCHELASTIC_", "TESSERA_WORLD")
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
@@ -39,10 +39,10 @@ _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 class Facts:
     """Facts of the node that the processes train for.
 
-    key: key of the first run that they train, by which they see that they have made the same inputs of the prompt.
-    files: companion files of the LoRA, as the node's own graph gives them.
-    queued: what run.json says of the prompt.
-    spare: where a finished LoRA is tried to be written that the run's folder can't take.
+    key: key of the first run that they train, by which they verify that they built the same inputs from the prompt.
+    files: companion files of the LoRA, from the node's own graph.
+    queued: entries of run.json about the prompt.
+    spare: fallback location for a finished LoRA that can't be written to the run's folder.
     """
 
     key: str = ""
@@ -67,7 +67,7 @@ class Job:
         return Job(Path(folder)) if folder else None
 
     def write(self, prompt: Mapping[str, Any], extra_data: Mapping[str, Any], facts: Facts) -> None:
-        """Write what is to be executed. Raises ValueError where the prompt holds what no file can."""
+        """Write the prompt and the facts. Raises ValueError if the prompt holds a value that JSON can't represent."""
         try:
             text = json.dumps({"prompt": prompt, "extra_data": extra_data})
         except (TypeError, ValueError, RecursionError) as error:
@@ -80,22 +80,22 @@ class Job:
 
     @cached_property
     def facts(self) -> Facts:
-        """The facts that were written."""
+        """The facts written by `write`."""
         return Facts(**json.loads(self._facts.read_text(encoding="utf-8")))
 
-    def ask(self, what: str) -> None:
-        """Ask something of the run after its next step: SAVE, STOP or SAMPLE."""
-        (self.folder / what).touch()
+    def ask(self, request: str) -> None:
+        """Request SAVE, STOP or SAMPLE from the run after its next step."""
+        (self.folder / request).touch()
 
     def take_asked(self) -> frozenset[str]:
-        """Return, once, what was asked for; for the one process that reports."""
-        asked = frozenset(what for what in (SAVE, STOP, SAMPLE) if (self.folder / what).exists())
-        for what in asked:
-            (self.folder / what).unlink()
-        return asked
+        """Return the pending requests and clear them; for the one process that reports."""
+        requests = frozenset(request for request in (SAVE, STOP, SAMPLE) if (self.folder / request).exists())
+        for request in requests:
+            (self.folder / request).unlink()
+        return requests
 
     def events(self) -> Iterator[dict[str, Any] | None]:
-        """Yield what is logged, as it comes; None where there is no more for now."""
+        """Yield the logged events as they arrive; None when there is nothing more for now."""
         rest = b""
         with contextlib.ExitStack() as stack:
             file: Any = None
@@ -110,30 +110,30 @@ class Job:
                     yield None
 
     def output_tail(self, lines: int = 40) -> list[str]:
-        """Return the last lines that the processes wrote."""
+        """Return the last output lines of the processes."""
         try:
             return self.output.read_text("utf-8", "replace").splitlines()[-lines:]
         except OSError:
             return []
 
     def last_words(self) -> str:
-        """Return what the processes said last of why they end; empty where they said nothing."""
+        """Return the last output line that explains why the processes end; empty without output."""
         lines = [line.strip() for line in self.output_tail() if line.strip()]
-        named = [line for line in lines if re.match(r"Device \d+: ", line)]
-        return (named or lines or [""])[-1]
+        device_lines = [line for line in lines if re.match(r"Device \d+: ", line)]
+        return (device_lines or lines or [""])[-1]
 
 
 class Launched:
-    """`run.py --launch` for a job, while it runs."""
+    """Running `run.py --launch` process of a job."""
 
     def __init__(self, job: Job, devices: Sequence[int], on_cpu: bool, comfyui: Path, options: Sequence[str]) -> None:
         """comfyui: ComfyUI's folder. options: its command line options."""
-        own = [str(RUN), str(job.prompt), "--log", str(job.log), "--launch", str(len(devices))]
+        arguments = [str(RUN), str(job.prompt), "--log", str(job.log), "--launch", str(len(devices))]
         with job.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, *own, "--", *options],
+                [sys.executable, *arguments, "--", *options],
                 env=child_environment(os.environ, [] if on_cpu else devices, comfyui, job.folder),
-                stdin=subprocess.PIPE,  # which tells it when this process is gone
+                stdin=subprocess.PIPE,  # its end of file signals that this process is gone
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -142,75 +142,81 @@ class Launched:
 
     def follow(
         self,
-        tell: Callable[[Mapping[str, Any]], None],
+        on_event: Callable[[Mapping[str, Any]], None],
         check_interrupted: Callable[[], None],
-        asked: Callable[[], AbstractSet[str]],
+        user_requests: Callable[[], AbstractSet[str]],
     ) -> int:
         """Follow the processes to their end; returns the exit code of run.py.
 
-        tell: gets each event of its log. check_interrupted: may raise; then the processes are asked to save and end,
-        and where it raises again they are ended at once.
+        on_event: called with each event of its log.
+        check_interrupted: may raise; then the processes are asked to save and end. If it raises again, they are killed
+            immediately.
+        user_requests: returns the user's requests, which are passed on to the processes.
         """
         try:
             while self.process.poll() is None:
-                self._tell_new(tell)
+                self._tell_new(on_event)
                 check_interrupted()
-                for what in asked():
-                    self.job.ask(what)
+                for request in user_requests():
+                    self.job.ask(request)
                 time.sleep(_PAUSE)
         except BaseException:
-            self._end(tell, check_interrupted)
+            self._end(on_event, check_interrupted)
             raise
         finally:
-            self._tell_new(tell)
+            self._tell_new(on_event)
         return self.process.returncode
 
-    def _tell_new(self, tell: Callable[[Mapping[str, Any]], None]) -> None:
+    def _tell_new(self, on_event: Callable[[Mapping[str, Any]], None]) -> None:
         while (event := next(self.events)) is not None:
-            tell(event)
+            on_event(event)
 
-    def _end(self, tell: Callable[[Mapping[str, Any]], None], check_interrupted: Callable[[], None]) -> None:
+    def _end(self, on_event: Callable[[Mapping[str, Any]], None], check_interrupted: Callable[[], None]) -> None:
         end = time.monotonic() + GRACE
         with contextlib.suppress(BaseException):
             self.process.send_signal(signal.SIGTERM)
             while self.process.poll() is None and time.monotonic() < end:
-                self._tell_new(tell)
+                self._tell_new(on_event)
                 check_interrupted()
                 time.sleep(_PAUSE)
         if self.process.poll() is None:
             log.warning("The processes that train have not ended by themselves and are killed.")
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)  # those below it end with it, see run.py
+                os.killpg(self.process.pid, signal.SIGKILL)  # its children end with it, see run.py
         self.process.wait()
 
 
-def child_environment(ours: Mapping[str, str], devices: Sequence[int], comfyui: Path, job: Path) -> dict[str, str]:
-    """Make the environment of run.py.
+def child_environment(inherited: Mapping[str, str], devices: Sequence[int], comfyui: Path, job: Path) -> dict[str, str]:
+    """Build the environment of run.py.
 
-    ours: that of this process. devices: numbers of those to use, as this process counts them; empty on the CPU.
+    inherited: environment of this process.
+    devices: numbers of the devices to use, as this process counts them; empty on the CPU.
     comfyui: ComfyUI's folder.
     """
-    made = {name: text for name, text in ours.items() if name not in _OTHERS and not name.startswith(_PREFIXES)}
-    made |= {"COMFYUI_PATH": str(comfyui), JOB: str(job), PARENT: str(os.getpid())}
+    environment = {
+        name: text for name, text in inherited.items() if name not in _OTHERS and not name.startswith(_PREFIXES)
+    }
+    environment |= {"COMFYUI_PATH": str(comfyui), JOB: str(job), PARENT: str(os.getpid())}
     if sys.flags.no_user_site:
-        made["PYTHONNOUSERSITE"] = "1"
+        environment["PYTHONNOUSERSITE"] = "1"
     if devices:
-        visible = next((ours[name] for name in _VISIBLE if ours.get(name)), None)
-        names = [one.strip() for one in visible.split(",")] if visible else None
-        made |= dict.fromkeys(_VISIBLE, ",".join(names[one] if names else str(one) for one in devices))
-    return made
+        visible = next((inherited[name] for name in _VISIBLE if inherited.get(name)), None)
+        names = [name.strip() for name in visible.split(",")] if visible else None
+        environment |= dict.fromkeys(_VISIBLE, ",".join(names[device] if names else str(device) for device in devices))
+    return environment
 
 
-def child_options(ours: Sequence[str], folders: Mapping[str, str]) -> list[str]:
-    """Make ComfyUI's options for run.py: those of this process, less what chooses a device or listens.
+def child_options(options: Sequence[str], folders: Mapping[str, str]) -> list[str]:
+    """Build ComfyUI's options for run.py: the options of this process without those that select a device, open the
+    browser or enable the manager.
 
-    folders: values of options that this process may have changed since, such as `--output-directory`.
+    folders: values of options that this process may have changed since its start, such as `--output-directory`.
     """
-    kept, left = list[str](), list(ours)
-    while left:
-        name, equals, _ = (one := left.pop(0)).partition("=")
+    selected, remaining = list[str](), list(options)
+    while remaining:
+        name, equals, _ = (option := remaining.pop(0)).partition("=")
         if name.startswith(("--cuda-d", "--default-d")) and not name.startswith("--default-h"):
-            left = left if equals else left[1:]
+            remaining = remaining if equals else remaining[1:]
         elif name not in ("--auto-launch", "--enable-manager"):
-            kept.append(one)
-    return kept + [part for pair in folders.items() for part in pair]
+            selected.append(option)
+    return selected + [part for pair in folders.items() for part in pair]

@@ -1,18 +1,18 @@
-"""Meeting of ranks by a key of their store: they go on all together, or not at all."""
+"""Barrier of ranks on one key of their store: either all ranks continue, or none does."""
 
 import json
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-GRACE = 5.0  # seconds in which a process that ends can still say why
+GRACE = 5.0  # seconds for a process that ends to report why
 _LEFT = "left"
 
 
 def patience(seconds: float, is_interrupted: Callable[[], bool]) -> Iterator[None]:
-    """Yield now and then for as long as others are waited for.
+    """Yield repeatedly, with pauses, until the wait for other ranks ends.
 
-    seconds: the longest wait; an interrupt makes it short.
+    seconds: the longest wait; an interrupt shortens it to 2 · GRACE.
     """
     end, is_cut, pause = time.monotonic() + seconds, False, 0.0005
     while True:
@@ -26,32 +26,32 @@ def patience(seconds: float, is_interrupted: Callable[[], bool]) -> Iterator[Non
 
 
 class Unmet(Exception):
-    """A rank has left a meeting to which not all have come.
+    """A rank has left a meeting before all ranks arrived.
 
-    missing: ranks that have not come. left: the rank that left. comes: it comes to the next sum, to say why.
+    missing: ranks that have not arrived. left: the rank that left. comes: it joins the next sum, to report why.
     """
 
-    def __init__(self, missing: list[int], left: int, comes: bool) -> None:
-        super().__init__(missing, left, comes)
-        self.missing, self.left, self.comes = missing, left, comes
+    def __init__(self, missing: list[int], leaving_rank: int, comes: bool) -> None:
+        super().__init__(missing, leaving_rank, comes)
+        self.missing, self.left, self.comes = missing, leaving_rank, comes
 
 
 class Meeting:
-    """One meeting: an entry of each rank that has come, or of the first one that left.
+    """One meeting: an entry of each rank that has arrived, and of the first one that left.
 
-    The key changes as a whole, and nobody comes when one has left: so either all come, or none goes on.
+    The key is updated atomically, and no rank enters after one has left: so either all arrive, or none continues.
     """
 
     def __init__(self, store: Any, key: str, ranks: range, rank: int) -> None:
-        """store: torch's key-value store. key: of this meeting alone. rank: this one."""
+        """store: torch's key-value store. key: used by this meeting only. rank: this rank."""
         self.store, self.key, self.ranks, self.rank = store, key, ranks, rank
 
     def wait(
         self, value: Any, seconds: float, is_interrupted: Callable[[], bool], is_ready: Callable[[], bool] | None
     ) -> list[Any]:
-        """Come when this rank is ready, and wait for all. Returns what each gave, in their order.
+        """Arrive when this rank is ready, and wait for all. Returns the ranks' values, in their order.
 
-        value: plain JSON. Raises Unmet where a rank has left: this one does past `seconds`, or soon after an interrupt.
+        value: plain JSON. Raises Unmet if a rank has left: this one leaves after `seconds`, or soon after an interrupt.
         """
         came = False
         for _ in patience(seconds, is_interrupted):
@@ -66,20 +66,20 @@ class Meeting:
         return values
 
     def leave(self, comes: bool) -> None:
-        """Let nobody go on from here, unless all have come. comes: this rank comes to the next sum, to say why."""
+        """Let no rank continue, unless all have arrived. comes: this rank joins the next sum, to report why."""
         self._enter({_LEFT: [self.rank, comes]})
 
     def values(self) -> list[Any] | None:
-        """Return what each rank gave, in their order; None while not all have come. Raises Unmet where one has left."""
-        here = json.loads(self._text() or "{}")
-        if not (missing := [rank for rank in self.ranks if str(rank) not in here]):
-            return [here[str(rank)] for rank in self.ranks]
-        if _LEFT in here:
-            raise Unmet(missing, *here[_LEFT])
+        """Return the ranks' values, in their order; None until all have arrived. Raises Unmet if one has left."""
+        entries = json.loads(self._text() or "{}")
+        if not (missing := [rank for rank in self.ranks if str(rank) not in entries]):
+            return [entries[str(rank)] for rank in self.ranks]
+        if _LEFT in entries:
+            raise Unmet(missing, *entries[_LEFT])
         return None
 
     def forget(self) -> None:
-        """Take the key away; for one rank alone, when all have read it."""
+        """Delete the key; called by one rank, after all have read it."""
         self.store.delete_key(self.key)
 
     def _text(self) -> str:
@@ -87,8 +87,8 @@ class Meeting:
 
     def _enter(self, entry: dict[str, Any]) -> None:
         text = self._text()
-        while _LEFT not in (here := json.loads(text or "{}")):
-            entered = json.dumps(here | entry)
-            text = self.store.compare_set(self.key, text, entered).decode()  # what another has entered meanwhile, or
+        while _LEFT not in (entries := json.loads(text or "{}")):
+            entered = json.dumps(entries | entry)
+            text = self.store.compare_set(self.key, text, entered).decode()  # the other ranks' newer text on conflict
             if text == entered:
                 return

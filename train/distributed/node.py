@@ -1,4 +1,4 @@
-"""Devices of one machine that share the blocks of a model: their gathers, and the meetings that keep these in order."""
+"""Ranks of one machine that shard the blocks of a model: their gathers, and the meetings that order the gathers."""
 
 import time
 from typing import Any
@@ -13,16 +13,16 @@ from ..settings import MemoryOptions
 from .meeting import GRACE, Unmet
 from .world import World
 
-gather_pieces = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the newer name of the same
+gather_pieces = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the first is the newer name
 TRIAL_BYTES = {"cuda": 64 * 2**20, "cpu": 2**20}
 
 
 class NodeRanks:
-    """Ranks of one machine, as `memory.swap.sharded.Peers`.
+    """Ranks of one machine; implements `memory.swap.sharded.Peers`.
 
-    They gather over connections of their own: the sum of gradients has others, and never runs beside a gather.
+    They gather in a process group of their own: the sum of gradients uses another, and never overlaps with a gather.
 
-    gathered: event behind the gather that was queued last; None on a CPU.
+    gathered: event recorded after the last queued gather; None on a CPU.
     gathers, bytes_gathered: counters.
     """
 
@@ -34,20 +34,20 @@ class NodeRanks:
         self.begin_run()
 
     def begin_run(self) -> None:
-        """Begin a run: all ranks count its meetings from the first."""
+        """Begin a run: all ranks restart the count of meetings."""
         self._number, self._exchanges, self._lost_one = 0, 0, False
 
     def gather(self, into: Tensor, piece: Tensor) -> None:
-        """Queue a gather of everyone's piece on the current stream; on a CPU it is done at once.
+        """Queue an all-gather of every rank's piece on the current stream; on a CPU it is synchronous.
 
-        into: (count·n,), piece: (n,), bytes. Raises CannotContinue where a rank is gone, and AcceleratorError where
-        this rank's device has failed.
+        into: (count·n,), piece: (n,), bytes. Raises CannotContinue if a rank is gone, and AcceleratorError if this
+        rank's device has failed.
         """
         if self._lost_one:
             raise CannotContinue("Another device is gone.")
         try:
             gather_pieces(into, piece, group=self.group)
-        except torch.AcceleratorError:  # of this rank's own device
+        except torch.AcceleratorError:  # this rank's own device failed
             raise
         except Exception as error:
             raise self._lost() from error
@@ -56,64 +56,65 @@ class NodeRanks:
         self.gathers, self.bytes_gathered = self.gathers + 1, self.bytes_gathered + into.numel()
 
     def meet(self, wish: str, fresh: bool) -> list[tuple[str, bool]]:
-        """Wait until all ranks have come to this meeting. Returns what each has given, by place.
+        """Wait until all ranks have arrived at this meeting. Returns their values, by index.
 
-        A rank comes when it has queued every gather before: so what one has queued does never wait for a meeting.
-        Raises what `World.stopped` makes where a rank leaves, and CannotContinue where one does not come.
+        A rank arrives after it has queued every earlier gather, so a queued gather never waits for a meeting. Raises
+        the exception of `World.stopped` if a rank leaves, and CannotContinue if one does not arrive.
         """
-        world, begun = self.world, time.monotonic()
+        world, start = self.world, time.monotonic()
         self._number += 1
         try:
-            found = world.meet(self._name, self._number, [wish, fresh], self.ranks)
+            answers = world.meet(self._name, self._number, [wish, fresh], self.ranks)
         except Unmet as unmet:
             if unmet.comes:
                 raise world.stopped(world.fault()) from unmet
             self._lost_one = True
-            # Who has left says why, after it has left.
+            # A rank that left reports why only after it has left.
             raise self._missing(unmet.missing, 0.0 if unmet.left == world.rank else GRACE) from unmet
-        except BaseException:  # an interrupt, and the others do not come
+        except BaseException:  # an interrupt, and the other ranks do not arrive
             self._lost_one = True
             self.abort()
             raise
-        world.waited += time.monotonic() - begun
-        return [(given[0], given[1]) for given in found]
+        world.waited += time.monotonic() - start
+        return [(answer[0], answer[1]) for answer in answers]
 
     def leave(self, whole: bool) -> None:
-        """Say that this rank comes to no other meeting. Raises CannotContinue where another rank is gone.
+        """Announce that this rank joins no other meeting. Raises CannotContinue if another rank is gone.
 
-        whole: it has queued all that the others wait for; else they end their gathers, and do not wait for it in a sum.
+        whole: it has queued every gather that the others wait for; else they abort theirs, and do not wait for it in a
+            sum.
         """
         self.world.meeting(self._name, self._number + 1, self.ranks).leave(comes=whole and not self._lost_one)
         if self._lost_one:
             raise CannotContinue("Another device is gone.")
 
     def abort(self) -> None:
-        """End what is queued of gathers: it would wait for ever for a rank that is gone, and no LoRA could be saved."""
+        """Abort queued gathers: they would wait forever for a rank that is gone, and no LoRA could be saved."""
         if (abort := getattr(self.group, "abort", None)) is not None and dist.get_backend(self.group) == "nccl":
             abort()
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return what each rank gives, by place. value: plain JSON. All have to call it."""
+        """Return the ranks' values, by index. value: plain JSON. All ranks must call it."""
         self._exchanges += 1
         return self.world.exchange(f"exchange {self._exchanges}", value, self.ranks)
 
     def bandwidth(self, device: torch.device) -> float:
-        """Measure bytes per second at which a slot is gathered, the slowest rank's best of three. All call it."""
+        """Measure the gather bandwidth in bytes/s: the slowest rank's best of three. All ranks must call it."""
         piece = torch.zeros(TRIAL_BYTES.get(device.type, TRIAL_BYTES["cpu"]), dtype=torch.uint8, device=device)
-        into = torch.empty(len(piece) * self.count, dtype=torch.uint8, device=device)
+        output = torch.empty(len(piece) * self.count, dtype=torch.uint8, device=device)
         self.exchange("begin")
-        seconds = min(self._seconds(into, piece) for _ in range(3))
-        return len(into) / max(self.exchange(seconds))
+        seconds = min(self._seconds(output, piece) for _ in range(3))
+        return len(output) / max(self.exchange(seconds))
 
-    def _seconds(self, into: Tensor, piece: Tensor) -> float:
-        begun = time.perf_counter()
-        self.gather(into, piece)
-        if into.device.type == "cuda":
-            torch.cuda.synchronize(into.device)
-        return time.perf_counter() - begun
+    def _seconds(self, output: Tensor, piece: Tensor) -> float:
+        start = time.perf_counter()
+        self.gather(output, piece)
+        if output.device.type == "cuda":
+            torch.cuda.synchronize(output.device)
+        return time.perf_counter() - start
 
     def _lost(self) -> BaseException:
-        """Say which rank is gone, by which of the others have come to say the same."""
+        """Build the exception for a lost rank: one that does not report the loss like the others."""
         self._lost_one = True
         try:
             self.world.post(f"lost/{self.world.rank}", True)
@@ -123,19 +124,19 @@ class NodeRanks:
                 missing = [rank for rank in missing if not self.world.read(f"lost/{rank}")]
                 time.sleep(0.05)
             return self._missing(missing)
-        except Exception:  # the store went with the launcher
+        except Exception:  # the store is gone with the launcher
             return self._missing([])
 
     def _missing(self, ranks: list[int], seconds: float = 0.0) -> BaseException:
-        """Say that these ranks are gone. seconds: in which another may still say why."""
+        """Build the exception for these lost ranks. seconds: wait for another rank to report why."""
         self.abort()
         return self.world.gone(ranks, "share its part of the model", self.world.fault(seconds))
 
 
 def free_host_memory(world: World) -> int:
-    """Return the free bytes of this machine's memory before any rank of it takes some; all ranks have to call it.
+    """Return the free bytes of host memory before any rank of this machine allocates; all ranks must call it.
 
-    Each may take an equal part. One that looked for itself would find what the others have left.
+    Each rank may use an equal part. A rank that measured for itself would see only the memory that the others left.
     """
     first = world.rank - world.local_rank
     free = psutil.virtual_memory().available
@@ -143,17 +144,17 @@ def free_host_memory(world: World) -> int:
 
 
 def connect_node(world: World, device: torch.device, memory: MemoryOptions) -> NodeRanks | None:
-    """Connect the ranks of each machine to share blocks, where that is asked for; all ranks have to call it.
+    """Connect the ranks of each machine to shard blocks, if that is requested; all ranks must call it.
 
-    None where this machine has one rank, or `shards` is False.
+    Returns None if this machine has one rank, or `shards` is False.
     """
     if world.is_lone or not shards(memory):
         return None
     if isinstance(world.node, NodeRanks):
         world.node.begin_run()
         return world.node
-    own = [world.rank - world.local_rank, world.local_size]
-    for first, size in sorted({tuple(found) for found in world.exchange("node", own)}):
+    local_span = [world.rank - world.local_rank, world.local_size]
+    for first, size in sorted({tuple(span) for span in world.exchange("node", local_span)}):
         ranks = range(first, first + size)
         if size > 1:
             group = dist.new_group(list(ranks), timeout=world.step_limit)
@@ -163,12 +164,12 @@ def connect_node(world: World, device: torch.device, memory: MemoryOptions) -> N
 
 
 def shards(memory: MemoryOptions) -> bool:
-    """Return True where the devices of a machine are to share blocks, if there are several and blocks are swapped."""
+    """Return whether the devices of a machine are to shard blocks, if there are several and blocks are swapped."""
     return memory.shard and memory.blocks_to_swap != 0
 
 
 def check_shard(world: World, device: torch.device, memory: MemoryOptions) -> None:
-    """Raise ValueError where blocks are to be shared without NCCL."""
+    """Raise ValueError if blocks are to be sharded without NCCL."""
     has_nccl = device.type == "cuda" and dist.is_nccl_available()
     if shards(memory) and world.local_size > 1 and not has_nccl and not world.gathers_by_gloo:
         raise ValueError(
@@ -178,7 +179,7 @@ def check_shard(world: World, device: torch.device, memory: MemoryOptions) -> No
 
 
 def shard_notes(world: World, memory: MemoryOptions) -> tuple[str, ...]:
-    """Return a sentence where there is no other device to share blocks with."""
+    """Return a sentence if there is no other device to shard blocks with."""
     if not shards(memory) or world.local_size > 1:
         return ()
     return (

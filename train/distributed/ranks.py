@@ -1,4 +1,4 @@
-"""Checks that all ranks of a run are alike, and word to the others where one of them ends it."""
+"""Checks that all ranks of a run agree, and notification of the other ranks when one of them ends it."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ _MENDS = {
 
 @contextmanager
 def others_told(world: World) -> Iterator[None]:
-    """Tell the other ranks of an error within, so that none of them waits for this one."""
+    """Context that reports an error inside it to the other ranks, so that none of them waits for this one."""
     try:
         yield
     except BaseException as error:
@@ -35,38 +35,42 @@ def others_told(world: World) -> Iterator[None]:
 
 
 def rank_facts(model: str, data: str, run: str, state: str, shard: bool = False) -> dict[str, str]:
-    """Return what has to be equal on all ranks before the first step.
+    """Return the facts that must be equal on all ranks before the first step.
 
     model, data, run: fingerprints of the model, of the data and of the run with its settings.
-    state: file that the run goes on from; empty at step 0.
-    shard: the devices of a machine share blocks.
+    state: file that the run resumes from; empty at step 0.
+    shard: whether the devices of a machine shard blocks.
     """
     versions = {"Tessera": VERSION, "ComfyUI": comfyui_version.__version__, "torch": torch.__version__}
     return versions | {"model": model, "data": data, "run": run, "state": state, "shard": "on" if shard else "off"}
 
 
 def check_alike(world: World, meeting: str, facts: Mapping[str, str]) -> None:
-    """Meet the other ranks and compare facts with theirs.
+    """Compare facts across all ranks.
 
-    meeting: name of this meeting, once in a run.
-    facts: as `rank_facts` gives them, or a fingerprint of the trained weights as `LoRA`.
+    meeting: name of this exchange, unique in a run.
+    facts: result of `rank_facts`, or a fingerprint of the trained weights under `LoRA`.
 
-    Raises CannotContinue, on rank 0, where they differ; the others end with it.
+    Raises CannotContinue on rank 0 if they differ; the other ranks end with it.
     """
     if world.is_lone:
         return
-    found = world.exchange(meeting, dict(facts))
-    for rank, theirs in enumerate(found):
-        for what, ours in found[0].items():
-            if theirs[what] != ours:
-                raise CannotContinue(_difference(rank, what, theirs[what], ours)) if world.is_first else world.stopped()
+    gathered = world.exchange(meeting, dict(facts))
+    for rank, other in enumerate(gathered):
+        for name, expected in gathered[0].items():
+            if other[name] != expected:
+                raise (
+                    CannotContinue(_difference(rank, name, other[name], expected))
+                    if world.is_first
+                    else world.stopped()
+                )
 
 
-def _difference(rank: int, what: str, theirs: str, ours: str) -> str:
-    if what == "LoRA":
+def _difference(rank: int, name: str, value: str, expected: str) -> str:
+    if name == "LoRA":
         return (
             f"Device {rank} and device 0 computed different LoRAs from the same gradients; use devices of the same "
             "model with the same driver."
         )
-    values = "" if what in ("model", "data", "run") else f" ({theirs or 'none'}; device 0 has {ours or 'none'})"
-    return f"Device {rank} has another {what} than device 0{values}; {_MENDS[what]}."
+    values = "" if name in ("model", "data", "run") else f" ({value or 'none'}; device 0 has {expected or 'none'})"
+    return f"Device {rank} has another {name} than device 0{values}; {_MENDS[name]}."

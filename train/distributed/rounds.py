@@ -1,4 +1,4 @@
-"""Processes that find each other after each restart by torchrun."""
+"""Rendezvous of the processes after each restart by torchrun."""
 
 import time
 import uuid
@@ -6,16 +6,16 @@ from typing import Any
 
 
 def common_name(store: Any, rank: int, size: int, seconds: float) -> str:
-    """Meet the other processes that torchrun has started with this one; returns a name that these alone know.
+    """Meet the other processes that torchrun started with this one; returns a name that only these know.
 
-    torchrun's agents may keep a store through restarts, with what the processes before have told in it. Nothing in a
-    process's environment tells one start from another: TORCHELASTIC_RESTART_COUNT stays where a machine joins or goes,
-    and each machine counts by itself. So rank 0 gives the name, to whom it answers; it answers to dead ones too, which
-    nobody reads, until all that it has to meet have said that they took it.
+    torchrun's agents may keep a store through restarts, including the keys of earlier processes. Nothing in a process's
+    environment distinguishes one start from another: TORCHELASTIC_RESTART_COUNT does not change when a machine joins or
+    leaves, and each machine counts by itself. So rank 0 picks the name and answers every process that announces itself,
+    dead ones included, whose answers nobody reads, until all ranks have confirmed the name.
 
-    store: torch's key-value store that all of them reach. seconds: longest wait. Raises TimeoutError past it.
+    store: torch's key-value store that all of them reach. seconds: longest wait. Raises TimeoutError after it.
     """
-    own, end = uuid.uuid4().hex, time.monotonic() + seconds
+    token, end = uuid.uuid4().hex, time.monotonic() + seconds
 
     def read(key: str) -> str:
         return str(store.get(key).decode()) if store.check([key]) else ""
@@ -26,17 +26,17 @@ def common_name(store: Any, rank: int, size: int, seconds: float) -> str:
         time.sleep(0.02)
 
     if rank:
-        store.set(f"here/{rank}", own)
-        while not (told := read(f"answer/{rank}")).startswith(own):
+        store.set(f"here/{rank}", token)
+        while not (answer := read(f"answer/{rank}")).startswith(token):
             pause()
-        name = told.removeprefix(own)
+        name = answer.removeprefix(token)
         store.set(f"taken/{rank}", name)
         return name
-    answered, left = dict[int, str](), set(range(1, size))
-    while left := {other for other in left if read(f"taken/{other}") != own}:
-        for other in left:
-            if (here := read(f"here/{other}")) and answered.get(other) != here:
-                answered[other] = here
-                store.set(f"answer/{other}", here + own)
+    answered, pending = dict[int, str](), set(range(1, size))
+    while pending := {other for other in pending if read(f"taken/{other}") != token}:
+        for other in pending:
+            if (other_token := read(f"here/{other}")) and answered.get(other) != other_token:
+                answered[other] = other_token
+                store.set(f"answer/{other}", other_token + token)
         pause()
-    return own
+    return token

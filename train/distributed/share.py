@@ -1,4 +1,4 @@
-"""Share of a device: which samples of an optimizer step it computes."""
+"""Share of a device: the samples of an optimizer step that it computes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ T = TypeVar("T")
 class Share:
     """Samples of each optimizer step that one device computes.
 
-    part: number of its part of a micro-batch, from 0.
-    parts: equal parts that each micro-batch is cut into.
-    first_micro: number of its first micro-batch in the step; the others follow it.
-    micros: micro-batches that it takes of a step.
-    rows: samples that it takes of each, which are `part * rows` and those behind it.
+    part: index of its part of a micro-batch, from 0.
+    parts: equal parts that each micro-batch is split into.
+    first_micro: index of its first micro-batch in the step; the others follow it.
+    micros: number of its micro-batches in a step.
+    rows: number of its samples in each of them, from index `part * rows` on.
     """
 
     part: int
@@ -27,33 +27,36 @@ class Share:
 
     @property
     def micro_batches(self) -> range:
-        """Numbers of its micro-batches in the step."""
+        """Indices of its micro-batches in the step."""
         return range(self.first_micro, self.first_micro + self.micros)
 
     @property
     def places(self) -> range:
-        """Places of its samples in each of them."""
+        """Indices of its samples in each of them."""
         return range(self.part * self.rows, (self.part + 1) * self.rows)
 
     def numbered(self, micro_batches: Sequence[T]) -> Iterator[tuple[int, T]]:
-        """Yield its micro-batches with their numbers in the step."""
+        """Yield its micro-batches with their indices in the step."""
         return enumerate(micro_batches, start=self.first_micro)
 
 
 def share_of(rank: int, size: int, batch_size: int, accumulation: int) -> Share:
-    """Deal the samples of a step to `size` devices, each as many; return the share of device `rank`.
+    """Distribute the samples of a step evenly over `size` devices; return the share of device `rank`.
 
-    A micro-batch is cut into as many equal parts as can be, and whole micro-batches are dealt to what devices are left:
-    of 4 devices with batch_size 2 and accumulation 2, two compute one half each of the first micro-batch.
+    A micro-batch is split into as many equal parts as possible, and the micro-batches are distributed over the groups
+    of devices that this forms: of 4 devices with batch_size 2 and accumulation 2, two compute one half each of the
+    first micro-batch.
 
-    Raises ValueError where the devices can't take as many samples each.
+    Raises ValueError if the samples can't be distributed evenly.
     """
     if not _divides(size, batch_size, accumulation):
-        larger = next(n for n in range(batch_size + 1, batch_size + size + 1) if _divides(size, n, accumulation))
-        more = next(n for n in range(accumulation + 1, accumulation + size + 1) if _divides(size, batch_size, n))
+        fitting_batch = next(n for n in range(batch_size + 1, batch_size + size + 1) if _divides(size, n, accumulation))
+        fitting_accumulation = next(
+            n for n in range(accumulation + 1, accumulation + size + 1) if _divides(size, batch_size, n)
+        )
         raise ValueError(
             f"batch_size is {batch_size} and gradient_accumulation {accumulation}, which {size} devices can't share "
-            f"evenly; set batch_size to {larger}, or gradient_accumulation to {more}."
+            f"evenly; set batch_size to {fitting_batch}, or gradient_accumulation to {fitting_accumulation}."
         )
     parts = gcd(batch_size, size)
     micros = accumulation // (size // parts)

@@ -21,7 +21,7 @@ class Distribution(Protocol):
         ...
 
     def quantile(self, probability: float) -> float:
-        """Return the sigma below which a sample lies with probability `probability` (inverse of `cdf`)."""
+        """Return the sigma that a sample is below with probability `probability` (inverse of `cdf`)."""
         ...
 
 
@@ -107,7 +107,7 @@ def distribution_of(options: ObjectiveOptions) -> Distribution:
     logit_normal and the resolution_… ones: LogitNormal(logit_mean, logit_std).
     sigmoid: LogitNormal(0, sigmoid_scale) (kohya-ss/sd-scripts, `--timestep_sampling sigmoid --sigmoid_scale`).
     logsnr: log SNR = 2·log((1 − sigma)/sigma) is normal, so that logit(sigma) = −logSNR/2 is too (Choi et al. 2024,
-    arXiv 2411.14793, which takes mean −6 and std 2 to learn styles).
+    arXiv 2411.14793, with mean −6 and std 2 for learning styles).
     uniform, mode, beta, custom: see their classes.
     """
     match options.timestep_sampling:

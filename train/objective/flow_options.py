@@ -1,12 +1,12 @@
-"""Options of flow matching, checked for models that were trained on a noise schedule: to predict noise or v."""
+"""Check of flow matching options for models trained on a noise schedule, which predict noise or v."""
 
 from .options import FLOW_SAMPLINGS, FLOW_WEIGHTINGS, TIMESTEP_SAMPLING, WEIGHTINGS, ObjectiveOptions
 
 
 def check_schedule_options(options: ObjectiveOptions, title: str) -> tuple[str, ...]:
-    """Make notes on the objective of a model with a noise schedule, of which a level is then a share.
+    """Make notes on the objective of a model with a noise schedule, whose noise levels are fractions of the schedule.
 
-    title: of the model.
+    title: title of the model.
 
     Raises ValueError for options that are defined on the sigma of flow matching alone.
     """
@@ -15,10 +15,10 @@ def check_schedule_options(options: ObjectiveOptions, title: str) -> tuple[str, 
         ("weighting", FLOW_WEIGHTINGS, WEIGHTINGS),
     ):
         if (value := getattr(options, name)) in flow_only:
-            others = ", ".join(repr(one) for one in values if one not in flow_only)
+            alternatives = ", ".join(repr(choice) for choice in values if choice not in flow_only)
             raise ValueError(
                 f"{name} is {value!r}, which is for flow matching models, and {title} is not one; choose one of "
-                f"{others}."
+                f"{alternatives}."
             )
     if options.timestep_sampling == ObjectiveOptions.timestep_sampling:
         return (

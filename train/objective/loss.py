@@ -15,7 +15,7 @@ MIN_SIGMA = 1e-3
 
 @dataclass(frozen=True)
 class Signal:
-    """Noise and signal of a batch whose levels are not sigmas of flow matching, which tell them.
+    """Noise and signal of a batch whose noise levels are not flow matching sigmas, which determine both.
 
     noise_ratio: noise over signal in x_t, (B,).
     output_scale: error of x0 for an error of 1 in the output, (B,).
@@ -50,10 +50,10 @@ def velocity_loss(
     pseudo_huber: 2·c·(sqrt(e² + c²) − c) (kohya-ss/sd-scripts, `--loss_type huber`), from e² to 2·c·|e|.
     """
     assert prediction.shape == target.shape, (prediction.shape, target.shape)
-    each = _losses(prediction.float() - target.float(), loss, threshold)
+    elementwise = _losses(prediction.float() - target.float(), loss, threshold)
     if weights is None:
-        return each.mean(dim=(1, 2))
-    return (each.mean(dim=2) * weights).sum(dim=1) / weights.sum(dim=1)
+        return elementwise.mean(dim=(1, 2))
+    return (elementwise.mean(dim=2) * weights).sum(dim=1) / weights.sum(dim=1)
 
 
 def _losses(error: Tensor, loss: str, threshold: Tensor | None) -> Tensor:
@@ -93,11 +93,11 @@ def sigma_weight(options: ObjectiveOptions, level: Tensor, signal: Signal | None
     sigma_sqrt: sigma^−2, with sigma at least 0.001 (diffusers, compute_loss_weighting_for_sd3).
     cosmap: 2 / (π·(1 − 2·sigma + 2·sigma²)) (Esser et al. 2024, arXiv 2403.03206, sec. 3.1; diffusers, same function).
     min_snr: Hang et al. 2023, arXiv 2303.09556, sec. 3.4, weight the error of x0 by min(SNR, gamma), and hence that of
-    the output by output_scale²·min(SNR, gamma): min(SNR, gamma)/SNR where it is the noise, min(SNR, gamma)/(SNR + 1)
-    where it is v. On the straight path SNR = ((1 − sigma)/sigma)² and x0 = x_t − sigma·v, so that the weight of the
+    the output by output_scale²·min(SNR, gamma): min(SNR, gamma)/SNR if it is the noise, min(SNR, gamma)/(SNR + 1) if it
+    is v. On the straight path SNR = ((1 − sigma)/sigma)² and x0 = x_t − sigma·v, so that the weight of the
     velocity's squared error is sigma²·min(SNR, gamma) = min((1 − sigma)², gamma·sigma²).
 
-    sigma_sqrt and cosmap are of flow matching alone, where the level is sigma: `flow_options` refuses them elsewhere.
+    sigma_sqrt and cosmap are for flow matching only, with sigma as the level: `flow_options` rejects them otherwise.
     """
     assert signal is None or options.weighting not in FLOW_WEIGHTINGS, options.weighting
     if options.weighting == "sigma_sqrt":
@@ -124,7 +124,7 @@ def training_loss(
     prediction, target: (B, N, C).
     level: noise levels in 0 to 1, (B,), fp32.
     weights: weights of the tokens, (B, N), or None.
-    signal: None in flow matching.
+    signal: None for flow matching.
     """
     threshold = huber_threshold(options, level, signal) if options.loss in ("huber", "pseudo_huber") else None
     loss = velocity_loss(prediction, target, options.loss, weights, threshold)

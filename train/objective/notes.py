@@ -6,7 +6,7 @@ from .timestep_sampling import Strata
 
 
 def objective_notes(options: ObjectiveOptions, strata: Strata) -> tuple[str, ...]:
-    """Sentences on objective options that were set and have no effect in this combination.
+    """Make notes on objective options that were set and have no effect in this combination.
 
     strata: number of samples in an optimizer step and in an epoch.
     """

@@ -23,7 +23,7 @@ STRATIFIED = ("off", "batch", "epoch")
 LOSSES = ("mse", "huber", "pseudo_huber", "l1")
 HUBER_SCHEDULES = ("constant", "snr", "exponential")
 WEIGHTINGS = ("none", "sigma_sqrt", "cosmap", "min_snr")
-# Defined on the sigma of flow matching alone.
+# Defined only on the sigma of flow matching.
 FLOW_WEIGHTINGS = ("sigma_sqrt", "cosmap")
 FLOW_SAMPLINGS = (*RESOLUTION_SAMPLINGS, "logsnr")
 MAX_MODE_SCALE = 2 / (math.pi - 2)  # above it the mapping of mode sampling is not monotonic
@@ -36,17 +36,17 @@ _RANGE_IS_WHOLE = Unread(
     subject="sigma_range {sigma_range}",
 )
 _OF_GAMMA = Unread(lambda options: not options.ip_noise_gamma, ": ip_noise_gamma is 0.")
-# The runs of two experts have it in their ranges and leave it at 0 here.
+# Runs of two experts apply it through their sigma ranges and leave it at 0 here.
 _OF_EXPERTS = Unread(lambda _: True, ": it belongs to two experts, and model_low_noise is not connected.")
 
 
 @dataclass(frozen=True)
 class ObjectiveOptions:
-    """Objective options (TESSERA_OBJECTIVE). Formulas stand in `distribution`, `loss`, `noise`, `preservation` and
+    """Objective options (TESSERA_OBJECTIVE). Formulas are in `distribution`, `loss`, `noise`, `preservation` and
     `guidance_loss`.
 
     timestep_sampling: one of TIMESTEP_SAMPLING, see `distribution.distribution_of`.
-    shift: shift of the sampled sigmas towards noise, s·sigma / (1 + (s − 1)·sigma); 0 takes the family's shift.
+    shift: shift of the sampled sigmas towards noise, s·sigma / (1 + (s − 1)·sigma); 0 uses the family's shift.
     loss: one of LOSSES, see `loss.velocity_loss`.
     guidance: guidance input of a guidance-distilled model during training.
     logit_mean: mean of logit_normal and the resolution_… samplings.
@@ -54,7 +54,7 @@ class ObjectiveOptions:
     min_sigma: lower end of the sigma range.
     max_sigma: upper end of the sigma range.
     sigma_range: 'cut' samples the distribution conditioned on the range; 'squeeze' maps all of it onto the range.
-    expert_boundary: sigma between the experts of Wan 2.2; 0 takes the model's value.
+    expert_boundary: sigma between the experts of Wan 2.2; 0 uses the model's value.
     sigmoid_scale: scale of sigmoid.
     mode_scale: s of mode, -1 to MAX_MODE_SCALE.
     logsnr_mean: mean of logsnr.
@@ -71,8 +71,8 @@ class ObjectiveOptions:
     ip_noise_gamma_random_strength: sample the strength for each sample.
     noise_offset: strength of offset noise, 0 to 1.
     preservation_weight: weight of the preservation loss, 0 is off.
-    guidance_loss_scale: g of the guidance-preserving loss, see `guidance_loss.guided_target`; 0 is off, and so is 1,
-        which becomes 0.
+    guidance_loss_scale: g of the guidance-preserving loss, see `guidance_loss.guided_target`; 0 is off; 1 has no
+        effect either and becomes 0.
     """
 
     timestep_sampling: str = "logit_normal"
@@ -130,7 +130,7 @@ class ObjectiveOptions:
         for name in ("ip_noise_gamma", "noise_offset"):
             within(name, getattr(self, name), 0.0, 1.0)
         within("preservation_weight", self.preservation_weight, 0.0, 100.0)
-        if self.guidance_loss_scale == 1:  # the same run, under one key
+        if self.guidance_loss_scale == 1:  # both values are the same run and must give the same key
             object.__setattr__(self, "guidance_loss_scale", 0.0)
         if self.guidance_loss_scale and not 1 < self.guidance_loss_scale <= 100:
             raise ValueError(

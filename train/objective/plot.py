@@ -19,16 +19,17 @@ SAMPLES, BARS, POINTS = 5000, 50, 400
 MEGAPIXEL_TOKENS = 4096  # tokens of a 1024 x 1024 image, for shifts that depend on the resolution
 _BAR, _DENSITY, _WEIGHTED = (186, 209, 234), (23, 92, 163), (197, 74, 62)
 _LEFT, _TOP, _RIGHT, _BOTTOM = 40, 120, 984, 416
-_TEXT = 30  # pixels: on a node of 400 the plot is a third as large
+_TEXT = 30  # pixels; on a node 400 pixels wide the plot is shown at about a third of its size
 
 
 def plot_distribution(options: ObjectiveOptions) -> Image.Image:
     """Plot the noise levels of an objective. Returns an RGB image.
 
-    Bars show a histogram of `SAMPLES` samples, taken as the trainer takes them. A line shows the density. With a
-    weighting a second line shows density times weight.
+    Bars show a histogram of `SAMPLES` samples, drawn as in training. A line shows the density. With a weighting, a
+    second line shows density times weight.
 
-    No model is known here: with `shift` 0 the family's shift is left out, and a resolution's is that of 1024 x 1024.
+    No model is known here: with `shift` 0 the family's shift is omitted, and a shift by resolution is that of
+    1024 x 1024.
     """
     canvas = Canvas(WIDTH, HEIGHT)
     canvas.text(_LEFT, 14, ", ".join([options.timestep_sampling, *_facts(options)]), 32, room=_RIGHT - _LEFT)
@@ -58,7 +59,7 @@ def sampled_histogram(options: ObjectiveOptions) -> list[float]:
 def density(options: ObjectiveOptions) -> list[float]:
     """Compute the mean of the exact density in each of `POINTS` equal bins of [0, 1]."""
     parts = [sigma_cdf(options, MEGAPIXEL_TOKENS, 1.0, i / POINTS) for i in range(POINTS + 1)]
-    return [(after - before) * POINTS for before, after in zip(parts, parts[1:], strict=False)]
+    return [(upper - lower) * POINTS for lower, upper in zip(parts, parts[1:], strict=False)]
 
 
 def weighted_density(options: ObjectiveOptions) -> list[float]:
@@ -76,9 +77,9 @@ def _curves(canvas: Canvas, options: ObjectiveOptions) -> None:
     ceiling = 1.15 * max(*bars, *_means(exact), min(max(_means(weighted), default=0.0), 2 * max(bars)))
     for i, height in enumerate(bars):
         if height:
-            left, right = _x(i / BARS) + 0.5, _x((i + 1) / BARS) - 0.5
+            left_edge, right_edge = _x(i / BARS) + 0.5, _x((i + 1) / BARS) - 0.5
             top = _y(height, ceiling)
-            canvas.box(canvas.nearest(left), canvas.nearest(top), canvas.nearest(right), _BOTTOM, _BAR)
+            canvas.box(canvas.nearest(left_edge), canvas.nearest(top), canvas.nearest(right_edge), _BOTTOM, _BAR)
     entries = [(_BAR, f"{SAMPLES:,} draws"), (_DENSITY, "density")]
     _curve(canvas, exact, ceiling, _DENSITY)
     if weighted:

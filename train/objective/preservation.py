@@ -21,7 +21,7 @@ class PreservationInputs:
 
     inputs: the batch's model inputs (same latents, noise and sigma) with class captions.
     samples: (B,), 1 for a sample with a class caption, 0 for one without, which does not count.
-    weights: weights of the tokens, (B, N), 0 for clean frames, which samplers do not read; None where all are 1.
+    weights: weights of the tokens, (B, N), 0 for clean frames, which samplers do not read; None if all are 1.
     """
 
     inputs: ModelInputs
@@ -34,20 +34,20 @@ class PreservationInputs:
         return replace(self, inputs=self.inputs.to(device), samples=to_device(self.samples, device), weights=weights)
 
 
-def preservation_loss(velocity: Tensor, without: Tensor, preserved: PreservationInputs) -> Tensor:
-    """Compute the preservation loss, a scalar: the mean square of velocity − without, 0 for samples without a class.
+def preservation_loss(velocity: Tensor, frozen_output: Tensor, preserved: PreservationInputs) -> Tensor:
+    """Compute the preservation loss, a scalar: mean square of velocity − frozen_output, 0 for samples without a class.
 
     velocity: output for the class caption with the adapter, (B, N, C·patch).
-    without: output for the class caption without the adapter, (B, N, C·patch).
+    frozen_output: output for the class caption without the adapter, (B, N, C·patch).
 
     Source: ostris/ai-toolkit, SDTrainer.py, `diff_output_preservation`; its multiplier is preservation_weight here.
     """
-    return (velocity_loss(velocity, without, weights=preserved.weights) * preserved.samples).mean()
+    return (velocity_loss(velocity, frozen_output, weights=preserved.weights) * preserved.samples).mean()
 
 
 def preservation_facts(losses: Iterable[Tensor]) -> dict[str, float]:
     """Return the mean of the last batches' losses for the summary; empty without preservation."""
-    # A run that ended with a NaN loss has it in the last entry.
+    # The last entry is NaN if the run ended with a NaN loss.
     finite = [value for value in map(float, losses) if math.isfinite(value)]
     return {"preservation_loss": sum(finite) / len(finite)} if finite else {}
 
@@ -61,21 +61,21 @@ def with_class_caption(choice: SampleVariant, sample: Sample, options: Objective
 def check_preservation(options: ObjectiveOptions, samples: Sequence[Sample]) -> tuple[str, ...]:
     """Make notes on preservation settings or samples without effect.
 
-    Raises ValueError where preservation is on and no sample has a class caption.
+    Raises ValueError if preservation is on and no sample has a class caption.
     """
-    there = any(sample.class_caption for sample in samples)
+    has_class_caption = any(sample.class_caption for sample in samples)
     if not options.preservation_weight:
         message = (
             "class_word (or blank_prompt_preservation) has no effect: Training Objective has preservation_weight 0."
         )
-        return (message,) if there else ()
-    if not there:
+        return (message,) if has_class_caption else ()
+    if not has_class_caption:
         raise ValueError(
             f"preservation_weight is {options.preservation_weight:g} and no caption has a class word to preserve; set "
             f"class_word on Training Images or Training Clips (such as man, if the trigger word names a man) or "
             f"blank_prompt_preservation, or preservation_weight to 0."
         )
-    without = [sample.name for sample in samples if not sample.class_caption and not sample.regularisation]
-    if not without:
+    missing = [sample.name for sample in samples if not sample.class_caption and not sample.regularisation]
+    if not missing:
         return ()
-    return (f"These captions don't contain the class word, so they preserve nothing: {shortlist(without)}.",)
+    return (f"These captions don't contain the class word, so they preserve nothing: {shortlist(missing)}.",)

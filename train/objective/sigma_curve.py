@@ -54,7 +54,7 @@ def parse_curve(text: str) -> SigmaCurve:
     """Parse `sigma:weight` points, separated by commas, semicolons, spaces or lines.
 
     Raises ValueError for a malformed point, fewer than two points or more than MOST_POINTS, sigmas that do not increase
-    or lie outside 0 to 1, a negative weight, or weights that are all 0.
+    or are outside 0 to 1, a negative weight, or weights that are all 0.
     """
     points: list[tuple[float, float]] = []
     entries = text.replace(",", " ").replace(";", " ").split()
@@ -62,11 +62,11 @@ def parse_curve(text: str) -> SigmaCurve:
         raise ValueError(f"sigma_curve has {len(entries)} points; give at most {MOST_POINTS}.")
     for entry in entries:
         try:
-            left, right = entry.split(":")
-            points.append((float(left), float(right)))
+            sigma_text, weight_text = entry.split(":")
+            points.append((float(sigma_text), float(weight_text)))
         except ValueError:
-            told = f"sigma_curve has {shown(entry)}; write points as sigma:weight, such as {EXAMPLE}."
-            raise ValueError(told) from None
+            message = f"sigma_curve has {shown(entry)}; write points as sigma:weight, such as {EXAMPLE}."
+            raise ValueError(message) from None
         sigma, weight = points[-1]
         if not 0 <= sigma <= 1:
             raise ValueError(f"sigma_curve has {shown(entry)}; sigmas lie between 0 (the picture) and 1 (noise).")

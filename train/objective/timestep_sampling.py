@@ -12,7 +12,7 @@ from .options import ObjectiveOptions
 
 MIN_RANGE_PROBABILITY = 1e-4  # least probability that a sigma range must have under the distribution
 RESOLUTION_SHIFTS = resolution_shifts()
-# Not shifted by the family's shift: the user states the distribution of the final sigmas.
+# The family's shift does not apply: the user specifies the distribution of the final sigmas.
 UNSHIFTED_SAMPLINGS = ("logsnr", "custom")
 
 
@@ -40,7 +40,7 @@ class Strata:
 def sample_stratum(
     options: ObjectiveOptions, seed: int, step: int, number: int, strata: Strata
 ) -> tuple[int, int] | None:
-    """Return the stratum (k, n) of a sample: the k-th of n equally likely parts. None where `stratified` is off.
+    """Return the stratum (k, n) of a sample: the k-th of n equally likely parts. None if `stratified` is off.
 
     step: optimizer step, from 0.
     number: index of the sample in its optimizer step, from 0.
@@ -89,18 +89,18 @@ def sample_sigma(
         else:
             sigma = distribution.quantile(_sample_probability(generator, stratum))
         return low + (high - low) * shift_sigma(sigma, shift)
-    least, most = _range_probabilities(options, distribution, shift)
-    sigma = shift_sigma(distribution.quantile(least + (most - least) * _sample_probability(generator, stratum)), shift)
+    lower, upper = _range_probabilities(options, distribution, shift)
+    sigma = shift_sigma(distribution.quantile(lower + (upper - lower) * _sample_probability(generator, stratum)), shift)
     return min(max(sigma, low), high)
 
 
 def sigma_cdf(options: ObjectiveOptions, tokens: int, shift: float, sigma: float) -> float:
-    """Return the probability that `sample_sigma` gives a value below `sigma`."""
+    """Return the probability that `sample_sigma` returns a value below `sigma`."""
     distribution, shift = distribution_of(options), effective_shift(options, tokens, shift)
     if _is_cut(options):
-        least, most = _range_probabilities(options, distribution, shift)
+        lower, upper = _range_probabilities(options, distribution, shift)
         inside = min(max(sigma, options.min_sigma), options.max_sigma)
-        return (distribution.cdf(shift_sigma(inside, 1.0 / shift)) - least) / (most - least)
+        return (distribution.cdf(shift_sigma(inside, 1.0 / shift)) - lower) / (upper - lower)
     place = (sigma - options.min_sigma) / (options.max_sigma - options.min_sigma)
     return distribution.cdf(shift_sigma(min(max(place, 0.0), 1.0), 1.0 / shift))
 
@@ -109,12 +109,12 @@ def range_probability(options: ObjectiveOptions, tokens: int, shift: float) -> f
     """Return the probability of the sigma range under the distribution, 0 to 1; 1 unless the range is cut."""
     if not _is_cut(options):
         return 1.0
-    least, most = _range_probabilities(options, distribution_of(options), effective_shift(options, tokens, shift))
-    return most - least
+    lower, upper = _range_probabilities(options, distribution_of(options), effective_shift(options, tokens, shift))
+    return upper - lower
 
 
 def check_range(options: ObjectiveOptions, tokens: int, shift: float) -> None:
-    """Raise ValueError where the distribution has next to no probability in the sigma range."""
+    """Raise ValueError if the distribution has less than MIN_RANGE_PROBABILITY in the sigma range."""
     if range_probability(options, tokens, shift) < MIN_RANGE_PROBABILITY:
         raise ValueError(
             f"Less than {MIN_RANGE_PROBABILITY:g} of what timestep_sampling '{options.timestep_sampling}' draws lies "
@@ -126,7 +126,7 @@ def check_range(options: ObjectiveOptions, tokens: int, shift: float) -> None:
 def effective_shift(options: ObjectiveOptions, tokens: int, shift: float) -> float:
     """Return the shift to apply.
 
-    That is `options.shift` where it is above 0. Else it is the resolution's shift for the resolution_… samplings,
+    That is `options.shift` if it is above 0. Otherwise it is the resolution's shift for the resolution_… samplings,
     1 (none) for `logsnr` and `custom`, and `shift`, the family's shift, for all others.
     """
     if options.shift > 0:
@@ -142,8 +142,8 @@ def _is_cut(options: ObjectiveOptions) -> bool:
 
 def _range_probabilities(options: ObjectiveOptions, distribution: Distribution, shift: float) -> tuple[float, float]:
     """Return the cumulative probabilities of `min_sigma` and `max_sigma` before the shift."""
-    least, most = (distribution.cdf(shift_sigma(end, 1.0 / shift)) for end in (options.min_sigma, options.max_sigma))
-    return least, most
+    lower, upper = (distribution.cdf(shift_sigma(end, 1.0 / shift)) for end in (options.min_sigma, options.max_sigma))
+    return lower, upper
 
 
 def _sample_probability(generator: torch.Generator, stratum: tuple[int, int] | None) -> float:

@@ -58,7 +58,7 @@ def is_schedule_free(optimizer: torch.optim.Optimizer) -> bool:
 def saved_weights(
     master_weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, average: LoraAverage | None
 ) -> Iterator[None]:
-    """Context in which `master_weights` hold what is saved: the EMA, or a schedule-free optimizer's evaluation weights.
+    """Context in which `master_weights` hold the weights to save: the EMA, or schedule-free evaluation weights.
 
     On exit the trained weights are restored from copies, bit for bit. `eval` followed by `train` leaves rounding
     errors, so that a run saved more often would give another result.

@@ -1,4 +1,4 @@
-"""Checks and notes on an optimizer before anything is loaded."""
+"""Checks and notes on an optimizer before a model is loaded."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from .schedule import INVERSE_SQRT_STEPS
 from .state_dict import pack_state, unpack_state
 
 PRODIGY_USUAL_RATE = 0.1
-# What is no matrix.
+# Parameters that are not matrices, by algorithm.
 _NO_MATRIX = {"dora": "a vector of lengths for each layer too", "oft": "stacks of blocks"}
 _Running = tuple[torch.optim.Optimizer, LambdaLR]
 
@@ -27,9 +27,9 @@ _Running = tuple[torch.optim.Optimizer, LambdaLR]
 def check_optimizer(
     options: OptimizerOptions, device: torch.device, network: NetworkOptions | None = None
 ) -> tuple[str, ...]:
-    """Tries the optimizer on a small LoRA; what a user may not expect of it comes back, a sentence each.
+    """Try the optimizer on a small LoRA. Returns notes on its unexpected effects, one sentence each.
 
-    Raises ValueError where it cannot be made, cannot step from gradients alone, or cannot be saved.
+    Raises ValueError if it cannot be built, cannot step from gradients alone, or cannot be saved.
     """
     network = network or NetworkOptions()
     check_ratio(ratio := network.lora_plus_ratio, options)
@@ -51,11 +51,11 @@ def check_optimizer(
         for k in range(3):
             _step(flat(whole), optimizer, scheduler, k)
         tensors, tree = pack_state({"optimizer": state_of(optimizer), "scheduler": scheduler.state_dict()})
-    except Exception as error:  # whatever a library does where it wants a closure, sparse gradients or another machine
+    except Exception as error:  # any library error: it needs a closure, sparse gradients or other hardware
         plus = "" if ratio == 1 else f" with lora_plus_ratio {ratio:g}"
-        told = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         fix = "change optimizer_args" if options.optimizer_args.strip() else "choose another one, such as adamw"
-        raise ValueError(f"The optimizer {name} cannot train a LoRA here{plus} ({told}); {fix}.") from error
+        raise ValueError(f"The optimizer {name} cannot train a LoRA here{plus} ({reason}); {fix}.") from error
     notes = optimizer_notes(options)
     if options.optimizer == "custom" and is_schedule_free(optimizer) and options.lr_scheduler != "constant":
         notes += (_needs_no_schedule(name, options.lr_scheduler),)
@@ -65,13 +65,13 @@ def check_optimizer(
 
 
 def _small_adapter(network: NetworkOptions) -> dict[str, Shape]:
-    """The masters' shapes of one layer, of a size that 8-bit moments take."""
+    """Return the shapes of one layer's master weights, large enough for 8-bit moments."""
     spec = AdapterSpec(network.algorithm, 16, 16.0)
     return {f"probe.{name}": shape for name, shape in ADAPTERS[spec.algorithm].shapes(spec, 256, 256).items()}
 
 
 def _small_weights(shapes: dict[str, Shape], device: torch.device, learning_rate: float, ratio: float) -> Params:
-    """Weights as a network has them, in LoRA+'s groups."""
+    """Make random weights of these shapes, in LoRA+'s parameter groups."""
     draws = (torch.randn(s, generator=generator(0, "probe", i)) for i, s in enumerate(shapes.values()))
     weights = {name: nn.Parameter(0.1 * draw.to(device)) for name, draw in zip(shapes, draws, strict=True)}
     return parameter_groups(weights, learning_rate, ratio)
@@ -85,27 +85,28 @@ def _step(params: list[nn.Parameter], optimizer: torch.optim.Optimizer, schedule
 
 
 def _goes_on_alike(options: OptimizerOptions, whole: Params, state: dict[str, Any], running: _Running) -> bool:
-    """Test that a step after a resume moves the weights as the same step without one."""
+    """Test that a step after a resume gives the same weights as the step without a resume."""
     resumed = _copied(whole)
     optimizer = build_optimizer(options, resumed)
     scheduler = build_scheduler(options, optimizer, options.warmup_steps + 4)
     try:
         restore_optimizer(optimizer, scheduler, state["optimizer"], state["scheduler"])
         _step(flat(resumed), optimizer, scheduler, 3)
-    except Exception:  # a library that cannot load what it saved
+    except Exception:  # a library that cannot load its own state
         return False
     _step(flat(whole), *running, k=3)
     return all(_same(a, b) for a, b in zip(flat(whole), flat(resumed), strict=True))
 
 
 def _copied(params: Params) -> Params:
-    """The same groups over copies."""
+    """Copy parameters in the same groups."""
 
     def copy(p: nn.Parameter) -> nn.Parameter:
         return nn.Parameter(p.detach().clone())
 
     return [
-        one | {"params": [copy(p) for p in one["params"]]} if isinstance(one, dict) else copy(one) for one in params
+        entry | {"params": [copy(p) for p in entry["params"]]} if isinstance(entry, dict) else copy(entry)
+        for entry in params
     ]
 
 
@@ -129,7 +130,7 @@ def _keeps_weights(options: OptimizerOptions, limit: float) -> ValueError:
 
 
 def optimizer_notes(options: OptimizerOptions) -> tuple[str, ...]:
-    """Notes for the user on options with unusual effects."""
+    """Make notes for the user on options with unusual effects."""
     name, rate = options.optimizer, options.learning_rate
     notes = []
     if name == "prodigy" and rate < PRODIGY_USUAL_RATE:

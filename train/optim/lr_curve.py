@@ -4,7 +4,7 @@ import math
 
 from ...common.text import cut, shown
 
-LARGEST_FACTOR = 1e6  # the rate is a product, which in fp32 would overflow far above
+LARGEST_FACTOR = 1e6  # much larger factors would overflow the rate in fp32
 
 Curve = tuple[tuple[float, float], ...]
 
@@ -12,7 +12,7 @@ Curve = tuple[tuple[float, float], ...]
 def parse_curve(text: str) -> Curve:
     """Parse `lr_curve`: `0:1, 50%:1, 100:0.1` gives (progress, factor) pairs ((0, 1), (0.5, 1), (1, 0.1)).
 
-    Raises ValueError where a point is malformed, progress does not increase, or every factor is 0.
+    Raises ValueError if a point is malformed, progress does not increase, or every factor is 0.
     """
     points: list[tuple[float, float]] = []
     for part in text.replace("\n", ",").split(","):
@@ -45,7 +45,7 @@ def parse_curve(text: str) -> Curve:
 
 def on_curve(curve: Curve, progress: float) -> float:
     """Interpolate the factor at `progress`: linear between two points, constant outside them."""
-    for (left, start), (right, end) in zip(curve, curve[1:], strict=False):
-        if left <= progress <= right:
-            return start + (end - start) * (progress - left) / (right - left)
+    for (low, start), (high, end) in zip(curve, curve[1:], strict=False):
+        if low <= progress <= high:
+            return start + (end - start) * (progress - low) / (high - low)
     return curve[0][1] if progress < curve[0][0] else curve[-1][1]

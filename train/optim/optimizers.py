@@ -21,7 +21,7 @@ def build_optimizer(
 
     params: parameters, or parameter groups with their own learning rates.
 
-    Raises ValueError where the library is missing, rejects an argument, or does not run on this machine.
+    Raises ValueError if the library is missing, rejects an argument, or does not run on this machine.
     """
     params = list(params)
     values = check_arguments(options)
@@ -44,7 +44,7 @@ def build_optimizer(
 def check_arguments(options: OptimizerOptions) -> dict[str, Any]:
     """Check and return the keyword arguments of the chosen class, without the learning rate.
 
-    Raises ValueError where its library is missing or rejects an argument.
+    Raises ValueError if its library is missing or rejects an argument.
     """
     inputs = {
         "betas": (options.beta1, options.beta2),
@@ -58,7 +58,7 @@ def check_arguments(options: OptimizerOptions) -> dict[str, Any]:
 
 
 def chosen_class(options: OptimizerOptions) -> type[torch.optim.Optimizer]:
-    """Import the class of the chosen optimizer. Raises ValueError where its library is missing."""
+    """Import the class of the chosen optimizer. Raises ValueError if its library is missing."""
     return optimizer_class(options.display_name, options.spec.class_path)
 
 
@@ -86,10 +86,10 @@ def restore_optimizer(
     """Restore a saved state but retain the current hyperparameters.
 
     torch's `load_state_dict` also restores learning rates, betas and weight decay, and a changed setting would be
-    ignored without a word. Here only the learnt state (moments, Prodigy's estimate) is restored. Constructor arguments
+    silently ignored. Here only the learnt state (moments, Prodigy's estimate) is restored. Constructor arguments
     stay as they are now, and the rate is that of the current schedule at the state's step.
 
-    Raises ValueError where the state belongs to another optimizer or to other parameter groups.
+    Raises ValueError if the state belongs to another optimizer or to other parameter groups.
     """
     check_class(optimizer_state.get("class"), type(optimizer))
     # Constructor arguments in a group are settings. Other entries (step counts, estimates) are learnt state.
@@ -99,30 +99,30 @@ def restore_optimizer(
     ]
     bases = list(scheduler.base_lrs)
     check_groups(group_sizes(optimizer.param_groups), group_sizes(optimizer_state["param_groups"]))
-    # An older library saved fewer entries of a group. Settings of a state do not reach torch, which reads some of them.
-    found = zip(optimizer.param_groups, optimizer_state["param_groups"], settings, strict=True)
-    groups = [own | saved | kept for own, saved, kept in found]
+    # An older library saved fewer entries per group. Saved settings are not passed to torch, which reads some of them.
+    group_states = zip(optimizer.param_groups, optimizer_state["param_groups"], settings, strict=True)
+    groups = [group | saved | current for group, saved, current in group_states]
     optimizer.load_state_dict({**optimizer_state, "param_groups": groups})
-    # The step is all that a closed formula needs. Anything else in a state would replace attributes of the scheduler.
+    # A closed formula needs only the step. Anything else in a state would replace attributes of the scheduler.
     step = scheduler_state["last_epoch"]
     scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": step, "_step_count": step + 1})
-    for group, kept, base, factor in zip(optimizer.param_groups, settings, bases, scheduler.lr_lambdas, strict=True):
-        group.update(kept)
+    for group, current, base, factor in zip(optimizer.param_groups, settings, bases, scheduler.lr_lambdas, strict=True):
+        group.update(current)
         group["lr"] = base * factor(scheduler.last_epoch)
     # Private, but `get_last_lr` reads it, and load_state_dict has set it to the saved rates.
     scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
-def check_class(saved: str | None, own: type[torch.optim.Optimizer]) -> None:
-    """Raise ValueError where a saved state belongs to another optimizer.
+def check_class(saved: str | None, optimizer_type: type[torch.optim.Optimizer]) -> None:
+    """Raise ValueError if a saved state belongs to another optimizer.
 
     saved: class name in the state, None in old states, which pass.
-    own: class of this run's optimizer.
+    optimizer_type: class of this run's optimizer.
     """
-    if saved not in (None, _class_name(own)):
+    if saved not in (None, _class_name(optimizer_type)):
         raise ValueError(
-            f"resume: that state is of the optimizer {saved} and this run has {_class_name(own)}; set the optimizer as "
-            "it was, or set resume to 'off'."
+            f"resume: that state is of the optimizer {saved} and this run has {_class_name(optimizer_type)}; set the "
+            "optimizer as it was, or set resume to 'off'."
         )
 
 
@@ -138,17 +138,17 @@ def _one_line(error: BaseException) -> str:
 def _try_a_step(adamw8bit: Callable[..., torch.optim.Optimizer], device: torch.device) -> None:
     """Run one step on a small tensor, so that a build without a kernel for the device fails before training.
 
-    Raises ValueError where the step fails or changes nothing.
+    Raises ValueError if the step fails or changes nothing.
     """
     # 4096 elements: bitsandbytes quantises the moments of tensors from that size on.
     probe = nn.Parameter(torch.zeros(4096, device=device))
     probe.grad = torch.ones_like(probe)
     try:
         adamw8bit([probe], lr=1.0).step()
-        moved = bool((probe.detach() < 0).all())
+        weights_changed = bool((probe.detach() < 0).all())
     except (RuntimeError, NotImplementedError, AttributeError, AssertionError) as error:
         raise _no_8bit(device, f"{type(error).__name__}: {error}") from error
-    if not moved:
+    if not weights_changed:
         raise _no_8bit(device, "a step left the weights as they were")
 
 

@@ -124,13 +124,13 @@ class OptimizerOptions:
 
     @property
     def spec(self) -> OptimizerSpec:
-        """Row of the chosen optimizer; for 'custom' with the user's class."""
+        """Table row of the chosen optimizer; for 'custom' with the user's class."""
         row = OPTIMIZERS[self.optimizer]
         return replace(row, class_path=self.optimizer_class) if self.optimizer == CUSTOM else row
 
     @property
     def is_elementwise(self) -> bool:
-        """True where a step treats each number by itself, so that weights in one tensor take the same steps."""
+        """Return whether a step updates each element independently, so that weights in one tensor get equal steps."""
         return is_elementwise(self.spec.class_path, parse_args(self.optimizer_args))
 
     @property

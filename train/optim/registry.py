@@ -35,11 +35,11 @@ class OptimizerSpec:
     """Row of the table of optimizers: class, inputs and memory.
 
     class_path: dotted name of the class.
-    takes: inputs of the node Optimizer that it reads besides learning_rate.
+    takes: inputs of the node Optimizer that it uses in addition to learning_rate.
     state_bytes: largest state per trained parameter, in bytes (fp32 parameter and gradient), over all its arguments.
     least_state_bytes: smallest state per trained parameter, in bytes; factored moments count as 0.
     step_bytes: temporary memory of a step per trained parameter, in bytes.
-    fixed: arguments that it is always constructed with.
+    fixed: constructor arguments that are always set.
     """
 
     class_path: str
@@ -56,7 +56,7 @@ OPTIMIZERS = {
     "adamw": OptimizerSpec("torch.optim.AdamW", _ADAM, 8, 8, 4),
     # Moments in 8 bits by blocks of 256; tensors under 4096 elements stay fp32.
     "adamw8bit": OptimizerSpec("bitsandbytes.optim.AdamW8bit", _ADAM, 2, 2, 4),
-    # Bias correction and safeguard_warmup are its authors' advice for diffusion models.
+    # Its authors recommend bias correction and safeguard_warmup for diffusion models.
     "prodigy": OptimizerSpec(
         "prodigyopt.Prodigy", _ADAM, 16, 8, 4, {"use_bias_correction": True, "safeguard_warmup": True}
     ),
@@ -74,15 +74,15 @@ OPTIMIZERS = {
     # A class named by the user: the largest memory of this table as upper bound, 0 as lower bound.
     CUSTOM: OptimizerSpec("", (), 16, 0, 12),
 }
-# Classes whose step treats each number by itself, so that weights in one tensor take the same steps.
+# Classes whose step updates each element independently, so that weights joined in one tensor get the same steps.
 _ELEMENTWISE = ("torch.optim.AdamW", "torch.optim.SGD", "pytorch_optimizer.Lion", "schedulefree.AdamWScheduleFree")
-# Arguments of an older Lion by which a step sees the whole matrix.
+# Arguments of an older Lion that make a step depend on the whole matrix.
 _OF_A_MATRIX = {"use_gc", "adanorm", "cautious"}
 _OWN_INPUTS = {"params": "the LoRA's weights", "lr": "learning_rate"}
 
 
 def package_of(dotted: str) -> str:
-    """Return the listed package that a dotted class name begins with. Raises ValueError where there is none."""
+    """Return the listed package that a dotted class name begins with. Raises ValueError if there is none."""
     for package in PACKAGES:
         rest = dotted.removeprefix(package + ".")
         if rest != dotted and all(part.isidentifier() and not part.startswith("_") for part in rest.split(".")):
@@ -99,7 +99,7 @@ def optimizer_class(name: str, dotted: str) -> type[torch.optim.Optimizer]:
     name: the user's choice, for the error texts.
     dotted: dotted name of the class.
 
-    Raises ValueError where the package cannot be imported or has no such optimizer.
+    Raises ValueError if the package cannot be imported or has no such optimizer.
     """
     package = package_of(dotted)
     module, _, class_name = dotted.rpartition(".")
@@ -113,35 +113,35 @@ def optimizer_class(name: str, dotted: str) -> type[torch.optim.Optimizer]:
             f"'pip install {pip}' in ComfyUI's Python, or choose adamw."
         ) from error
     try:
-        found = getattr(importlib.import_module(module), class_name, None)
+        loaded_class = getattr(importlib.import_module(module), class_name, None)
     except ImportError:
-        found = None
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        loaded_class = None
+    if not (isinstance(loaded_class, type) and issubclass(loaded_class, torch.optim.Optimizer)):
         raise ValueError(
             f"The optimizer {name} needs {dotted}, and the {top} installed here has no such optimizer; update it with "
             f"'pip install -U {pip}', look the name up in its documentation, or choose adamw."
         )
-    return found
+    return loaded_class
 
 
 def is_elementwise(class_path: str, args: Mapping[str, Any]) -> bool:
-    """Test that a class steps each number by itself with these arguments."""
+    """Return whether a class updates each element independently with these arguments."""
     return class_path in _ELEMENTWISE and not _OF_A_MATRIX & args.keys()
 
 
 def fused_by_default(class_path: str, args: Mapping[str, Any], device: torch.device) -> dict[str, bool]:
-    """Return the argument that makes AdamW's step on CUDA one kernel, where `args` leave that open.
+    """Return the argument that selects AdamW's fused step on CUDA, unless `args` decide about it.
 
-    Not SGD's: its fused step fails where a weight's first gradient comes later than the others'.
+    SGD is excluded: its fused step fails if a weight's first gradient comes later than the others'.
     """
-    asked = {"fused", "foreach", "differentiable"} & args.keys()
-    return {"fused": True} if device.type == "cuda" and class_path == "torch.optim.AdamW" and not asked else {}
+    overrides = {"fused", "foreach", "differentiable"} & args.keys()
+    return {"fused": True} if device.type == "cuda" and class_path == "torch.optim.AdamW" and not overrides else {}
 
 
 def parse_args(text: str) -> dict[str, Any]:
     """Parse `key=value` lines. Values are Python literals: numbers, True, False, None, strings, tuples, lists.
 
-    Raises ValueError where a line is malformed, a key occurs twice, a float is not finite, or a key has its own input.
+    Raises ValueError if a line is malformed, a key occurs twice, a float is not finite, or a key has its own input.
     """
     args: dict[str, Any] = {}
     for line in filter(None, map(str.strip, text.splitlines())):
@@ -179,9 +179,9 @@ def _is_plain(value: Any) -> bool:
 
 def arguments(kind: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """Return the constructor parameters of a class that can be given by name."""
-    shown = inspect.signature(kind).parameters
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {name: parameter for name, parameter in shown.items() if parameter.kind in named}
+    parameters = inspect.signature(kind).parameters
+    keyword_kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {name: parameter for name, parameter in parameters.items() if parameter.kind in keyword_kinds}
 
 
 def check_args(name: str, kind: Callable[..., Any], args: Mapping[str, Any]) -> None:
@@ -189,19 +189,19 @@ def check_args(name: str, kind: Callable[..., Any], args: Mapping[str, Any]) -> 
 
     A class with **kwargs usually ignores unknown names, so only named parameters are accepted.
     """
-    taken = arguments(kind)
-    unknown = [key for key in args if key not in taken]
+    accepted = arguments(kind)
+    unknown = [key for key in args if key not in accepted]
     if unknown:
-        known = ", ".join(key for key in taken if key not in _OWN_INPUTS)
-        raise ValueError(f"optimizer_args sets {unknown[0]}, which {name} does not take; it takes {known}.")
-    if "lr" not in taken:
+        accepted_names = ", ".join(key for key in accepted if key not in _OWN_INPUTS)
+        raise ValueError(f"optimizer_args sets {unknown[0]}, which {name} does not take; it takes {accepted_names}.")
+    if "lr" not in accepted:
         raise ValueError(f"The optimizer {name} takes no learning rate; choose another class.")
     missing = [
-        key for key, p in taken.items() if p.default is p.empty and key not in args and key not in ("params", "lr")
+        key for key, p in accepted.items() if p.default is p.empty and key not in args and key not in ("params", "lr")
     ]
     if missing:
         raise ValueError(f"The optimizer {name} needs {missing[0]}; add a line {missing[0]}=… to optimizer_args.")
-    if "relative_step" in taken and args.get("relative_step", taken["relative_step"].default) is True:
+    if "relative_step" in accepted and args.get("relative_step", accepted["relative_step"].default) is True:
         raise ValueError(
             f"The optimizer {name} with relative_step=True sets its own rate in place of learning_rate; add a line "
             f"relative_step=False to optimizer_args, with scale_parameter=False for a LoRA, or choose adafactor."

@@ -17,7 +17,7 @@ def lr_factor(options: OptimizerOptions, total_steps: int) -> Callable[[int], fl
     total_steps: optimizer steps of the run, earlier sessions included.
 
     Warm-up of w steps: (step + 1) / w times the schedule's first factor, so that the first step is not lost. After it,
-    with p = (step − w) / (total − w) from 0 to 1, the factor is r + (1 − r)·f(p), where r = `min_lr_ratio` and f is
+    with p = (step − w) / (total − w) from 0 to 1, the factor is r + (1 − r)·f(p), with r = `min_lr_ratio` and f as
 
     - linear: 1 − p
     - cosine: (1 + cos(π·p)) / 2 (Loshchilov & Hutter 2017, arXiv 1608.03983, eq. 5)
@@ -30,11 +30,11 @@ def lr_factor(options: OptimizerOptions, total_steps: int) -> Callable[[int], fl
     Three schedules have other formulas:
 
     - constant: 1
-    - inverse_sqrt: max(r, √(t / (t + step − w))) with t = w, or 10 000 where w is 0 (transformers'
+    - inverse_sqrt: max(r, √(t / (t + step − w))) with t = w, or 10 000 if w is 0 (transformers'
       get_inverse_sqrt_schedule, after Vaswani et al. 2017, arXiv 1706.03762, eq. 3)
     - curve: linear interpolation of the points of `lr_curve`
 
-    Raises ValueError where the warm-up is as long as the run, or the curve begins at 0 after a warm-up.
+    Raises ValueError if the warm-up is as long as the run, or the curve begins at 0 after a warm-up.
     """
     warmup, low, kind = options.warmup_steps, options.min_lr_ratio, options.lr_scheduler
     if warmup >= total_steps:
@@ -62,7 +62,7 @@ def lr_factor(options: OptimizerOptions, total_steps: int) -> Callable[[int], fl
         if kind == "curve":
             return on_curve(curve, progress)
         # Not through `falling`: another order of operations would change the last bits of these rates, and resumed
-        # runs have to continue exactly.
+        # runs must continue exactly.
         if kind == "linear":
             return 1.0 - (1.0 - low) * progress
         if kind == "cosine":

@@ -49,9 +49,9 @@ def pack_state(state: Any, prefix: str = "") -> tuple[dict[str, Tensor], Json]:
 def unpack_state(tensors: Mapping[str, Any], tree: Json) -> Any:
     """Restore the state that `pack_state` packed. Mappings become dicts; tensors are returned without a copy.
 
-    tensors: the tensors by name, or what is to stand for them.
+    tensors: the tensors by name, or objects to return in their place.
 
-    Raises ValueError where a tensor is missing or the tree was not made by `pack_state`.
+    Raises ValueError if a tensor is missing or the tree was not made by `pack_state`.
     """
     if isinstance(tree, list):
         return [unpack_state(tensors, item) for item in tree]
