@@ -26,12 +26,12 @@ class Batch:
     """Micro-batch with both sides of its loss.
 
     inputs: arguments of the transformer's forward.
-    target: what the output should be, (B, N, C·patch), fp32: the velocity in flow matching.
+    target: target of the output, (B, N, C·patch), fp32: the velocity in flow matching.
     sigma: noise levels in 0 to 1, (B,), fp32.
-    weights: weight of each token in the loss of its sample, (B, N); None where all are 1.
-    loss_weights: factor on the loss of each sample, (B,); None where all are 1.
+    weights: weight of each token in the loss of its sample, (B, N); None if all are 1.
+    loss_weights: factor on the loss of each sample, (B,); None if all are 1.
     preserved: inputs of the preservation loss; None without preservation.
-    signal: noise and signal at each level; None in flow matching, where the level tells.
+    signal: noise and signal at each level; None in flow matching, whose level determines both.
     unconditional: inputs with the empty caption; None without the guidance-preserving loss.
     """
 
@@ -81,9 +81,9 @@ def make_batch(
 
     rng_key: (step, micro-batch). With `seed` and a sample's index in the batch it determines every random number.
     strata: stratum counts of a step and of an epoch; None samples each sigma independently.
-    part: (number, count) where `samples` are one of `count` equal parts of the micro-batch.
+    part: (number, count): `samples` are part `number` of `count` equal parts of the micro-batch.
 
-    The batch is assembled on the host, where reading a value costs no device synchronisation, and then copied.
+    The batch is assembled on the host, so that reading a value needs no device synchronisation, and then copied.
     """
     noised: list[_NoisedSample] = []
     for place, (sample, tensors) in enumerate(samples, start=part[0] * len(samples)):
@@ -148,7 +148,7 @@ def _assemble(patcher: ModelPatcher, family: Family, noised: Sequence[_NoisedSam
     objective = family.objective(patcher)
     noisy: list[NoisySample] = []
     targets: list[Tensor] = []
-    sigmas = [objective.noise_level(one.level) for one in noised]
+    sigmas = [objective.noise_level(entry.level) for entry in noised]
     for (sample, tensors, latent, noise, input_noise, _), sigma in zip(noised, sigmas, strict=True):
         x_t = objective.add_noise(latent, input_noise, sigma)
         if sample.clean_frames:
@@ -157,13 +157,15 @@ def _assemble(patcher: ModelPatcher, family: Family, noised: Sequence[_NoisedSam
             NoisySample(x_t, tensors.text, tensors.conditioning, sample.tokens, sample.text_length, sample.clean_frames)
         )
         targets.append(family.patchify(objective.target(latent, noise, sigma), sample.tokens).tokens)
-    levels = torch.tensor([one.level for one in noised], dtype=torch.float32)
+    levels = torch.tensor([entry.level for entry in noised], dtype=torch.float32)
     model_sigmas = torch.tensor(sigmas, dtype=torch.float32)
     inputs = family.inputs(patcher, noisy, model_sigmas, guidance)
-    samples = [(one.sample, one.tensors) for one in noised]
+    samples = [(entry.sample, entry.tensors) for entry in noised]
     preserved: PreservationInputs | None = None
     if any(tensors.class_prompt for _, tensors in samples):
-        class_inputs = [_with_class_prompt(one, tensors) for one, (_, tensors) in zip(noisy, samples, strict=True)]
+        class_inputs = [
+            _with_class_prompt(noisy_sample, tensors) for noisy_sample, (_, tensors) in zip(noisy, samples, strict=True)
+        ]
         has_class_caption = torch.tensor([float(tensors.class_prompt is not None) for _, tensors in samples])
         token_weights = _weights([(sample, replace(tensors, weights=None)) for sample, tensors in samples])
         preserved = PreservationInputs(
@@ -182,7 +184,9 @@ def _assemble(patcher: ModelPatcher, family: Family, noised: Sequence[_NoisedSam
 def _signal(objective: Objective, sigmas: Sequence[float]) -> Signal | None:
     if objective.is_flow:
         return None
-    ratios, scales = ([of(sigma) for sigma in sigmas] for of in (objective.noise_ratio, objective.output_scale))
+    ratios, scales = (
+        [compute(sigma) for sigma in sigmas] for compute in (objective.noise_ratio, objective.output_scale)
+    )
     return Signal(torch.tensor(ratios, dtype=torch.float32), torch.tensor(scales, dtype=torch.float32))
 
 
@@ -195,14 +199,16 @@ def _with_class_prompt(sample: NoisySample, tensors: SampleTensors) -> NoisySamp
 def _with_empty_prompts(
     noisy: Sequence[NoisySample], samples: Sequence[tuple[Sample, SampleTensors]]
 ) -> list[NoisySample]:
-    """Replace the captions by the empty one, at the greatest of its lengths."""
+    """Replace the captions by the empty one, at the largest of its text lengths."""
     length = max(sample.empty_length for sample, _ in samples)
-    found = []
-    for one, (_, tensors) in zip(noisy, samples, strict=True):
+    uncaptioned = []
+    for noisy_sample, (_, tensors) in zip(noisy, samples, strict=True):
         prompt = tensors.empty_prompt
         assert prompt is not None, "the check before a run asks for it of all samples"
-        found.append(replace(one, text=prompt.text, conditioning=prompt.conditioning, text_length=length))
-    return found
+        uncaptioned.append(
+            replace(noisy_sample, text=prompt.text, conditioning=prompt.conditioning, text_length=length)
+        )
+    return uncaptioned
 
 
 def strata_sizes(settings: TrainSettings, samples: Sequence[Sample]) -> Strata:

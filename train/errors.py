@@ -29,11 +29,11 @@ def saved_state_message(step: int, state: str) -> str:
 
 
 def unsaved_steps_message(saved: int, state: str, saves_on_the_way: bool) -> str:
-    """Describe the last save where the steps since then are not saved.
+    """Describe the last save of a run whose later steps are not saved.
 
     saved: step of the last save, 0 without one.
     state: its name in the `resume` input.
-    saves_on_the_way: True where `save_every` or `save_every_epochs` is set.
+    saves_on_the_way: True if `save_every` or `save_every_epochs` is set.
     """
     if saved == 0:
         return f"Nothing was saved before that{'' if saves_on_the_way else '; set save_every to save on the way'}."
@@ -41,7 +41,7 @@ def unsaved_steps_message(saved: int, state: str, saves_on_the_way: bool) -> str
 
 
 def stopped_message(step: int, saved: int, state: str, resume: str) -> str:
-    """Describe where the user stopped a run and how it goes on.
+    """Describe the step at which the user stopped a run, and how to continue.
 
     step: last complete step.
     saved: step of the last save, 0 without one.
@@ -52,10 +52,12 @@ def stopped_message(step: int, saved: int, state: str, resume: str) -> str:
         return "Stopped before the first step; nothing was trained yet."
     if saved == 0:
         return f"Stopped at step {step}, but no state could be saved to continue from."
-    at = f"Stopped at step {step} and saved" if saved == step else f"Stopped at step {step}, saved up to step {saved}"
+    status = (
+        f"Stopped at step {step} and saved" if saved == step else f"Stopped at step {step}, saved up to step {saved}"
+    )
     if resume == "latest":
-        return f"{at}; Run goes on from there."
-    return f"{at}; to continue from there, choose {state if resume != 'off' else 'latest'} under resume."
+        return f"{status}; Run goes on from there."
+    return f"{status}; to continue from there, choose {state if resume != 'off' else 'latest'} under resume."
 
 
 def out_of_memory_while_loading() -> TrainingStopped:
@@ -67,17 +69,17 @@ def out_of_memory_while_loading() -> TrainingStopped:
     )
 
 
-def log_error(what: str, error: BaseException) -> None:
-    """Log an error that ends nothing, with its traceback.
+def log_error(message: str, error: BaseException) -> None:
+    """Log an error that does not end the run, with its traceback.
 
-    It is formatted at once: a LogRecord that holds the exception would keep the tensors of its frames alive.
+    It is formatted immediately: a LogRecord that holds the exception would keep the tensors of its frames alive.
     """
-    log.warning("%s\n%s", what, "".join(traceback.format_exception(error)))
+    log.warning("%s\n%s", message, "".join(traceback.format_exception(error)))
 
 
 @contextmanager
 def first_error_kept() -> Iterator[None]:
-    """Log a failure within where an error is ending the run already, which is the one to tell; else raise it."""
+    """Log an exception inside the context if another one, the one to report, is already ending the run; else raise."""
     ending = sys.exc_info()[1]
     try:
         yield
@@ -92,22 +94,22 @@ class CannotContinue(RuntimeError):
 
 
 def error_sentence(error: BaseException) -> str:
-    """Put an error into one sentence, for another process."""
+    """Format an error as one sentence for another process."""
     if isinstance(error, Exception) and comfy.model_management.is_oom(error):
         return "it is out of memory."
     return str(error).strip().partition("\n")[0] or f"{type(error).__name__}."
 
 
-def not_finite(what: str, step: int) -> CannotContinue:
+def not_finite(name: str, step: int) -> CannotContinue:
     """Make the error of a NaN or infinite value.
 
-    what: name of the value.
+    name: name of the value.
     step: last complete step.
     """
     if step:
-        return CannotContinue(f"The {what} became NaN or infinite at step {step + 1}; lower learning_rate.")
+        return CannotContinue(f"The {name} became NaN or infinite at step {step + 1}; lower learning_rate.")
     return CannotContinue(
-        f"The {what} is NaN or infinite at step 1, before the LoRA has changed anything; choose another attention on "
+        f"The {name} is NaN or infinite at step 1, before the LoRA has changed anything; choose another attention on "
         "Training Memory, and set products to full there and compile to off. If that doesn't help, prepare the data "
         "again."
     )

@@ -1,4 +1,4 @@
-"""Pair of Wan 2.2 experts: checks that two models belong together and finds their boundary sigma."""
+"""Pair of Wan 2.2 experts: check that two models belong together and find their boundary sigma."""
 
 from comfy.model_patcher import ModelPatcher
 
@@ -15,7 +15,7 @@ SAME_WEIGHTS = (
 def meeting_sigma(high: ModelPatcher, low: ModelPatcher) -> float:
     """Return the boundary sigma between the two experts of one Wan 2.2 model.
 
-    Raises ValueError where the two models are not such a pair.
+    Raises ValueError if the two models are not such a pair.
     """
     family, other = family_of(high), family_of(low)
     if family.name != other.name or family.variant(high.model) != other.variant(low.model):
@@ -23,7 +23,7 @@ def meeting_sigma(high: ModelPatcher, low: ModelPatcher) -> float:
             f"model is {family.title} ({family.variant(high.model)}) and model_low_noise is {other.title} "
             f"({other.variant(low.model)}); connect the two experts of one Wan 2.2 model."
         )
-    if (own := family.expert_boundary(high.model)) is None:
+    if (boundary := family.expert_boundary(high.model)) is None:
         raise ValueError(
             f"model_low_noise is for Wan 2.2's second expert, and model is {family.title} "
             f"({family.variant(high.model)}), which has none; disconnect it."
@@ -32,4 +32,4 @@ def meeting_sigma(high: ModelPatcher, low: ModelPatcher) -> float:
         raise ValueError(
             "model and model_low_noise are Wan models of different size; connect the two experts of one Wan 2.2 model."
         )
-    return own
+    return boundary

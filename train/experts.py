@@ -45,31 +45,31 @@ def plan_experts(
     high: ModelPatcher,
     low: ModelPatcher,
     data: TrainingData,
-    asked: TrainSettings,
+    settings: TrainSettings,
     root: Path | None = None,
     as_run: Callable[[Expert], TrainSettings] = lambda expert: expert.settings,
 ) -> list[Expert]:
     """Plan both runs and check them before the first one starts.
 
-    asked: settings for both.
+    settings: settings for both.
     root: folder of all runs; with it the states to resume from and the free disk space are checked too.
     as_run: completes an expert's settings with those read from its MODEL.
 
-    Raises ValueError where the MODELs are not a pair of experts, where the sigma range leaves nothing to one of them,
-    and for everything that `check_run` rejects.
+    Raises ValueError if the MODELs are not a pair of experts, if the sigma range leaves nothing to one of them, and for
+    everything that `check_run` rejects.
     """
-    own = meeting_sigma(high, low)
+    boundary = meeting_sigma(high, low)
     if weights_fingerprint(high) == weights_fingerprint(low):
         raise ValueError(SAME_WEIGHTS)
-    experts = [Expert(side, model, _of_side(side, asked, own)) for side, model in ((HIGH, high), (LOW, low))]
+    experts = [Expert(side, model, _of_side(side, settings, boundary)) for side, model in ((HIGH, high), (LOW, low))]
     needs: list[tuple[RunFolder, DiskSpace]] = []
     for expert in experts:
         checked = check_run(expert.model, data, expert.settings)
         if root is not None:
-            settings = as_run(expert)
-            begun = find_run_start(expert.model, checked, settings, root)
-            if not begun.finished:
-                needs.append((begun.folder, required_space(checked, settings, begun)))
+            run_settings = as_run(expert)
+            run_start = find_run_start(expert.model, checked, run_settings, root)
+            if not run_start.finished:
+                needs.append((run_start.folder, required_space(checked, run_settings, run_start)))
     if len(needs) == 2:
         (folder, first), (_, second) = needs
         check_disk_space_of_pair(folder, first, second)
@@ -101,7 +101,7 @@ def _of_side(side: str, settings: TrainSettings, boundary: float) -> TrainSettin
 def _validation_of(side: str, options: ValidationOptions | None, boundary: float) -> ValidationOptions | None:
     """Limit the validation sigmas to the expert's side of the boundary.
 
-    Raises ValueError where none is left.
+    Raises ValueError if none is left.
     """
     if options is None:
         return None
@@ -124,16 +124,16 @@ def _validation_of(side: str, options: ValidationOptions | None, boundary: float
 def _resume(side: str, settings: TrainSettings) -> str:
     """Return the `resume` value of one expert.
 
-    The input names one state only, and the name of its folder tells which expert it belongs to. The other expert
+    The input names one state only, and the name of its folder shows which expert it belongs to. The other expert
     resumes from its latest state, which may have been reached with other settings, like the named one.
 
-    Raises ValueError where the state belongs to neither expert.
+    Raises ValueError if the state belongs to neither expert.
     """
     if not settings.names_state:
         return settings.resume
     name = place_of(settings.output_name).name
     folder = PurePosixPath(settings.resume).parent.name
-    owner = next((one for one in (HIGH, LOW) if name_of(folder) == f"{name}_{one}"), None)
+    owner = next((expert_side for expert_side in (HIGH, LOW) if name_of(folder) == f"{name}_{expert_side}"), None)
     if owner is None:
         raise ValueError(
             f"resume: {settings.resume!r} is a state of neither {name}_{HIGH} nor {name}_{LOW}; choose one of these, "
@@ -166,10 +166,10 @@ class ExpertObserver:
         self._observer.validated(self._number * self._steps + step, loss)
 
     def step(self, report: StepReport) -> None:
-        before = self._number * report.steps
-        left = report.seconds_left
-        if left is not None and report.seconds_per_step is not None:
-            left += (self._count - 1 - self._number) * report.steps * report.seconds_per_step
+        offset = self._number * report.steps
+        seconds_left = report.seconds_left
+        if seconds_left is not None and report.seconds_per_step is not None:
+            seconds_left += (self._count - 1 - self._number) * report.steps * report.seconds_per_step
         self._observer.step(
-            replace(report, step=before + report.step, steps=self._count * report.steps, seconds_left=left)
+            replace(report, step=offset + report.step, steps=self._count * report.steps, seconds_left=seconds_left)
         )

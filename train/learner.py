@@ -32,12 +32,12 @@ class Learner:
         device: str,
         flat_gradients: bool = False,
     ):
-        """flat_gradients: join the gradients even where neither the optimizer nor the forward asks for it."""
+        """flat_gradients: join the gradients even if neither the optimizer nor the forward needs it."""
         self.network, self.options = network, options
         plus = network.options.lora_plus_ratio
         self.weights = network.parameters()
-        named = dict(zip(network.master_weights(), self.weights, strict=True))
-        self.optimizer = build_optimizer(options, parameter_groups(named, options.learning_rate, plus))
+        weights_by_name = dict(zip(network.master_weights(), self.weights, strict=True))
+        self.optimizer = build_optimizer(options, parameter_groups(weights_by_name, options.learning_rate, plus))
         self.flat: FlatStep | None = None
         if flat_gradients or options.is_elementwise or network.casts_in(dtype):
             groups = network.flatten([group["params"] for group in self.optimizer.param_groups], dtype)
@@ -54,7 +54,7 @@ class Learner:
 
         read: returns the frozen weight of a layer in fp32, (out, in).
 
-        Returns one note for each part of that LoRA that could not be taken.
+        Returns one note for each part of that LoRA that could not be loaded.
         """
         notes = start.load_into(self.network.adapters, read)
         if self.average is not None:
@@ -79,28 +79,28 @@ class Learner:
     def clip(self) -> Tensor:
         """Clip the gradients and return their norm before clipping, as a scalar on the device.
 
-        Comes before `step`, which takes the gradients as they are left here.
+        Call it before `step`, which uses the clipped gradients.
         """
         if self.flat is not None:
             self.flat.prepare()
         self.scaler.unscale_(self.optimizer)  # before clipping: max_grad_norm is meant for unscaled gradients
         limit = self.options.max_grad_norm or math.inf
         gradients = [p.grad for p in self.weights if p.grad is not None]
-        # Of each weight, not of the flat gradients: another order of sums would change the last bits.
+        # Over the weights, not the flat gradients: another order of summation would change the last bits.
         norm = torch.nn.utils.get_total_norm(gradients)
         stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
         torch.nn.utils.clip_grads_with_norm_(stepped, limit, norm)
         return norm
 
     def may_step(self, norm: float) -> bool:
-        """Check the gradient norm: True where it is finite, or where the loss scaler is on.
+        """Return whether the gradient norm is finite or the loss scaler is on.
 
         With the scaler on, `step` skips the update of infinite gradients and lowers the scale.
         """
         return self.scaler.is_enabled() or math.isfinite(norm)
 
     def step(self) -> None:
-        """Update the weights from the gradients that `clip` left, then the norm limit, the EMA and the schedule."""
+        """Update the weights from the clipped gradients, then apply the norm limit and update EMA and schedule."""
         self.scaler.step(self.optimizer)
         self.scaler.update()
         # The norm limit comes before the average, so that the average is made of the limited weights.
@@ -116,7 +116,7 @@ class Learner:
 
     @property
     def saves_other_weights(self) -> bool:
-        """True where the saved weights differ from the trained ones: with an EMA or a schedule-free optimizer."""
+        """True if the saved weights differ from the trained ones: with an EMA or a schedule-free optimizer."""
         return self.average is not None or is_schedule_free(self.optimizer)
 
     def snapshot(self, as_saved: bool = True) -> LoraModel:
@@ -131,7 +131,7 @@ class Learner:
             return self.network.snapshot()
 
     def as_saved(self) -> AbstractContextManager[None]:
-        """Context in which the network holds the weights that a file would hold; restores the others bit for bit."""
+        """Return a context in which the network has the weights of a saved file; restores the others bit for bit."""
         return saved_weights(self.network.master_weights(), self.optimizer, self.average)
 
     def state(self) -> dict[str, Any]:

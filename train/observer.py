@@ -53,7 +53,7 @@ class Observer(Protocol):
         """Report the end of a run.
 
         status: as in the run's summary.
-        text: sentence for the user, empty where there is nothing to say.
+        text: sentence for the user, empty if there is none.
         """
         ...
 
@@ -84,7 +84,7 @@ class Observer(Protocol):
         """Report the mean validation loss after `step` steps."""
 
     def asked(self) -> AbstractSet[str]:
-        """Return, once, what the user asks for after this step.
+        """Return the requests of the user after this step, each once.
 
         SAVE saves now, SAMPLE makes all previews now, STOP ends the run here.
         """
@@ -129,7 +129,7 @@ class SilentObserver:
 
 
 class QuietObserver(SilentObserver):
-    """Observer of a device whose run another one reports: it hands on nothing but Cancel."""
+    """Observer of a rank whose run another rank reports: forwards nothing but Cancel."""
 
     def __init__(self, observer: Observer):
         self._observer = observer

@@ -31,8 +31,8 @@ class FinalLora:
     """LoRA of a run that has taken all its steps.
 
     lora: the LoRA, fp32, with kohya keys.
-    saved: True where it lies in the run's folder.
-    copy: its file elsewhere where it could not be saved there, None without one.
+    saved: True if it is in the run's folder.
+    copy: its file elsewhere if it could not be saved there, None without one.
     """
 
     lora: LoraModel
@@ -69,8 +69,8 @@ class Saver:
 
     environment: hardware and software that the last bits of a result may depend on.
     strata: samples of a step and of an epoch.
-    writes: false on all devices of a run but the first, which tells the others what it has written.
-    products: of the run's layers, whose decision states keep.
+    writes: True on rank 0 only, which posts to the others which state it has written.
+    products: matmul precision of the run's layers; states store the decision.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Saver:
     def resume(self, path: Path) -> None:
         """Restore a saved state; training continues as if it had not been interrupted.
 
-        Raises ValueError where the file is damaged or is not a state.
+        Raises ValueError if the file is damaged or is not a state.
         """
         state = load_state(path)
         notes = self.learner.load(state)
@@ -136,7 +136,7 @@ class Saver:
         return lora
 
     def is_due(self) -> bool:
-        """True where a save is due after the current step. The last step is saved by `save_final` instead."""
+        """Return whether a save is due after the current step. The last step is saved by `save_final` instead."""
         step, epochs = self.progress.step, self.settings.save_every_epochs
         if step >= self.settings.steps:
             return False
@@ -156,9 +156,9 @@ class Saver:
             self.observer.note(f"{error.strerror} Training continues and tries again at the next save.")
 
     def save_final(self, spare_folder: Path | None = None) -> FinalLora:
-        """Write the final LoRA and the training state. What the disk refuses is reported and ends nothing.
+        """Write the final LoRA and the training state. A failure to write is reported and does not end the run.
 
-        spare_folder: where a copy of the LoRA is tried where the run's own folder cannot take it; None without one.
+        spare_folder: folder for a copy of the LoRA if the run's own folder cannot take it; None without one.
         """
         path, lora = self.folder.lora_path, self.snapshot()
         if not self.writes:
@@ -167,10 +167,12 @@ class Saver:
             self._write_lora(path, lora)
         except OSError as error:
             copy = None if spare_folder is None else self._save_copy(spare_folder, lora)
-            lies = "" if copy is None else f", and a copy is in {copy.parent.name}/{copy.name} until ComfyUI restarts"
+            copy_text = (
+                "" if copy is None else f", and a copy is in {copy.parent.name}/{copy.name} until ComfyUI restarts"
+            )
             self.observer.note(
                 f"{error.strerror} The LoRA is still passed on in the graph: connect Save LoRA and queue again to "
-                f"save it on a disk with room{lies}. {self.describe_last_save()}"
+                f"save it on a disk with room{copy_text}. {self.describe_last_save()}"
             )
             return FinalLora(lora, False, copy)
         self.observer.saved(path)
@@ -228,8 +230,8 @@ class Saver:
     def _resume_validation(self, path: Path, state: TrainingState) -> None:
         """Restore the validation points and the best LoRA if they were measured under the same validation key.
 
-        Reports where the best LoRA on disk is not the one with the lowest loss of these points. This happens where
-        another run continued from the same state and replaced it by a later one.
+        Reports a best LoRA on disk that does not have the lowest loss of these points. This happens if another run
+        continued from the same state and replaced it by a later one.
         """
         if not self.validation_key or not state.validation:
             return
@@ -245,32 +247,34 @@ class Saver:
         least = min((p for p in self.progress.validation if p["step"]), key=lambda p: p["loss"], default=None)
         if options is None or not options.keep_best or least is None or (best and best.loss <= least["loss"]):
             return
-        now = (
+        best_text = (
             f"the best saved one is that of step {best.step}" if best else f"the best counts from step {state.step} on"
         )
         self.observer.note(
             f"The LoRA with the lowest validation loss so far, {least['loss']:.4g} at step {least['step']}, is not "
-            f"saved any more; {now}."
+            f"saved any more; {best_text}."
         )
 
     def _resume_best(self, path: Path, state: TrainingState) -> None:
         """Find the best LoRA in the state's folder; copy it if this run writes to another folder."""
-        # The name alone does not tell: an output name may end in "-best" itself.
-        named = ((best, read_best(best)) for best in sorted(path.parent.glob("*-best.safetensors")))
-        there = [(best, found) for best, found in named if found is not None and found.of == self.validation_key]
-        if not there:
+        # The name alone is ambiguous: an output name may end in "-best" itself.
+        candidates = ((best, read_best(best)) for best in sorted(path.parent.glob("*-best.safetensors")))
+        matches = [
+            (best, record) for best, record in candidates if record is not None and record.of == self.validation_key
+        ]
+        if not matches:
             return
-        best, found = min(there, key=lambda one: one[1].loss)
+        best, record = min(matches, key=lambda pair: pair[1].loss)
         if best.parent != self.folder.path:
-            if found.step > state.step:  # written by the other run after this state
+            if record.step > state.step:  # written by the other run after this state
                 return
             try:
-                write_atomically(self.folder.best_path, lambda beside: _copy(best, beside))
+                write_atomically(self.folder.best_path, lambda temporary: _copy(best, temporary))
             except OSError as error:
                 self.observer.note(f"{error.strerror} The best LoRA so far stays in '{best.parent.name}' only.")
                 return
-            found = replace(found, file=self.folder.best_path.name)
-        self.best = found
+            record = replace(record, file=self.folder.best_path.name)
+        self.best = record
 
     def _write(self) -> None:
         if not self.writes:
@@ -297,7 +301,7 @@ class Saver:
         self.folder.remove_old_states(step, self.resumed_from)
 
     def _hear_of_save(self) -> None:
-        """Take over which state rank 0 has told to be on the disk. A store that has ended tells nothing."""
+        """Read which state rank 0 has posted as saved; nothing changes if the store has ended."""
         with suppress(RuntimeError):
             if (step := self.world.read(_SAVED)) is not None:
                 self.progress.saved_step, self.last_state = step, self.state_name(step)

@@ -38,13 +38,13 @@ class MemoryOptions:
     activation_budget: fraction of the activations to keep, 0 to 1; read by selective checkpointing only.
     blocks_to_swap: number of blocks streamed from the host; -1 takes as many as needed.
     prefetch_blocks: number of blocks copied ahead.
-    pin_memory: page-locking of the swapped blocks' host memory, one of PIN_MEMORY.
+    pin_memory: pinning of the swapped blocks' host memory, one of PIN_MEMORY.
     offload_activations: keep the block inputs that full checkpointing saves on the host.
-    products: precision in which the blocks' frozen Linears multiply, forward and back, one of PRODUCTS; 'auto' goes by
+    products: matmul precision of the blocks' frozen Linears, forward and backward, one of PRODUCTS; 'auto' depends on
         the card.
-    base: what the blocks' frozen Linears of 16 and 32 bits are held in while they train, one of BASES.
-    shard: the devices of one machine each keep a part of every swapped block, which then comes from them all.
-    verify: certificate before the first step, one of VERIFY; 'auto' makes one for models that no test knows by name.
+    base: format in which the blocks' frozen Linears of 16 and 32 bits are stored during training, one of BASES.
+    shard: each device of one machine holds a shard of every swapped block, which is gathered from all of them.
+    verify: certificate before the first step, one of VERIFY; 'auto' makes one for models that no test covers by name.
     """
 
     checkpointing: str = "auto"
@@ -81,7 +81,7 @@ def parse_sigmas(text: str) -> tuple[float, ...]:
 
     Raises ValueError for one that is no number above 0 and up to 1, or for more than MOST_SIGMAS.
     """
-    found: set[float] = set()
+    sigmas: set[float] = set()
     for entry in text.replace(",", " ").replace(";", " ").split():
         try:
             sigma = float(entry)
@@ -89,17 +89,17 @@ def parse_sigmas(text: str) -> tuple[float, ...]:
             sigma = 0.0
         if not 0 < sigma <= 1:
             raise ValueError(f"sigmas has {shown(entry)}; give numbers above 0 and up to 1, such as 0.2, 0.5, 0.8.")
-        found.add(sigma)
-    if len(found) > MOST_SIGMAS:
-        raise ValueError(f"sigmas has {len(found)} noise levels; give at most {MOST_SIGMAS}.")
-    return tuple(sorted(found))
+        sigmas.add(sigma)
+    if len(sigmas) > MOST_SIGMAS:
+        raise ValueError(f"sigmas has {len(sigmas)} noise levels; give at most {MOST_SIGMAS}.")
+    return tuple(sorted(sigmas))
 
 
 @dataclass(frozen=True)
 class ValidationOptions:
     """Validation options: held-out data and measuring interval (TESSERA_VALIDATION).
 
-    part: fraction of the files to hold out, 0 to 0.9; not read where `data` is given.
+    part: fraction of the files to hold out, 0 to 0.9; ignored if `data` is given.
     every_n_steps: optimizer steps between two measurements; the last step is always measured.
     at_start: measure before the first step too.
     keep_best: write the LoRA with the lowest loss to a file.
@@ -143,7 +143,7 @@ class ValidationOptions:
 
     @property
     def noise_levels(self) -> tuple[float, ...]:
-        """Those of `sigmas` from `min_sigma` to `max_sigma`, or else the nine deciles of the uniform distribution
+        """The `sigmas` from `min_sigma` to `max_sigma`, or else the nine deciles of the uniform distribution
         between the two: 0.1 to 0.9 by default.
 
         They do not depend on the objective, so that runs with different timestep sampling are comparable.
@@ -180,7 +180,7 @@ class TrainSettings:
     save_every_epochs: epochs between two saves, 0 is off.
     keep_last: number of newest intermediate LoRAs to retain, 0 retains all.
     validation: None trains without validation.
-    continued: where no run has this lineage, 'latest' resumes a run that reached these settings from others.
+    continued: if no run has this lineage, 'latest' resumes a run that reached these settings from others.
     """
 
     output_name: str
@@ -221,25 +221,25 @@ class TrainSettings:
 
     @property
     def names_state(self) -> bool:
-        """True where `resume` is the path of a state."""
+        """True if `resume` is the path of a state."""
         return self.resume not in ("off", "latest")
 
     @property
     def can_go_on(self) -> bool:
-        """True where a run goes on when `steps` is raised: its learning rate does not depend on its length."""
+        """True if a run can continue after `steps` is raised: its learning rate does not depend on its length."""
         return self.optimizer.lr_scheduler in ENDLESS_SCHEDULERS
 
     def lineage(self, data: str, model: str) -> str:
         """Fingerprint of everything that determines the steps of a run.
 
-        Runs of one lineage may differ in their use of memory, but for the products and the base of their layers, and in
-        length where the schedule does not depend on it.
+        Runs of one lineage may differ in memory options, except for products and base, and in length if the schedule
+        does not depend on it.
         Options at their default are left out, so that adding an option does not change the key of existing runs.
 
         data: fingerprint of the training data.
         model: fingerprint of the model's weights.
         """
-        same = {
+        facts = {
             "data": data,
             "model": model,
             "batch_size": self.batch_size,
@@ -252,27 +252,27 @@ class TrainSettings:
             "objective": {k: v for k, v in changed_fields(self.objective).items() if k != "expert_boundary"},
         }
         if not self.can_go_on:
-            same["steps"] = self.steps
+            facts["steps"] = self.steps
         if self.memory.products != FULL:
-            same["products"] = self.memory.products
+            facts["products"] = self.memory.products
         if self.memory.base != AS_STORED:
-            same["base"] = self.memory.base
-        return fingerprint(same)
+            facts["base"] = self.memory.base
+        return fingerprint(facts)
 
     def key(self, lineage: str) -> str:
         """Fingerprint of lineage, length, memory, compile and validation options. Equal keys mean the same run."""
         return self._key(lineage, self._memory())
 
     def keys(self, lineage: str) -> tuple[str, ...]:
-        """Return `key`, and the one that version 0.1 gave these options where it is another."""
+        """Return `key`, and the key that version 0.1 gave these options if it differs."""
         memory = self._memory()
         earlier = memory | {"checkpointing": "auto"} if self.memory.checkpointing == "auto" else memory
         return tuple(dict.fromkeys((self._key(lineage, memory), self._key(lineage, earlier))))
 
     def _memory(self) -> dict[str, Any]:
-        """Return the memory options that tell runs apart. In version 0.1 full checkpointing was the default."""
+        """Return the memory options that distinguish runs. In version 0.1 full checkpointing was the default."""
         changed = changed_fields(self.memory)
-        changed.pop("shard", None)  # of where the same bytes come from
+        changed.pop("shard", None)  # only another source of the same bytes
         changed.pop("verify", None)
         return {k: v for k, v in changed.items() if (k, v) != ("checkpointing", "full")}
 

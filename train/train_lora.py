@@ -51,7 +51,7 @@ class TrainResult:
     loss: loss of each step.
     path: the saved file.
     summary: contents of summary.json; finite numbers and text only.
-    copy: where the LoRA lies in place of `path`, on which the disk was full; None without such a copy.
+    copy: path of the LoRA if the disk of `path` was full; None without such a copy.
     """
 
     lora: LoraModel
@@ -62,12 +62,12 @@ class TrainResult:
 
     @property
     def saved(self) -> bool:
-        """True where the LoRA lies at `path`."""
+        """True if the LoRA is at `path`."""
         return self.summary["status"] in ("finished", STOPPED)
 
     @property
     def stopped(self) -> bool:
-        """True where the user stopped the run before its last step; it goes on when it is queued again."""
+        """True if the user stopped the run before its last step; it continues when queued again."""
         return bool(self.summary["status"] == STOPPED)
 
     @property
@@ -83,9 +83,9 @@ class TrainResult:
 
 
 class _Recorder:
-    """Observer that forwards every call, and records the run: notes and files for the summary, all for its record.
+    """Observer that forwards every call and records the run: notes and files for the summary, all events in its record.
 
-    cancelled: sentence of a run that is cancelled now.
+    cancelled: message if the run is cancelled now.
     """
 
     def __init__(self, observer: Observer, record: RunRecord, folder: Path, notes: tuple[str, ...]):
@@ -99,7 +99,7 @@ class _Recorder:
             self.note(text)
 
     def begin(self, progress: Progress) -> None:
-        """Begin the record's curve where training begins."""
+        """Begin the record's curve at the first step to train."""
         self._step = progress.step
         self._record.begin(progress.step, progress.loss, progress.validation)
 
@@ -164,23 +164,23 @@ def train_lora(
     """Train a LoRA on `model` and leave `model` unchanged. A finished run of the same key is returned from disk.
 
     root: folder of all runs.
-    compile_settings: compile settings where `settings.compile` is 'auto'; None takes inductor's defaults.
+    compile_settings: compile settings if `settings.compile` is 'auto'; None takes inductor's defaults.
     watchers: called between the steps, such as previews.
     workflow: texts of companion files of the LoRA, by the ending that follows its name.
-    spare_folder: where the finished LoRA is tried to be written where the run's own folder cannot take it.
-    queued: what run.json says of the prompt.
-    world: the processes that train it together, each of which calls this; only rank 0 writes and reports.
-    elsewhere: trains a checked run that is not finished in other processes; None from it trains it here.
+    spare_folder: folder for the finished LoRA if the run's own folder cannot take it.
+    queued: entries of run.json about the prompt.
+    world: the ranks that train together, each of which calls this; only rank 0 writes and reports.
+    elsewhere: trains a checked, unfinished run in other processes; if it returns None, the run trains here.
 
-    Raises ValueError for bad input, before anything is loaded. Raises TrainingStopped where the run cannot continue.
+    Raises ValueError for bad input, before anything is loaded. Raises TrainingStopped if the run cannot continue.
     Whatever ends the run, progress since the last save is saved first.
     """
     # Tensors made in inference mode cannot be saved for backward.
     assert not torch.is_inference_mode_enabled()
     world.begin_run(observer.check_interrupted)
-    given = model, data, settings, root, observer if world.is_first else QuietObserver(observer)
+    args = model, data, settings, root, observer if world.is_first else QuietObserver(observer)
     with others_told(world):
-        return _train(*given, compile_settings, watchers, workflow or {}, spare_folder, queued or {}, world, elsewhere)
+        return _train(*args, compile_settings, watchers, workflow or {}, spare_folder, queued or {}, world, elsewhere)
 
 
 def _train(
@@ -201,12 +201,12 @@ def _train(
     share_of(world.rank, world.size, settings.batch_size, settings.gradient_accumulation)
     check_shard(world, model.load_device, settings.memory)
     observer.phase("Reading the model's fingerprint")
-    begun = find_run_start(model, checked, settings, root)
-    state_name = "finished" if begun.finished else begun.state.name if begun.state else ""
-    facts = begun.weights, checked.data.fingerprint, begun.key, state_name, settings.memory.shard
+    run_start = find_run_start(model, checked, settings, root)
+    state_name = "finished" if run_start.finished else run_start.state.name if run_start.state else ""
+    facts = run_start.weights, checked.data.fingerprint, run_start.key, state_name, settings.memory.shard
     check_alike(world, "facts", rank_facts(*facts))
-    folder, start_notes = begun.folder, tuple(run_start_notes(begun, settings, root))
-    if begun.finished:
+    folder, start_notes = run_start.folder, tuple(run_start_notes(run_start, settings, root))
+    if run_start.finished:
         for note in start_notes:
             observer.note(note)
         observer.note("This run already finished with the same data, model and settings, so its files are returned.")
@@ -216,30 +216,30 @@ def _train(
         return result
 
     if world.is_first:
-        check_disk_space(folder, required_space(checked, settings, begun))
-    if elsewhere is not None and (made := elsewhere(begun)) is not None:
-        return made
-    context = make_context(checked, begun, settings, compile_settings, workflow, world)
+        check_disk_space(folder, required_space(checked, settings, run_start))
+    if elsewhere is not None and (external_result := elsewhere(run_start)) is not None:
+        return external_result
+    context = make_context(checked, run_start, settings, compile_settings, workflow, world)
     name = world.agreed("folder", folder.taken().path.name if world.is_first else "")
     folder = RunFolder(folder.path.with_name(name), folder.name)
-    context, begun = replace(context, folder=folder), replace(begun, folder=folder)
+    context, run_start = replace(context, folder=folder), replace(run_start, folder=folder)
     with claimed_by_one(folder, observer) if world.is_first else nullcontext():
-        return _run(context, checked, begun, observer, watchers, start_notes, spare_folder, queued)
+        return _run(context, checked, run_start, observer, watchers, start_notes, spare_folder, queued)
 
 
 def _run(
     context: RunContext,
     checked: CheckedRun,
-    begun: RunStart,
+    run_start: RunStart,
     observer: Observer,
     watchers: Sequence[Watcher],
     start_notes: Sequence[str],
     spare_folder: Path | None,
     queued: Mapping[str, str],
 ) -> TrainResult:
-    """Train a run that is checked, into its folder."""
-    settings, world, folder, state = context.settings, context.world, begun.folder, begun.state
-    record = RunRecord(folder.path, {**run_facts(begun, context, watchers), **queued}, world.is_first)
+    """Train a checked run into its folder."""
+    settings, world, folder, state = context.settings, context.world, run_start.folder, run_start.state
+    record = RunRecord(folder.path, {**run_facts(run_start, context, watchers), **queued}, world.is_first)
     notes = (*checked.data.notes, *checked.notes, *start_notes, *context.notes, *shard_notes(world, settings.memory))
     recorder = _Recorder(observer, record, folder.path, notes)
     if world.is_first:
@@ -248,7 +248,7 @@ def _run(
                 folder.write_companion_file(ending, text)
     if context.validation is not None and settings.validation is not None:
         watchers = [Validation(settings.validation, context.validation), *watchers]
-    watchers = [*checking_watchers(context, begun.weights, state), *watchers]
+    watchers = [*checking_watchers(context, run_start.weights, state), *watchers]
     with recorder.errors(), torch.enable_grad():
         recorder.began(folder.path)
         trainer = Trainer(context, recorder, watchers)
@@ -264,7 +264,7 @@ def _run(
             recorder.phase(trainer.placed.runner.doing())
             trainer.run()
             final = trainer.save_final(spare_folder)
-            world.agreed("saved", final.saved)  # what comes next in the graph may read the file
+            world.agreed("saved", final.saved)  # the next node of the graph may read the file
             outcome = "unsaved"
             if final.saved:
                 outcome = "finished" if trainer.progress.step == settings.steps else STOPPED
@@ -276,7 +276,7 @@ def _run(
         finally:
             summary: dict[str, Any] = {
                 "status": outcome,
-                "key": begun.key,
+                "key": run_start.key,
                 "output_name": settings.output_name,
                 "folder": folder.path.name,
                 "steps": settings.steps,
@@ -310,16 +310,16 @@ def _run(
 
 
 def stop_message(trainer: Trainer, settings: TrainSettings) -> str:
-    """Describe where the user stopped the run and how it goes on."""
+    """Describe the step at which the user stopped the run, and how to continue."""
     progress = trainer.progress
     return stopped_message(progress.step, progress.saved_step, trainer.saver.last_state, settings.resume)
 
 
-def run_facts(begun: RunStart, context: RunContext, watchers: Sequence[Watcher]) -> dict[str, Any]:
-    """Return what run.json says of a run at its start."""
+def run_facts(run_start: RunStart, context: RunContext, watchers: Sequence[Watcher]) -> dict[str, Any]:
+    """Return the entries of run.json for a run at its start."""
     settings, patcher = context.settings, context.patcher
     return {
-        "key": begun.key,
+        "key": run_start.key,
         "output_name": settings.output_name,
         "model": Path(loaded_from(patcher)).name or context.family.variant(patcher.model),
         "steps": settings.steps,

@@ -46,7 +46,7 @@ class Watcher(Protocol):
         ...
 
     def is_due(self, step: int, steps: int) -> bool:
-        """Return True where it has something to do after `step` of `steps` steps, which may need the memory."""
+        """Return whether it has work to do after `step` of `steps` steps, which may need the memory."""
         ...
 
     def facts(self, trainer: "Trainer") -> dict[str, Any]:
@@ -73,12 +73,12 @@ class Trainer:
         self.sysmem = SysmemMonitor(self.device)
         self.copies = 0  # block copies to the device in the last step
         self.asked: Collection[str] = ()  # by the user, after the last step
-        self.world.connect(self.device)  # before the model takes its memory, of which sums need some
+        self.world.connect(self.device)  # before the model takes its memory: all-reduce needs some
         placed: PlacedModel | None = None
         try:
             placed = PlacedModel(context, observer)
-            given = placed.network, self.settings.optimizer, self.settings.steps, placed.dtype, self.device.type
-            learner = Learner(*given, flat_gradients=not self.world.is_lone)
+            learner_args = placed.network, self.settings.optimizer, self.settings.steps, placed.dtype, self.device.type
+            learner = Learner(*learner_args, flat_gradients=not self.world.is_lone)
             self.sync = GradientSync(self.world, learner, observer)
         except BaseException as error:
             if placed is not None:
@@ -106,17 +106,17 @@ class Trainer:
         self.saver.resume(path)
 
     def environment(self) -> dict[str, str]:
-        """Return what the last bits of a result depend on, for states."""
+        """Return the facts that the last bits of a result depend on, for states."""
         devices = {} if self.world.is_lone else {"devices": str(self.world.size)}
         return environment_facts(self.device, self.compile_settings) | self.placed.chosen() | devices
 
     def apply_warm_start(self, start: WarmStart) -> list[str]:
-        """Initialise the weights from another LoRA. Returns a note for each part that could not be taken."""
+        """Initialise the weights from another LoRA. Returns a note for each part that could not be loaded."""
         linears = self.placed.transformer.linears()
         return self.learner.apply_warm_start(start, lambda name: linears[name].read_on_device().full())
 
     def check_ranks(self, meeting: str) -> None:
-        """Compare the whole trained state with that of the other ranks. Raises CannotContinue where it differs."""
+        """Compare the whole trained state with that of the other ranks. Raises CannotContinue if it differs."""
         if not self.world.is_lone:
             check_alike(self.world, f"{meeting} {self.progress.step}", {"LoRA": fingerprint(self.learner.state())})
 
@@ -127,7 +127,7 @@ class Trainer:
     def run(self) -> None:
         """Train to the last step, or to the one after which the user stops the run.
 
-        Raises TrainingStopped for known errors (OOM, NaN, too many graphs), else the error itself; saves before.
+        Raises TrainingStopped for known errors (OOM, NaN, too many graphs), else the error itself; saves first.
         """
         settings, progress = self.settings, self.progress
         self.batches.start(progress.step, progress.batches, self.observer.check_interrupted)
@@ -135,7 +135,7 @@ class Trainer:
         self.sync.begin(settings.steps - progress.step)
         try:
             check_alike(self.world, "products", {"kind of product": ",".join(self.placed.products.tried)})
-            if self.placed.products.undecided:  # before validation, which multiplies so too
+            if self.placed.products.undecided:  # before validation, which uses the same matmuls
                 self.attempt(self.measure_products)
             self.between_steps()
             while progress.step < settings.steps:
@@ -149,7 +149,7 @@ class Trainer:
                 progress.batches += settings.gradient_accumulation
                 progress.step += 1
                 progress.loss.append(mean_loss)
-                # A step that compiled is not part of the pace.
+                # A step that compiled does not count towards the pace.
                 if self.placed.runner.report.counts() == compiled_before:
                     self.clock.end()
                 if self.placed.plan_again(settings.steps - progress.step):
@@ -158,16 +158,16 @@ class Trainer:
                 for sentence in (self.sysmem.message(), self.placed.message()):
                     if sentence is not None:
                         self.observer.note(sentence)
-                self.asked = asked = self.sync.asked()
-                if self.saver.is_due() or (SAVE in asked and progress.step < settings.steps):
+                self.asked = user_requests = self.sync.asked()
+                if self.saver.is_due() or (SAVE in user_requests and progress.step < settings.steps):
                     self.check_ranks("save")
                     self.saver.save()
-                if SAMPLE in asked:
+                if SAMPLE in user_requests:
                     self.batches.drop_ahead()  # previews may need its memory
                 self.between_steps()
-                if STOP in asked:
+                if STOP in user_requests:
                     break
-            self.check_ranks("final")  # an error in it saves, as any other here
+            self.check_ranks("final")  # inside try, so that an error in it saves too
         except BaseException as error:
             self.sync.leave(error, progress.step + 1, self.placed.sharing.leave)
             self.saver.save_unsaved_progress()
@@ -179,7 +179,7 @@ class Trainer:
             raise stopped from error
 
     def measure_products(self) -> None:
-        """Choose by the first micro-batches what multiplies in low precision, and change nothing else."""
+        """Choose the low-precision matmuls by the first micro-batches, and change nothing else."""
         with self.placed.measured_products() as count:
             for key, requests in self.batches.first_of(self.progress.step, self.progress.batches, count):
                 self.observer.check_interrupted()
@@ -190,11 +190,13 @@ class Trainer:
         reset_memory_peak(self.device)
 
     def between_steps(self) -> None:
-        """Call the watchers, and wait where something is due until rank 0 has written it, as long as it takes."""
+        """Call the watchers; if one was due, wait without a time limit until rank 0 has written its files."""
         for watcher in self.watchers:
             watcher.between_steps(self)
         step, steps = self.progress.step, self.settings.steps
-        self.world.wait_for_first(step, bool(self.asked) or any(one.is_due(step, steps) for one in self.watchers))
+        self.world.wait_for_first(
+            step, bool(self.asked) or any(watcher.is_due(step, steps) for watcher in self.watchers)
+        )
 
     def forward_backward(self, micro_batches: list[MicroBatch]) -> Tensor:
         """Accumulate gradients over the micro-batches on the LoRA's fp32 weights.
@@ -206,7 +208,7 @@ class Trainer:
     def attempt(self, compute: Callable[[], T]) -> T:
         """Run `compute`; on OOM retry with the next smaller memory plan, on a compile error retry eagerly.
 
-        Raises the error where neither applies, or where no smaller plan is left.
+        Raises the error if neither applies or no smaller plan is left.
         """
         try:
             result = compute()
@@ -231,15 +233,15 @@ class Trainer:
         return compute()
 
     def place_anew(self) -> None:
-        """Place the model by another memory plan, between two steps or before one is tried again."""
+        """Place the model by another memory plan, between two steps or before a retry."""
         self.learner.zero_grad()
         self.batches.drop_ahead()
         self.placed.rebuild(self.progress.step)
         self.saver.environment = self.environment()
-        self.clock.clear()  # the pace was that of the plan before
+        self.clock.clear()  # the pace was that of the previous plan
 
     def note_uncompiled(self) -> None:
-        """Report the kinds of blocks that could not be compiled and run eager; where all are, that training does."""
+        """Report the kinds of blocks that failed to compile and run eager; if all did, fall back to eager training."""
         runner = self.placed.runner
         if not runner.failed:
             return
@@ -264,10 +266,10 @@ class Trainer:
         total = torch.zeros((), device=self.device)
         count = len(micro_batches) * self.world.size
         for micro, requests in self.batches.share.numbered(micro_batches):
-            # A cancelled step is left without an update: the run goes on from the one before, and draws it again alike.
+            # Cancelling leaves this step without an update: the run resumes from the step before and repeats it.
             self.observer.check_interrupted()
             self.micro_batch(requests, (self.progress.step, micro), count, total)
-        self.make_ahead()  # before the room is made, so that an OOM of the optimizer can't be its doing
+        self.make_ahead()  # before make_room_to_step, so that it can't cause an OOM in the optimizer
         auto.make_room_to_step(self.learner.optimizer, self.settings.optimizer.spec)
         self.placed.sharing.finish()
         self.copies = self.placed.copies() - copies
@@ -276,7 +278,7 @@ class Trainer:
     def micro_batch(self, requests: MicroBatch, rng_key: tuple[int, int], count: int, total: Tensor) -> None:
         """Run one of a step's micro-batches forward and backward; adds its part of the mean loss to `total`.
 
-        count: micro-batches of the step, those of the other ranks too.
+        count: micro-batches of the step on all ranks.
         """
         batch = self.batches.make(requests, rng_key)
         self.placed.check_forward(batch.inputs)
@@ -289,7 +291,7 @@ class Trainer:
     def make_ahead(self) -> None:
         """Make the next step's first batch while the device computes this step.
 
-        Not behind the last step, nor before a watcher has something to do, which may need the memory.
+        Skipped after the last step, and if a watcher is due, which may need the memory.
         """
         step, steps = self.progress.step + 1, self.settings.steps
         if step < steps and not any(watcher.is_due(step, steps) for watcher in self.watchers):
@@ -298,18 +300,18 @@ class Trainer:
     def finite(self, total: Tensor) -> float:
         """Clip the gradients and return the loss as a number.
 
-        Raises CannotContinue where the loss or the gradient norm is not finite, before the weights are updated.
+        Raises CannotContinue if the loss or the gradient norm is not finite, before the weights are updated.
         """
         # The only device synchronisation of a step. The device idles from here until the optimizer's kernels are
         # queued, so both numbers are read in one transfer.
-        told = self.sync.sum(total, self.progress.step + 1)
-        numbers = torch.cat((self.learner.clip()[None], told))
+        sums = self.sync.sum(total, self.progress.step + 1)
+        numbers = torch.cat((self.learner.clip()[None], sums))
         with self.clock.spend("wait"):
-            norm, loss, *told_by_ranks = numbers.tolist()
-        self.sync.check(told_by_ranks)
-        for what, is_finite in (("loss", math.isfinite(loss)), ("gradient", self.learner.may_step(norm))):
+            norm, loss, *from_ranks = numbers.tolist()
+        self.sync.check(from_ranks)
+        for quantity, is_finite in (("loss", math.isfinite(loss)), ("gradient", self.learner.may_step(norm))):
             if not is_finite:
-                raise errors.not_finite(what, self.progress.step)
+                raise errors.not_finite(quantity, self.progress.step)
         return loss
 
     def optimizer_step(self) -> None:
@@ -329,8 +331,8 @@ class Trainer:
     def report(self, loss: float, learning_rate: float) -> StepReport:
         """Make the progress report of the step just done."""
         pace = self.clock.pace()
-        left = None if pace is None else pace * (self.settings.steps - self.progress.step)
-        return StepReport(self.progress.step, self.settings.steps, loss, learning_rate, pace, left)
+        seconds_left = None if pace is None else pace * (self.settings.steps - self.progress.step)
+        return StepReport(self.progress.step, self.settings.steps, loss, learning_rate, pace, seconds_left)
 
     def facts(self) -> dict[str, Any]:
         """Return entries for the summary: graphs, seconds per step, memory."""

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Row = tuple[int, int]
-"""(a sample's number, a sigma's number)."""
+"""(sample index, sigma index)."""
 
 
 class Validation:
     """Watcher that measures the validation loss when due and appends the point to the run's progress.
 
     A point is `{"step", "loss", "sigmas", "losses"}`. `losses` holds for each sigma the mean over the samples of the
-    output's mean square error. `loss` is the mean of these.
+    output's mean squared error. `loss` is the mean of these.
     The weights are those that a file would hold, and dropout is off. The forward is that of training, in the same
     compiled graphs and batch size, so that validation compiles nothing of its own; its gradient is not used.
     """
@@ -37,7 +37,7 @@ class Validation:
         self.options, self.samples, self.sigmas = options, data.samples, options.noise_levels
 
     def between_steps(self, trainer: "Trainer") -> None:
-        """Measure the loss where due, unless this step was already measured before a resume."""
+        """Measure the loss if due, unless this step was already measured before a resume."""
         progress = trainer.progress
         if not self.is_due(progress.step, trainer.settings.steps):
             return
@@ -65,23 +65,23 @@ class Validation:
                 )
 
     def is_due(self, step: int, steps: int) -> bool:
-        """Return True where the loss is to be measured after `step` of `steps` steps."""
+        """Return whether the loss is to be measured after `step` of `steps` steps."""
         if step == 0:
             return self.options.at_start
         return step % self.options.every_n_steps == 0 or step == steps
 
     def losses(self, trainer: "Trainer") -> list[float]:
-        """Return the mean loss at each sigma. Several devices measure as many batches each."""
+        """Return the mean loss at each sigma. The batches are divided among the ranks."""
         sums: dict[int, list[float]] = defaultdict(list)
-        own = trainer.attempt(lambda: self.own_losses(trainer))
-        for told in trainer.world.exchange(f"validation {trainer.progress.step}", own):
-            for place, loss in told:
+        own_losses = trainer.attempt(lambda: self.own_losses(trainer))
+        for rank_losses in trainer.world.exchange(f"validation {trainer.progress.step}", own_losses):
+            for place, loss in rank_losses:
                 sums[place].append(loss)
         return [math.fsum(sums[place]) / len(sums[place]) for place in range(len(self.sigmas))]
 
     def own_losses(self, trainer: "Trainer") -> list[tuple[int, float]]:
-        """Measure this device's batches. Returns for each of their rows the sigma's number and the loss."""
-        found: list[tuple[int, float]] = []
+        """Measure this rank's batches. Returns (sigma index, loss) for each of their rows."""
+        results: list[tuple[int, float]] = []
         world = trainer.world
         read: dict[int, SampleTensors] = {}
         trainer.placed.ensure()
@@ -91,12 +91,12 @@ class Validation:
                 trainer.observer.check_interrupted()
                 read = {n: read[n] if n in read else self.samples[n].load() for n, _ in rows}
                 losses = self._batch_losses(trainer, rows, read)
-                found += [(place, loss) for (_, place), loss in zip(rows, losses, strict=False)]
+                results += [(place, loss) for (_, place), loss in zip(rows, losses, strict=False)]
             trainer.placed.sharing.finish()
-        return found
+        return results
 
     def _batches(self, size: int) -> Iterator[list[Row]]:
-        """Yield batches of (sample, sigma) indices, each of one graph key, until every pair was taken."""
+        """Yield batches of (sample, sigma) indices, each of one graph key, that cover every pair."""
         keys: dict[GraphKey, list[Row]] = defaultdict(list)
         for number, sample in enumerate(self.samples):
             keys[sample.graph_key] += [(number, place) for place in range(len(self.sigmas))]
@@ -109,20 +109,20 @@ class Validation:
         A compiled graph has a fixed batch size, so a short batch is padded with its last row.
         """
         rows = rows + rows[-1:] * (trainer.placed.settings.batch_size - len(rows))
-        given = [(self.samples[n], read[n], self.sigmas[place]) for n, place in rows]
+        batch_rows = [(self.samples[n], read[n], self.sigmas[place]) for n, place in rows]
         guidance, seed = trainer.settings.objective.guidance, self.options.seed
         with torch.no_grad():
-            batch = fixed_batch(trainer.patcher, trainer.family, given, guidance, trainer.device, seed)
+            batch = fixed_batch(trainer.patcher, trainer.family, batch_rows, guidance, trainer.device, seed)
         velocity = trainer.placed.velocity(batch.inputs, None).detach()
         trainer.placed.runner.discard_offloaded()  # no backward follows: drop the activations offloaded to the host
         return velocity_loss(velocity, batch.target, weights=batch.weights).double().tolist()
 
     def facts(self, trainer: "Trainer") -> dict[str, Any]:
         """Return samples, sigmas, points and the best LoRA for the run's summary."""
-        told = {
+        summary = {
             "samples": [sample.name for sample in self.samples],
             "sigmas": list(self.sigmas),
             "points": list(trainer.progress.validation),
             "best": asdict(trainer.saver.best) if trainer.saver.best else None,
         }
-        return {"validation": told}
+        return {"validation": summary}

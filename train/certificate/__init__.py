@@ -1,1 +1,1 @@
-"""Proof that a run computes what it should: a certificate before its first step, and a check of its final file."""
+"""Checks that a run computes correctly: a certificate before its first step, and a check of its final file."""

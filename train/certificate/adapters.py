@@ -1,4 +1,4 @@
-"""The adapters of a run, changed for the time of a check."""
+"""Temporary changes to a run's adapters, for checks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ PERTURBED = 0.02
 
 @contextmanager
 def without_adapters(placed: PlacedModel) -> Iterator[None]:
-    """Take the adapters off their layers within the context."""
+    """Remove the adapters from their layers inside the context."""
     linears = placed.transformer.linears()
     try:
         for layer in linears.values():
@@ -31,9 +31,9 @@ def without_adapters(placed: PlacedModel) -> Iterator[None]:
 
 @contextmanager
 def perturbed(placed: PlacedModel, names: Sequence[str] | None = None) -> Iterator[None]:
-    """Fill the weights that are zero with noise within the context, so that each has an effect; a LoRA's up is.
+    """Fill zero weights, such as a LoRA's up, with noise inside the context, so that each has an effect.
 
-    names: the layers whose adapters are filled, with all others zero; None fills all.
+    names: layers whose adapters are filled; all other adapters are zeroed. None fills all.
     """
     network = placed.network
     weights = [p.detach() for p in network.parameters()]
@@ -56,16 +56,17 @@ def perturbed(placed: PlacedModel, names: Sequence[str] | None = None) -> Iterat
 
 
 class CorePatch(nn.Module):
-    """ComfyUI's patches of one weight in the place of an adapter: the layer as ComfyUI runs it with a LoRA file.
+    """ComfyUI's patches of one weight in place of an adapter: the layer as ComfyUI runs it with a LoRA file.
 
-    entries: as a patcher has them. patcher: of the MODEL with the patches, whose weight is read as it samples, rounded
-    to what the MODEL is stored in; None adds the update in fp32.
+    entries: patches as a patcher stores them.
+    patcher: MODEL with the patches, whose weight is read as in sampling, rounded to its storage format; None adds the
+        update in fp32.
     """
 
     def __init__(self, key: str, entries: list[Any], layer: Any, patcher: ModelPatcher | None = None):
         super().__init__()
         self.key, self.entries, self.patcher = key, entries, patcher
-        self.layer = [layer]  # not a module of this one
+        self.layer = [layer]  # in a list: not a submodule
 
     def forward(self, x: Tensor, frozen: Any, mask: DropMask | None) -> Tensor:
         weight = self.weight(x.device).to(x.dtype)
@@ -98,7 +99,7 @@ class CorePatch(nn.Module):
 def patched_by_core(
     placed: PlacedModel, patches: Mapping[str, list[Any]], sampled: ModelPatcher | None = None
 ) -> Iterator[None]:
-    """Put ComfyUI's patches into the place of the adapters within the context."""
+    """Replace the adapters by ComfyUI's patches inside the context."""
     linears = placed.transformer.linears()
     with without_adapters(placed):
         for name in placed.network.adapters:

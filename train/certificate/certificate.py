@@ -1,13 +1,13 @@
-"""The certificate of a run: what its model's training was compared with before its first step.
+"""Certificate of a run: checks of its model's training before the first step.
 
-    forward     our forward gives what ComfyUI's own gives, in the run's dtype and in fp32
+    forward     equal to ComfyUI's own forward, in the run's dtype and in fp32
     gradients   equal to central differences, of two layers in a block of each kind
     targets     each gets a gradient
     blocks      checkpointed, swapped and compiled ones equal to plain ones
-    file        ComfyUI's loader takes every layer of the LoRA's file, which moves the forward as the LoRA does
+    file        ComfyUI's loader takes every layer of the LoRA file, which changes the output as the LoRA does
 
-For a model that no test of ours knows by name, or where `verify` asks for it. It takes about thirty forwards of a few
-dozen tokens and a forward of the first batch, and the memory of a step; never a second copy of the weights.
+Made for a model that no test of ours covers by name, or if `verify` is on. It takes about thirty forwards of a few
+dozen tokens, one forward of the first batch, and the memory of a step; never a second copy of the weights.
 """
 
 import tempfile
@@ -33,7 +33,7 @@ from .gradients import GradientCheck, check_gradients
 from .lora_file import FileCheck, check_file, loaded_by_core
 from .reach import effect_difference, targets_without_gradient
 
-SIDES = (4, 8, 10**6)  # tokens a side of the smallest grid that is tried first
+SIDES = (4, 8, 10**6)  # tokens a side of the grids to try, the smallest first
 SAME_EFFECT = 0.01
 
 
@@ -41,7 +41,7 @@ SAME_EFFECT = 0.01
 class Certificate:
     """Results of the checks, all passed.
 
-    title: of the model.
+    title: title of the model.
     unreached: targets without an effect on the output, which get no gradient.
     """
 
@@ -54,7 +54,7 @@ class Certificate:
 
     @property
     def text(self) -> str:
-        """Say it in a line for the node."""
+        """Line for the node."""
         worst = max(self.gradients.worst, 1e-4)
         file = self.file.layers - len(self.file.missing)
         text = (
@@ -80,7 +80,7 @@ class Certificate:
 def make_certificate(
     placed: PlacedModel, targets: Sequence[str], samples: Sequence[Sample], guidance: float, observer: Observer
 ) -> Certificate:
-    """Run all checks before the first step. Raises ValueError, which names check and block, where one fails."""
+    """Run all checks before the first step. Raises ValueError, which names check and block, if one fails."""
     title = placed.family.title
     placed.ensure()
     sample = smallest(samples)
@@ -135,14 +135,14 @@ def _on_smallest_grid(
             continue
         try:
             return small, check_gradients(placed, small, targets)
-        except Exception as error:  # of code of ComfyUI's that needs a larger grid
+        except Exception as error:  # from code of ComfyUI's that needs a larger grid
             if comfy.model_management.is_oom(error):
                 raise
     return whole, check_gradients(placed, whole, targets)
 
 
 def _check_lora_file(placed: PlacedModel, inputs: ModelInputs) -> tuple[FileCheck, float]:
-    """Write the LoRA, which has to have an effect, to a temporary file, and load it as ComfyUI does."""
+    """Write the LoRA, perturbed to have an effect, to a temporary file, and load it as ComfyUI does."""
     with perturbed(placed), tempfile.TemporaryDirectory(prefix="tessera-verify-") as folder:
         path = Path(folder) / "lora.safetensors"
         lora = placed.network.snapshot()

@@ -1,4 +1,4 @@
-"""The final file of a run, checked as its user will load it."""
+"""Check of a run's final file, loaded as its user will load it."""
 
 import logging
 from typing import Any
@@ -37,7 +37,7 @@ class FinalFileWatcher:
         return False
 
     def facts(self, trainer: Trainer) -> dict[str, Any]:
-        """Check the file where there is one, and note what is wrong with it. Never raises: it is saved already."""
+        """Check the file, if there is one, and note any fault. Never raises: the file is saved already."""
         path = self.context.folder.lora_path
         if not path.is_file():
             return {}
@@ -74,8 +74,8 @@ class FinalFileWatcher:
         return entries
 
     def _rounding(self, trainer: Trainer) -> float:
-        """Return how far the LoRA's effect on the output is off, relative to it, where ComfyUI bakes it into the
-        MODEL's own weights."""
+        """Return the relative error of the LoRA's effect on the output when ComfyUI bakes it into the MODEL's own
+        weights."""
         placed, context = trainer.placed, self.context
         placed.ensure()
         guidance = trainer.settings.objective.guidance
@@ -98,12 +98,12 @@ class FinalFileWatcher:
 
 
 def quantised_targets(patcher: ModelPatcher, targets: Any) -> list[str]:
-    """List the formats of less than 16 bits that the MODEL holds these Linears in, as words."""
-    found: set[str] = set()
+    """List the names of the formats below 16 bits that the MODEL stores these Linears in."""
+    formats: set[str] = set()
     for name in targets:
         weight = comfy.utils.get_attr(patcher.model, f"diffusion_model.{name}.weight")
         if isinstance(weight, QuantizedTensor):
-            found.add(quantised_layout(weight).removeprefix("TensorCore").removesuffix("Layout"))
+            formats.add(quantised_layout(weight).removeprefix("TensorCore").removesuffix("Layout"))
         elif weight.dtype.itemsize == 1 and weight.dtype.is_floating_point:
-            found.add("fp8")
-    return sorted(found)
+            formats.add("fp8")
+    return sorted(formats)

@@ -1,12 +1,12 @@
-"""Gradients against central differences, in fp32 over the stored weights, of a few tokens.
+"""Compare gradients with central differences, in fp32 over the stored weights, on a few tokens.
 
 Two targets in one block of each kind are moved along a random direction W', by t. The output is a function v(t):
 
     J ≈ (v(h) − v(−h)) / 2h            by two forwards
     ⟨r, J⟩ = d⟨r, v⟩ / dt              by the backward that training uses, for any r
 
-Both at h and at h/2: how far these are apart is the noise, which the bound goes by. Each block is computed again in the
-backward, so that a model of any depth takes the memory of one block beside its weights.
+Both at h and at h/2: the distance between the two is the noise, which sets the bound. Each block is recomputed in the
+backward, so that a model of any depth takes the memory of one block besides its weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -50,10 +50,10 @@ class GradientCheck:
 
 def check_gradients(placed: PlacedModel, inputs: ModelInputs, targets: Sequence[str]) -> GradientCheck:
     """Compare the gradients of two targets in a block of each kind with central differences; the LoRA is off."""
-    chosen = chosen_layers(placed, targets)
+    layers = chosen_layers(placed, targets)
     linears = placed.transformer.linears()
     probes = {
-        name: DirectionProbe(linears[name].shape, number, placed.device) for number, name in enumerate(sorted(chosen))
+        name: DirectionProbe(linears[name].shape, number, placed.device) for number, name in enumerate(sorted(layers))
     }
     forward = precise_forward(placed, inputs)
     with without_adapters(placed), in_fp32(placed.transformer):
@@ -71,13 +71,13 @@ def check_gradients(placed: PlacedModel, inputs: ModelInputs, targets: Sequence[
         with placed.training():
             out = forward()
             scalars = [probe.t for probe in probes.values()]
-            found = torch.autograd.grad((out.double() * r).sum(), scalars, allow_unused=True)
+            gradients = torch.autograd.grad((out.double() * r).sum(), scalars, allow_unused=True)
     errors = {}
-    for (name, column), gradient in zip(columns.items(), found, strict=True):
+    for (name, column), gradient in zip(columns.items(), gradients, strict=True):
         expected = float((column * r).sum())
-        got = 0.0 if gradient is None else float(gradient)
+        actual = 0.0 if gradient is None else float(gradient)
         size = max(abs(expected), 0.1 * float(column.norm()), 1e-30)
-        errors[name] = 0.0 if expected == got else abs(got - expected) / size
+        errors[name] = 0.0 if expected == actual else abs(actual - expected) / size
     return GradientCheck(errors, noise)
 
 
@@ -93,21 +93,21 @@ def _difference(forward: Callable[[], Tensor], probe: DirectionProbe, step: floa
 
 def chosen_layers(placed: PlacedModel, targets: Sequence[str]) -> list[str]:
     """Choose the first and the last target in the first block of each kind that has any."""
-    wanted, kinds = set(targets), set()
-    chosen: list[str] = []
+    target_names, kinds = set(targets), set()
+    selection: list[str] = []
     for name, block in placed.transformer.blocks():
         kind = type(block).__name__ + block.kind
         core_name = getattr(block, "name", name)
-        layers = [f"{core_name}.{block.native_name(own)}" for own in block.linears()]
-        there = [layer for layer in layers if layer in wanted]
-        if there and kind not in kinds:
+        layers = [f"{core_name}.{block.native_name(inner_name)}" for inner_name in block.linears()]
+        block_targets = [layer for layer in layers if layer in target_names]
+        if block_targets and kind not in kinds:
             kinds.add(kind)
-            chosen += dict.fromkeys((there[0], there[-1]))
-    return chosen
+            selection += dict.fromkeys((block_targets[0], block_targets[-1]))
+    return selection
 
 
 def precise_forward(placed: PlacedModel, inputs: ModelInputs) -> Callable[[], Tensor]:
-    """Return a function that runs the model in fp32, each block computed again in a backward."""
+    """Return a function that runs the model in fp32, each block recomputed in the backward."""
     wide = as_fp32(inputs)
     recomputed = checkpointing.full(partial(run_in_fp32, _run))
 

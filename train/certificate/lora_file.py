@@ -1,5 +1,4 @@
-"""A LoRA file as its user will load it: ComfyUI's own loader takes every layer, and computes the update that was
-trained."""
+"""Check of a LoRA file: ComfyUI's own loader takes every layer, and computes the trained update."""
 
 import copy
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ from ...models.adapters.base import Adapter
 from ...models.layers.lora_conv import LoraConv
 from ...models.layers.lora_linear import LoraLayer
 
-# Of what a layer adds: files are in fp32, and products of other order differ by less.
+# Relative to a layer's update: files are in fp32, and another order of matmuls differs by less.
 SAME = 1e-3
 _ROWS = 4
 
@@ -33,9 +32,9 @@ class FileCheck:
     """Result of loading a file with ComfyUI's loader.
 
     layers: trained layers.
-    missing: those that ComfyUI doesn't load.
-    other: those that it loads to another update.
-    difference: the largest, relative to what a layer adds.
+    missing: layers that ComfyUI doesn't load.
+    other: layers that it loads to another update.
+    difference: the largest, relative to a layer's update.
     """
 
     layers: int
@@ -45,7 +44,7 @@ class FileCheck:
 
     @property
     def fault(self) -> str | None:
-        """Return a sentence where the file isn't what was trained."""
+        """Return a sentence if the file differs from the trained LoRA, else None."""
         if self.missing:
             return f"ComfyUI loads {self.text}: not {shortlist(self.missing)}."
         if self.other:
@@ -88,7 +87,7 @@ def check_file(
 ) -> FileCheck:
     """Load a file with ComfyUI's loader and compare the update of every layer with the trained one.
 
-    lora: what was trained, by the names of `network`, which may hold other weights than their average.
+    lora: the trained LoRA, with the names of `network`, which may hold other weights than their average.
 
     One layer's update is in memory at a time, in fp32.
     """
@@ -100,10 +99,10 @@ def check_file(
         if entries is None:
             missing.append(name)
             continue
-        own = copy.deepcopy(adapter)
-        own.casts = {}
-        own.load(trained[name])
-        difference = _difference(name, own.to(device), entries, linears[name], device)
+        reference = copy.deepcopy(adapter)
+        reference.casts = {}
+        reference.load(trained[name])
+        difference = _difference(name, reference.to(device), entries, linears[name], device)
         largest = max(largest, difference)
         if not difference <= SAME:
             other.append(name)
@@ -111,7 +110,7 @@ def check_file(
 
 
 def _difference(name: str, adapter: Adapter, entries: list[Any], layer: LoraLayer, device: torch.device) -> float:
-    """Compare what both add to the layer's output for random inputs, relative to what the adapter adds."""
+    """Compare both updates of the layer's output for random inputs, relative to the adapter's."""
     if any(Patch(entry[1]).needs_weight for entry in entries):
         weight = layer.read_on_device().full().to(device)
     else:
@@ -131,7 +130,7 @@ def _difference(name: str, adapter: Adapter, entries: list[Any], layer: LoraLaye
     return _relative(x @ (patched - weight).T, adapter(x[None], frozen, None)[0] - frozen.apply(x), weight)
 
 
-def _relative(found: Tensor, expected: Tensor, weight: Tensor) -> float:
-    """Compute ‖found − expected‖ / ‖expected‖; an update that fp32 rounds away beside the weight counts as none."""
+def _relative(actual: Tensor, expected: Tensor, weight: Tensor) -> float:
+    """Compute ‖actual − expected‖ / ‖expected‖; an update below the fp32 rounding of the weight counts as none."""
     size = max(float(expected.norm()), 1e-5 * float(weight.norm()), 1e-12)
-    return float((found - expected).norm()) / size
+    return float((actual - expected).norm()) / size

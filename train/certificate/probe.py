@@ -1,4 +1,4 @@
-"""A probe in the place of an adapter: moves what a layer gives along one random direction, by a scalar."""
+"""Probe in place of an adapter: moves a layer's output along one random direction, by a scalar."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from ...models.adapters.base import DropMask
 
 
 class DirectionProbe(nn.Module):
-    """y + t·(W' x) for a random W' of rank 1, with which the layer's output changes by about itself at t = 1.
+    """Compute y + t·(W' x) for a random W' of rank 1, scaled so that t = 1 changes the output by about its norm.
 
-    t: a scalar with a gradient, the derivative along the direction W'.
+    t: scalar parameter; its gradient is the derivative along the direction W'.
     """
 
     def __init__(self, shape: tuple[int, int], seed: int, device: torch.device):
@@ -29,7 +29,7 @@ class DirectionProbe(nn.Module):
             step = frozen.convolve(x, self.down.view(1, *kernel.shape[1:]).to(x.dtype)) * self.up[:, None, None]
         else:
             step = (x @ self.down.to(x.dtype))[..., None] * self.up.to(x.dtype)
-        if self.size is None:  # from the first call on
+        if self.size is None:  # set by the first call
             self.size = float(y.detach().norm() / step.detach().norm().clamp(min=1e-12))
         return y + (self.t.to(x.dtype) * self.size) * step
 

@@ -1,4 +1,4 @@
-"""Every target gets a gradient, and the LoRA's file moves the forward as the LoRA does."""
+"""Checks that every target gets a gradient, and that the LoRA file changes the output as the LoRA does."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,8 +14,8 @@ from .gradients import precise_forward
 
 
 def targets_without_gradient(placed: PlacedModel, inputs: ModelInputs) -> tuple[list[str], list[str]]:
-    """Return the targets that have an effect and no gradient, and those that have no effect, as the text's side of a
-    last block; the adapters' zeros are filled for it."""
+    """Return the targets with an effect but no gradient, and those without an effect, such as the text side of a last
+    block. Zero weights of the adapters are filled with noise for this."""
     forward = precise_forward(placed, inputs)
     adapters = placed.network.adapters
     with in_fp32(placed.transformer):
@@ -24,9 +24,9 @@ def targets_without_gradient(placed: PlacedModel, inputs: ModelInputs) -> tuple[
             r = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out.device)
             weights = placed.network.parameters()
             gradients = torch.autograd.grad((out.float() * r).sum(), weights, allow_unused=True)
-        found = {id(w) for w, g in zip(weights, gradients, strict=True) if g is not None and bool((g != 0).any())}
-        missed = [name for name, adapter in adapters.items() if not found & set(map(id, adapter.parameters()))]
-        if not missed:
+        reached_ids = {id(w) for w, g in zip(weights, gradients, strict=True) if g is not None and bool((g != 0).any())}
+        unreached = [name for name, adapter in adapters.items() if not reached_ids & set(map(id, adapter.parameters()))]
+        if not unreached:
             return [], []
         with torch.no_grad():
             with perturbed(placed, ()):
@@ -36,22 +36,25 @@ def targets_without_gradient(placed: PlacedModel, inputs: ModelInputs) -> tuple[
                 with perturbed(placed, names):
                     return not torch.equal(forward(), without)
 
-            if not moves(missed):
-                return [], missed
-            wrong = [name for name in missed if moves([name])]
-    return wrong, [name for name in missed if name not in wrong]
+            if not moves(unreached):
+                return [], unreached
+            wrong = [name for name in unreached if moves([name])]
+    return wrong, [name for name in unreached if name not in wrong]
 
 
 def effect_difference(
     placed: PlacedModel, inputs: ModelInputs, patches: Mapping[str, list[Any]], sampled: Any = None
 ) -> float:
-    """Return how far the effect on the output of a file, as ComfyUI patches it in, is from that of the LoRA, relative
-    to it. sampled: a patcher with the patches, whose weights are taken as it samples; None adds them in fp32."""
+    """Return the relative difference between the effects of a file, as patched by ComfyUI, and of the LoRA on the
+    output.
+
+    sampled: patcher with the patches, whose weights are read as in sampling; None adds them in fp32.
+    """
     forward = precise_forward(placed, inputs)
     with torch.no_grad(), in_fp32(placed.transformer):
-        ours = forward()
+        lora_output = forward()
         with patched_by_core(placed, {}):
             plain = forward()
         with patched_by_core(placed, patches, sampled):
             core = forward()
-    return relative(core - plain, ours - plain)
+    return relative(core - plain, lora_output - plain)

@@ -1,4 +1,4 @@
-"""The certificate between the start of a run and its first step."""
+"""Watchers that check a run: the certificate before its first step, and its final file."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -22,11 +22,11 @@ SUMMARY = "summary.json"
 
 
 class CertificateWatcher:
-    """Watcher that checks a run before its first step, and not again where a run goes on with the same model, versions
-    and plan.
+    """Watcher that checks a run before its first step, and not again if it resumes with the same model, versions and
+    plan.
 
     model: fingerprint of the MODEL.
-    earlier: folder of the run that this one resumes from; None for one that begins.
+    earlier: folder of the run that this one resumes from; None for a new one.
     """
 
     def __init__(self, context: RunContext, model: str, earlier: Path | None):
@@ -35,19 +35,21 @@ class CertificateWatcher:
         self.entries: dict[str, Any] = {}
 
     def between_steps(self, trainer: Trainer) -> None:
-        """Make the certificate, once. Raises ValueError where a check fails."""
+        """Make the certificate, once. Raises ValueError if a check fails."""
         if self.done:
             return
         self.done = True
         key = self._key(trainer)
-        if (known := _known(self.earlier, key)) is not None:
-            self.entries = dict(known)
-            trainer.observer.note(f"{known['text']} This was checked when the run began.")
+        if (earlier_entries := _known(self.earlier, key)) is not None:
+            self.entries = dict(earlier_entries)
+            trainer.observer.note(f"{earlier_entries['text']} This was checked when the run began.")
             return
         context = self.context
         guidance = trainer.settings.objective.guidance
         try:
-            made = make_certificate(trainer.placed, context.targets, context.data.samples, guidance, trainer.observer)
+            certificate = make_certificate(
+                trainer.placed, context.targets, context.data.samples, guidance, trainer.observer
+            )
         except Exception as error:
             if not comfy.model_management.is_oom(error):
                 raise
@@ -59,8 +61,8 @@ class CertificateWatcher:
             return
         finally:
             trainer.learner.zero_grad()
-        self.entries = {**made.summary(), "key": key}
-        trainer.observer.note(made.text)
+        self.entries = {**certificate.summary(), "key": key}
+        trainer.observer.note(certificate.text)
         trainer.observer.phase(trainer.placed.runner.doing())
 
     def is_due(self, step: int, steps: int) -> bool:
@@ -91,10 +93,11 @@ class CertificateWatcher:
 
 
 def checking_watchers(context: RunContext, model: str, state: Path | None) -> list[Watcher]:
-    """Make the watchers that check a run: its final file always, and before its first step where `verify` asks for a
-    certificate: 'auto' for models that no test knows by name.
+    """Make the watchers that check a run: its final file always, and a certificate before its first step if `verify` is
+    'on', or 'auto' and no test covers the model by name.
 
-    model: fingerprint of the MODEL. state: the run resumes from; None for one that begins.
+    model: fingerprint of the MODEL.
+    state: state that the run resumes from; None for a new run.
     """
     verify, final = context.settings.memory.verify, FinalFileWatcher(context)
     if verify == "off" or (verify == "auto" and context.family.tested_by_name):
@@ -103,13 +106,13 @@ def checking_watchers(context: RunContext, model: str, state: Path | None) -> li
 
 
 def _known(earlier: Path | None, key: str) -> Mapping[str, Any] | None:
-    """Read the certificate of an earlier run, None where it has none of this key."""
+    """Read the certificate of an earlier run, None if it has none of this key."""
     folders = [] if earlier is None else [earlier, *list(earlier.parents)[:2]]
     for folder in folders:
         try:
-            found = read_json(folder / SUMMARY, RUN_SUMMARY).get("certificate", {})
+            entries = read_json(folder / SUMMARY, RUN_SUMMARY).get("certificate", {})
         except (OSError, ValueError, AttributeError):
             continue
-        if isinstance(found, dict) and found.get("key") == key and isinstance(found.get("text"), str):
-            return found
+        if isinstance(entries, dict) and entries.get("key") == key and isinstance(entries.get("text"), str):
+            return entries
     return None

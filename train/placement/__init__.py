@@ -1,1 +1,1 @@
-"""Placing the model, its blocks and its LoRA for training."""
+"""Placement of the model, its blocks and its LoRA for training."""

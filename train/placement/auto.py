@@ -1,8 +1,8 @@
 """Automatic memory plan: measure one block of each structure, and choose checkpointing and block swap to fit.
 
 A measured block reaches the device through the slots of block swap, so measuring needs no more memory than the smallest
-plan. It runs eagerly; what the compiled block saves and computes again is reckoned from what the eager one was counted
-to do.
+plan. It runs eagerly; the saved activations and the recompute of the compiled block are estimated from the operations
+counted in the eager one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,11 +41,11 @@ from ..settings import MemoryOptions, TrainSettings
 from .probe import Probe, count_saved, storage_of, total_bytes
 from .products import BlockProducts
 
-WORTH = 0.05  # part of a step that another plan has to save: less is within what timing differs by
+WORTH = 0.05  # part of a step that another plan has to save: less is timing noise
 
 
 def plans_memory(memory: MemoryOptions) -> bool:
-    """Return True where the options leave block swap or checkpointing to the plan."""
+    """Return whether the options leave block swap or checkpointing to the plan."""
     return memory.blocks_to_swap == -1 or memory.checkpointing == "auto"
 
 
@@ -67,16 +67,19 @@ class StepCost:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def timed_anew(self, forward: Mapping[str, float]) -> "StepCost":
-        """Return the cost with the blocks' own seconds of a forward, by structure.
+        """Return the cost with these forward seconds of the blocks, by structure.
 
-        The backward takes as many times those as its kernels were counted to, else as it was measured to.
+        The backward scales with them by the ratio of the counted kernels, or else of the measured seconds.
         """
 
         def timed(block: BlockCost, seconds: float) -> BlockCost:
-            before, back = block.forward, block.backward
+            forward_seconds, backward_seconds = block.forward, block.backward
             if block.work is not None:
-                before, back = H100_RATES.seconds(block.work.forward), H100_RATES.seconds(block.work.backward)
-            return replace(block, forward=seconds, backward=seconds * back / before)
+                forward_seconds, backward_seconds = (
+                    H100_RATES.seconds(block.work.forward),
+                    H100_RATES.seconds(block.work.backward),
+                )
+            return replace(block, forward=seconds, backward=seconds * backward_seconds / forward_seconds)
 
         pairs = zip(self.structures, self.blocks, strict=True)
         return replace(self, blocks=tuple(timed(b, forward[kind]) if kind in forward else b for kind, b in pairs))
@@ -86,14 +89,14 @@ class AutomaticMemory:
     """Memory plan of a run, and the sequence of smaller plans for an OOM."""
 
     def __init__(
-        self, asked: MemoryOptions, measured: StepCost, order: tuple[str, ...], before: Way | None = None
+        self, options: MemoryOptions, measured: StepCost, order: tuple[str, ...], previous_choice: Way | None = None
     ) -> None:
-        """before: choice of the state that the run goes on from, taken again where it fits."""
-        self.asked, self.measured, self.order = asked, measured, order
-        self.choices = search_space(asked, len(measured.blocks))
+        """previous_choice: choice of the state that the run resumes from, taken again if it fits."""
+        self.asked, self.measured, self.order = options, measured, order
+        self.choices = search_space(options, len(measured.blocks))
         self.may_plan_again = True
-        if asked.checkpointing == "auto" and before in self.choices.ways:
-            self.plan = self._plan(self._only_way(before))
+        if options.checkpointing == "auto" and previous_choice in self.choices.ways:
+            self.plan = self._plan(self._only_way(previous_choice))
             if self.plan.fits:
                 self.may_plan_again = False
                 return
@@ -115,83 +118,89 @@ class AutomaticMemory:
         )
 
     def plan_again(self, forward: Mapping[str, float], steps: int, compile_seconds: float) -> bool:
-        """Plan with the seconds of the compiled blocks, and switch to that plan where it pays. Returns True then.
+        """Plan with the seconds of the compiled blocks, and switch to that plan if it pays. Returns True then.
 
         forward: seconds of a block's forward, by structure.
         steps: optimizer steps left.
-        compile_seconds: what compiling took; another checkpointing compiles anew.
+        compile_seconds: seconds of compiling; another checkpointing compiles again.
         """
         self.may_plan_again = False
         self.measured = self.measured.timed_anew(forward)
-        now, best = self._plan(self._only(self.plan)), self._plan(self.choices)
-        saved = now.seconds - best.seconds
-        cost = 0.0 if (best.checkpointing, best.budget) == (now.checkpointing, now.budget) else compile_seconds
-        pays = best.fits and saved > WORTH * now.seconds and saved * steps > cost
-        self.plan = best if pays else now
+        current_plan, best_plan = self._plan(self._only(self.plan)), self._plan(self.choices)
+        saved = current_plan.seconds - best_plan.seconds
+        cost = (
+            0.0
+            if (best_plan.checkpointing, best_plan.budget) == (current_plan.checkpointing, current_plan.budget)
+            else compile_seconds
+        )
+        pays = best_plan.fits and saved > WORTH * current_plan.seconds and saved * steps > cost
+        self.plan = best_plan if pays else current_plan
         return pays
 
-    def _only(self, made: SwapPlan) -> SearchSpace:
+    def _only(self, swap_plan: SwapPlan) -> SearchSpace:
         """Return the search space of one plan."""
-        counts, prefetch = (len(made.swapped),), (made.prefetch,)
-        return replace(self._only_way(Way(made.checkpointing, made.budget)), counts=counts, prefetch=prefetch)
+        counts, prefetch = (len(swap_plan.swapped),), (swap_plan.prefetch,)
+        return replace(self._only_way(Way(swap_plan.checkpointing, swap_plan.budget)), counts=counts, prefetch=prefetch)
 
     def _only_way(self, way: Way) -> SearchSpace:
         checkpointing = (way.checkpointing,) if way.checkpointing else ()
         return replace(self.choices, checkpointing=checkpointing, budgets=(way.budget,))
 
-    def adopt(self, made: SwapPlan) -> None:
-        """Take another device's plan, and keep to it as long as the memory suffices."""
-        self.plan, self.may_plan_again = made, False
+    def adopt(self, swap_plan: SwapPlan) -> None:
+        """Adopt another rank's plan, and keep it as long as the memory suffices."""
+        self.plan, self.may_plan_again = swap_plan, False
 
     def rename(self, structures: Sequence[str]) -> None:
-        """Note the blocks' structures where they are called otherwise than when they were measured."""
+        """Rename the measured structures to those that the blocks have now."""
         names = dict(zip(self.measured.structures, structures, strict=True))
         shapes = {names[name]: shape for name, shape in self.measured.shapes.items()}
         self.measured = replace(self.measured, structures=tuple(structures), shapes=shapes)
 
     def step_down(self) -> SwapPlan | None:
-        """Switch to the next smaller plan and return it; None where there is none."""
-        self.may_plan_again = False  # what is planned anew would be the plan that did not fit
+        """Switch to the next smaller plan and return it; None without one."""
+        self.may_plan_again = False  # planning again would give the plan that did not fit
         measured = self.measured
-        less = step_down(self.plan, measured.blocks, measured.other_bytes, measured.machine, self.order, self.choices)
-        if less is not None:
-            self.plan = less
-        return less
+        smaller_plan = step_down(
+            self.plan, measured.blocks, measured.other_bytes, measured.machine, self.order, self.choices
+        )
+        if smaller_plan is not None:
+            self.plan = smaller_plan
+        return smaller_plan
 
 
 def choice_facts(memory: MemoryOptions) -> dict[str, str]:
-    """Return the checkpointing that a state records, with the budget where that is read."""
+    """Return the checkpointing that a state records, and the budget if it is selective."""
     read = {"activation_budget": str(memory.activation_budget)} if memory.checkpointing == "selective" else {}
     return {"checkpointing": memory.checkpointing, **read}
 
 
-def chosen_before(facts: Mapping[str, str], asked: MemoryOptions) -> Way | None:
-    """Return the choice that a state's facts record, None where it chose nothing.
+def chosen_before(facts: Mapping[str, str], options: MemoryOptions) -> Way | None:
+    """Return the choice that a state's facts record, None without one.
 
-    Where it records no budget, as older states do, or one that is no choice now, the asked one takes its place.
+    If they record no budget, as in older states, or one that is no longer a choice, that of `options` takes its place.
     """
     checkpointing = facts.get("checkpointing")
     if checkpointing != "selective":
         return None if checkpointing is None else Way(checkpointing, 0.0)
-    found = facts.get("activation_budget")
-    return Way(checkpointing, LEAST_BUDGET if found == str(LEAST_BUDGET) else asked.activation_budget)
+    budget = facts.get("activation_budget")
+    return Way(checkpointing, LEAST_BUDGET if budget == str(LEAST_BUDGET) else options.activation_budget)
 
 
-def search_space(asked: MemoryOptions, blocks: int) -> SearchSpace:
+def search_space(options: MemoryOptions, blocks: int) -> SearchSpace:
     """Return the search space: all values of the automatic options, the user's value of the others."""
-    automatic = asked.checkpointing == "auto"
-    budgets = (asked.activation_budget, LEAST_BUDGET) if automatic else (asked.activation_budget,)
-    counts: tuple[int, ...] = (asked.blocks_to_swap,)
-    prefetch: tuple[int, ...] = (asked.prefetch_blocks,)
-    if asked.blocks_to_swap == -1:
+    automatic = options.checkpointing == "auto"
+    budgets = (options.activation_budget, LEAST_BUDGET) if automatic else (options.activation_budget,)
+    counts: tuple[int, ...] = (options.blocks_to_swap,)
+    prefetch: tuple[int, ...] = (options.prefetch_blocks,)
+    if options.blocks_to_swap == -1:
         counts = tuple(range(blocks + 1))
-        prefetch = prefetches(asked.prefetch_blocks)
+        prefetch = prefetches(options.prefetch_blocks)
     return SearchSpace(
         counts=counts,
         prefetch=prefetch,
-        checkpointing=("none", "selective", "full") if automatic else (asked.checkpointing,),
+        checkpointing=("none", "selective", "full") if automatic else (options.checkpointing,),
         budgets=tuple(dict.fromkeys(budgets)),
-        offload=asked.offload_activations,
+        offload=options.offload_activations,
     )
 
 
@@ -201,32 +210,32 @@ def free_memory(patcher: ModelPatcher) -> int:
 
 
 def blocks_run_once(family: Family, settings: TrainSettings) -> bool:
-    """Return False where samples of other sizes in a batch run through the blocks one after another."""
+    """Return False if samples of different sizes in a batch run through the blocks one after another."""
     return not family.whole_grids or settings.batch_size == 1
 
 
 def make_room_to_step(optimizer: torch.optim.Optimizer, spec: OptimizerSpec) -> None:
     """Allocate and free the memory that the optimizer step will need.
 
-    An OOM is raised here, where the step can be retried. Inside the optimizer it would leave some weights updated and
+    An OOM raised here can be retried. Inside the optimizer it would leave some weights updated and
     others not, which can be neither repeated nor undone.
     """
-    begun = any(optimizer.state.values())
-    per_number = spec.step_bytes + (0 if begun else spec.state_bytes)
+    has_state = any(optimizer.state.values())
+    per_number = spec.step_bytes + (0 if has_state else spec.state_bytes)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    # In pieces of a tensor that it makes: a group's weights may be one parameter, and memory may lie in pieces.
+    # In pieces as large as its tensors: a group's weights may be one parameter, and memory may be fragmented.
     sizes = [min(4, per_number - piece) for piece in range(0, per_number, 4)]
     _ = [torch.empty(p.numel() * size, dtype=torch.uint8, device=p.device) for p in parameters for size in sizes]
 
 
 def compiles(settings: CompileSettings | None, device: torch.device) -> Callable[[str], bool]:
-    """Return a function that tells of a block, by its name, whether it is to run compiled."""
+    """Return a function that returns whether the block of a name is to run compiled."""
 
     def is_compiled(name: str) -> bool:
-        how = settings.how_for(name) if settings else None
-        # Without Triton (as on Windows) inductor has nothing for a GPU, and blocks run eager after the first try.
+        how_to_compile = settings.how_for(name) if settings else None
+        # Without Triton (as on Windows) inductor has no GPU backend, and blocks run eager after the first try.
         missing = device.type == "cuda" and find_spec("triton") is None
-        return how is not None and not (how.backend == "inductor" and missing)
+        return how_to_compile is not None and not (how_to_compile.backend == "inductor" and missing)
 
     return is_compiled
 
@@ -243,8 +252,9 @@ def measure(
 ) -> StepCost:
     """Measure a training step: run one block of each structure forward and backward on the largest batch.
 
-    compile_settings: those of the run, whose blocks are reckoned as compiled; None runs eagerly.
-    available: bytes of this host's memory that are free; None asks for them. processes: as many share them.
+    compile_settings: those of the run, whose blocks are estimated as compiled; None runs eagerly.
+    available: free bytes of this host's memory; None queries them.
+    processes: number of processes that share them.
     Frees everything that it has allocated.
     """
     device, dtype = patcher.load_device, patcher.model.get_dtype_inference()
@@ -254,11 +264,11 @@ def measure(
     )
     lists = family.block_lists(patcher.model)
     on_host = frozenset(f"{name}.{i}" for name, length in lists.items() for i in range(length))
-    how = settings.memory.attention, on_host, settings.memory.base
-    transformer = family.build(patcher, device, dtype, *how, in_zeros=True)
+    build_args = settings.memory.attention, on_host, settings.memory.base
+    transformer = family.build(patcher, device, dtype, *build_args, in_zeros=True)
     BlockProducts(settings.memory.products, device, dtype, None, compile_settings).set(transformer.blocks())
-    once = blocks_run_once(family, settings)
-    network = build_network(transformer, targets, settings.network, settings.seed, once)
+    run_once = blocks_run_once(family, settings)
+    network = build_network(transformer, targets, settings.network, settings.seed, run_once)
     frozen = [module for _, block in transformer.blocks() for module in frozen_modules(block).values()]
     in_blocks = (b for m in frozen for b in m.buffers())
     file = measure_file_bandwidth(in_blocks, settings.memory.pin_memory, available, processes)
@@ -270,31 +280,31 @@ def measure(
     inside = {id(module) for module in frozen}
     outer = [module for module in transformer.frozen_modules() if id(module) not in inside]
     structures = tuple(block.structure() for _, block in transformer.blocks())
-    own = {storage_of(buffer) for module in outer for buffer in module.buffers()}
+    outer_storages = {storage_of(buffer) for module in outer for buffer in module.buffers()}
     probe = Probe(network, batch.inputs, settings, device)
-    with count_saved(probe.outside, own):
+    with count_saved(probe.outside, outer_storages):
         transformer.forward(probe.run, batch.inputs)
 
     compiled = compiles(compile_settings, device)
     costs: list[BlockCost] = []
     for name, block in transformer.blocks():
-        held = frozen_modules(block).values()
-        weights = Layout.of((key, b) for module in held for key, b in module._buffers.items() if b is not None)
-        # A block that this data does not reach (of reference pictures, say) takes no more than its weights.
+        modules = frozen_modules(block).values()
+        weights = Layout.of((key, b) for module in modules for key, b in module._buffers.items() if b is not None)
+        # A block that this data does not reach (for reference pictures, say) takes no more than its weights.
         cost = (probe.compiled if compiled(name) else probe.costs).get(block.structure(), BlockCost("", 0))
         costs.append(replace(cost, name=name, weights=weights.size, in_file=in_file[name]))
     trained = sum(p.numel() for p in network.parameters())
     # Bytes per trained parameter: the fp32 weight, its gradient, the optimizer's state and the EMA.
     average = 4 if settings.optimizer.ema_decay else 0
     # Preservation and guidance loss switch the adapters off for a forward and hold a copy of their weights meanwhile.
-    kept = 4 if settings.objective.preservation_weight or settings.objective.guidance_loss_scale else 0
+    clone = 4 if settings.objective.preservation_weight or settings.objective.guidance_loss_scale else 0
     # A cast and its gradient, or the gradient that autograd makes before it is part of the flat one.
     joined = 4 if settings.optimizer.is_elementwise else 0
     step = joined if network.casts_in(dtype) is None else 2 * dtype.itemsize
-    lora = trained * (4 + 4 + step + settings.optimizer.spec.state_bytes + average + kept) + network.buffer_bytes()
-    given = {storage_of(tensor): tensor for tensor in batch.tensors() if tensor.device.type == device.type}
-    # One batch: the next one is made when no activation of this step is left, and waits for its own step's.
-    other = sum(module.held_bytes() for module in outer) + lora + total_bytes(probe.outside | given)
+    lora = trained * (4 + 4 + step + settings.optimizer.spec.state_bytes + average + clone) + network.buffer_bytes()
+    batch_storages = {storage_of(tensor): tensor for tensor in batch.tensors() if tensor.device.type == device.type}
+    # One batch: the next one is made after this step's activations are freed, and before those of its own step.
+    other = sum(module.held_bytes() for module in outer) + lora + total_bytes(probe.outside | batch_storages)
     for module in transformer.frozen_modules():
         module.release()
     return StepCost(tuple(costs), other, replace(machine, file=file), structures, probe.shapes)

@@ -1,4 +1,4 @@
-"""`base` of Training Memory: what came of it, in words; and the bases of a run, for its summary."""
+"""Notes on the effect of `base` of Training Memory, and the bases of a run for its summary."""
 
 from collections.abc import Collection, Iterator, Sequence
 
@@ -11,34 +11,34 @@ from ...models.layers.lora_linear import LoraLinear
 
 
 def base_notes(base: str, blocks: Sequence[tuple[str, Block]], swapped: Collection[str]) -> Iterator[str]:
-    """Yield sentences on the Linears of a run's blocks that are held in `base`, and on those that are not.
+    """Yield sentences on the Linears of a run's blocks that are stored in `base`, and on those that are not.
 
-    swapped: names of the blocks that stream. To be called before they do.
+    swapped: names of the swapped blocks. Call it before they are swapped.
     """
     if base == AS_STORED:
         return
     result, on_host, seconds = Requantised(), 0, 0.0
     for name, block in blocks:
         for inside, layer in block.linears().items():
-            left = f"{name}.{inside}"
+            layer_name = f"{name}.{inside}"
             if not isinstance(layer, LoraLinear):
-                result.left.setdefault("a convolution", []).append(left)
+                result.left.setdefault("a convolution", []).append(layer_name)
                 continue
             seconds = layer.seconds_of_base()
-            before, frozen = layer.bytes_before_base(), layer.frozen()
-            if before is None:
-                result.left.setdefault("already in 8 bit or less", []).append(left)
+            stored_bytes, frozen = layer.bytes_before_base(), layer.frozen()
+            if stored_bytes is None:
+                result.left.setdefault("already in 8 bit or less", []).append(layer_name)
                 continue
             if frozen.weight.dtype not in (torch.int8, torch.float8_e4m3fn):
-                result.left.setdefault("all zero, or not finite", []).append(left)
+                result.left.setdefault("all zero, or not finite", []).append(layer_name)
                 continue
-            held = sum(part.nbytes for part in (frozen.weight, frozen.scale, *frozen.parts) if part is not None)
-            turned = frozen.layout is None or read_format(frozen.layout).constants.get("convrot")
+            base_bytes = sum(part.nbytes for part in (frozen.weight, frozen.scale, *frozen.parts) if part is not None)
+            rotated_or_fp8 = frozen.layout is None or read_format(frozen.layout).constants.get("convrot")
             result.count += 1
-            result.unturned += not turned
-            result.before += before
-            result.after += held
-            on_host += held if name in swapped else 0
+            result.unturned += not rotated_or_fp8
+            result.before += stored_bytes
+            result.after += base_bytes
+            on_host += base_bytes if name in swapped else 0
     yield from result.notes(base, f" in {seconds:.0f} s for this run")
     if on_host:
         yield (
@@ -48,9 +48,10 @@ def base_notes(base: str, blocks: Sequence[tuple[str, Block]], swapped: Collecti
 
 
 def base_facts(loaded: str, base: str) -> dict[str, dict[str, str]]:
-    """Return the summary's entry on the bases of a run; none where its weights are as they were stored.
+    """Return the summary's entry on the bases of a run; empty if its weights are as stored.
 
-    loaded: what the MODEL's loader has put it into. base: of Training Memory.
+    loaded: base that the MODEL's loader has converted to.
+    base: base of Training Memory.
     """
     if loaded == base == AS_STORED:
         return {}

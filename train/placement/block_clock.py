@@ -11,18 +11,18 @@ import torch
 
 from ...compile.report.report import RegionReport
 
-LEAST = 3  # calls of each structure, so that one that was held up does not count
-MOST = 64  # that are kept while other structures were not met
+LEAST = 3  # calls of each structure, so that the median ignores a delayed one
+MOST = 64  # calls recorded of one structure while others are missing
 
 
 class BlockClock:
     """Timer of the forward of compiled blocks, at the sizes at which they were measured eagerly.
 
-    On a GPU events stand around each call, which hold nothing up. A call that compiled something does not count.
+    On a GPU each call is timed by events, without a synchronisation. A call that compiled does not count.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device):
-        """shapes: of the first input, by structure."""
+        """shapes: shape of the first input, by structure."""
         self.shapes, self.device = shapes, device
         self._taken: dict[str, list[tuple[Any, Any]]] = {structure: [] for structure in shapes}
 
@@ -41,24 +41,24 @@ class BlockClock:
         return event
 
     def seconds(self) -> dict[str, float] | None:
-        """Return the median of each structure, None until each was met often enough. Waits for the GPU's events."""
-        if any(len(taken) < LEAST for taken in self._taken.values()):
+        """Return the median of each structure, None until each has LEAST calls. Waits for the GPU's events."""
+        if any(len(calls) < LEAST for calls in self._taken.values()):
             return None
-        return {structure: median(map(self._between, taken)) for structure, taken in self._taken.items()}
+        return {structure: median(map(self._between, calls)) for structure, calls in self._taken.items()}
 
     def _between(self, call: tuple[Any, Any]) -> float:
-        begun, ended = call
+        start, end = call
         if self.device.type != "cuda":
-            return float(ended - begun)
-        ended.synchronize()
-        return float(begun.elapsed_time(ended)) / 1000
+            return float(end - start)
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000
 
 
 class _Call:
-    """One call under a clock, added to `taken` where it compiled nothing and raised nothing."""
+    """Context of one timed call, added to `calls` if it neither compiled nor raised."""
 
-    def __init__(self, clock: BlockClock, taken: list[tuple[Any, Any]], report: RegionReport):
-        self.clock, self.taken, self.report = clock, taken, report
+    def __init__(self, clock: BlockClock, calls: list[tuple[Any, Any]], report: RegionReport):
+        self.clock, self.taken, self.report = clock, calls, report
 
     def __enter__(self) -> None:
         self.compiled = len(self.report.events)

@@ -37,9 +37,9 @@ RegionKey = tuple[str, HowToCompile | None]
 
 
 class _Blocks:
-    """Blocks of one region: how they are run, and the report of it where that is compiled.
+    """Blocks of one region: the function that runs them, and its report if it is compiled.
 
-    low_bit: base and products in words, those that are set.
+    low_bit: texts of base and low-precision matmuls, those that are set.
     """
 
     def __init__(self, region: RegionKey, run: Callable[..., Any], low_bit: list[str]):
@@ -58,7 +58,7 @@ class BlockRunner:
     """Callable that runs a block on its inputs.
 
     graphs: number of planned (token count, text length) pairs; each compiles one graph per region.
-    planned_graphs: number of graphs that the compiled regions take for all of them.
+    planned_graphs: number of graphs that the compiled regions need for all pairs.
     not_compiled: reason why nothing could be compiled, None otherwise.
     failed: cause by label of each region that could not be compiled and runs eager.
     clock: times the compiled blocks while it is set.
@@ -90,39 +90,41 @@ class BlockRunner:
         self.planned_graphs = 0
         if compile_settings is None:
             return
-        how = self._how(compile_settings.how(), 1)
-        self.report.heading = f"Train LoRA: backend {how.backend}, mode {how.mode}, block by block, static shapes"
+        how_to_compile = self._how(compile_settings.how(), 1)
+        self.report.heading = (
+            f"Train LoRA: backend {how_to_compile.backend}, mode {how_to_compile.mode}, block by block, static shapes"
+        )
         try:
-            for number, among in enumerate(self._blocks.values()):
-                self._compile(among, number)
+            for number, group in enumerate(self._blocks.values()):
+                self._compile(group, number)
         except RuntimeError as error:  # torch refuses to compile at all on some builds of Python
             self.not_compiled = str(error).strip().splitlines()[0]
         self.planned_graphs = sum(report.how.limit for report in self.report.regions)
-        # AOTAutograd compiles a backward at its first run and does not tell to which region it belongs.
-        self.backward = RegionReport("backward", "backward of all", how)
+        # AOTAutograd compiles a backward at its first run and does not say which region it belongs to.
+        self.backward = RegionReport("backward", "backward of all", how_to_compile)
         self.report.regions.append(self.backward)
 
-    def _how(self, asked: HowToCompile, shapes: int) -> HowToCompile:
+    def _how(self, how_to_compile: HowToCompile, shapes: int) -> HowToCompile:
         """Set the trainer's own arguments: every shape of the data is known before training, so each has its graph.
 
         No CUDA graphs: blocks of one kind share one callable, and a CUDA graph is bound to one block's weights.
         """
-        return replace(asked.without_cuda_graphs(), dynamic="false", limit=self.graphs * shapes)
+        return replace(how_to_compile.without_cuda_graphs(), dynamic="false", limit=self.graphs * shapes)
 
     def _region(self, name: str, block: Block) -> RegionKey:
-        asked = self.compile_settings.how_for(name) if self.compile_settings else None
-        return block.structure(), None if asked is None else self._how(asked, block.shapes)
+        how_to_compile = self.compile_settings.how_for(name) if self.compile_settings else None
+        return block.structure(), None if how_to_compile is None else self._how(how_to_compile, block.shapes)
 
-    def _compile(self, among: _Blocks, number: int) -> None:
-        if among.how is None:
+    def _compile(self, group: _Blocks, number: int) -> None:
+        if group.how is None:
             return
-        kind = among.structure.partition(":")[0]
-        label = ", ".join((kind, f"LoRA {number + 1}", *among.low_bit))
-        report = RegionReport(f"run_{kind}_{number}", label, among.how)
-        # Whole graphs whatever is asked: a compile fails before anything has run, so the call can be made eager.
-        compiled = compiled_function(run_block, report.name, replace(among.how, fullgraph=True))
+        kind = group.structure.partition(":")[0]
+        label = ", ".join((kind, f"LoRA {number + 1}", *group.low_bit))
+        report = RegionReport(f"run_{kind}_{number}", label, group.how)
+        # Always fullgraph: a compile then fails before anything has run, so the call can be made eagerly.
+        compiled = compiled_function(run_block, report.name, replace(group.how, fullgraph=True))
         self.report.regions.append(report)
-        among.report, among.run = report, self._with_checkpointing(_watched(compiled, report, self.device))
+        group.report, group.run = report, self._with_checkpointing(_watched(compiled, report, self.device))
 
     def _with_checkpointing(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         if self.memory.checkpointing == "full":
@@ -150,15 +152,15 @@ class BlockRunner:
             self.offload.keep_on_device(blocks[-1][1])
 
     def discard_offloaded(self) -> None:
-        """Drop offloaded activations. Call it where no backward follows a forward."""
+        """Drop offloaded activations. Call it if no backward follows a forward."""
         if self.offload is not None:
             self.offload.drop_broken_step()
 
     def fall_back_to_eager(self) -> None:
         """Run every block uncompiled from now on."""
         self.planned_graphs = 0
-        for among in self._blocks.values():
-            among.report, among.run = None, self._eager()
+        for group in self._blocks.values():
+            group.report, group.run = None, self._eager()
 
     def doing(self) -> str:
         """Describe the next step for a progress display."""
@@ -170,27 +172,27 @@ class BlockRunner:
         return nullcontext() if self.backward is None else self.backward.watch()
 
     def __call__(self, block: Block, *args: Any) -> Any:
-        among = self._among[id(block)]
-        report = among.report
+        group = self._among[id(block)]
+        report = group.report
         if report is None:
-            return among.run(block, *args)
+            return group.run(block, *args)
         try:
             if self.clock is None:
-                return among.run(block, *args)
-            with self.clock.time(among.structure, report, args):
-                return among.run(block, *args)
+                return group.run(block, *args)
+            with self.clock.time(group.structure, report, args):
+                return group.run(block, *args)
         except Exception as error:
             cause = cannot_compile(error)
             if cause is None and not block.shapes_known and over_the_limit(error):
                 cause = "its shapes differ from call to call."
             if cause is None:
                 raise
-            self._leave_eager(among, report, cause, error)
-        # Outside the handler: inside it the exception's frames still hold what the failed call has made.
-        return among.run(block, *args)
+            self._leave_eager(group, report, cause, error)
+        # Outside the handler: inside it the exception's frames still hold the tensors of the failed call.
+        return group.run(block, *args)
 
-    def _leave_eager(self, among: _Blocks, report: RegionReport, cause: str, error: Exception) -> None:
-        """Run the blocks of this region eager from now on. Raises CompileFailed where fullgraph asks for an error."""
+    def _leave_eager(self, group: _Blocks, report: RegionReport, cause: str, error: Exception) -> None:
+        """Run the blocks of this region eager from now on. Raises CompileFailed for a graph break under fullgraph."""
         broken = graph_break(error, report.events[-1] if report.events else None)
         if broken is not None and report.how.fullgraph:
             raise CompileFailed(
@@ -199,16 +201,16 @@ class BlockRunner:
             ) from error
         log.debug("%s", report.label, exc_info=error)
         report.compiled_calls -= 1  # the one that failed
-        self._run_eager(among, report, broken or cause)
+        self._run_eager(group, report, broken or cause)
 
     def leave_eager(self, block: Block, cause: str) -> None:
-        """Run blocks of this one's region eager from now on."""
-        among = self._among[id(block)]
-        if among.report is not None:
-            self._run_eager(among, among.report, cause)
+        """Run the blocks of this block's region eager from now on."""
+        group = self._among[id(block)]
+        if group.report is not None:
+            self._run_eager(group, group.report, cause)
 
-    def _run_eager(self, among: _Blocks, report: RegionReport, cause: str) -> None:
-        among.report = None
+    def _run_eager(self, group: _Blocks, report: RegionReport, cause: str) -> None:
+        group.report = None
         self.failed[report.label] = cause
         self.planned_graphs -= report.how.limit
         eager = self._eager()
@@ -217,7 +219,7 @@ class BlockRunner:
             report.eager_calls += 1
             return eager(*args)
 
-        among.run = counted
+        group.run = counted
 
 
 def _summed_by_block(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -239,7 +241,7 @@ def _watched(compiled: Callable[..., Any], report: RegionReport, device: torch.d
     counts = not limits_each_region()
 
     def run(*args: Any) -> Any:
-        report.compiled_calls += 1  # before it: a checkpoint breaks off its second run as soon as it has what it needs
+        report.compiled_calls += 1  # first: a recompute stops as soon as it has the tensors that it needs
         with report.watch(device) as record:
             out = compiled(*args)
         if counts and record.event is not None and sum(e.graphs for e in report.events) > report.how.limit:

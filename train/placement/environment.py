@@ -22,7 +22,7 @@ def environment_facts(device: torch.device, compile_settings: CompileSettings | 
 
 
 def reset_memory_peak(device: torch.device) -> None:
-    """Reset the counter of `memory_peak`, where the device has one."""
+    """Reset the counter of `memory_peak`, if the device has one."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 

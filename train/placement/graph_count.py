@@ -10,8 +10,8 @@ from ..settings import TrainSettings
 def count_graphs(data: TrainingData, family: Family, settings: TrainSettings) -> int:
     """Count the shapes in which batches reach a block.
 
-    ComfyUI's own forward runs samples of other sides or other lengths of text apart, so that of a batch any number may
-    be of one shape.
+    ComfyUI's own forward runs samples of different sizes or text lengths separately, so any number of a batch's samples
+    may have one shape.
     """
     guided = settings.objective.guidance_loss_scale > 0
     if not family.whole_grids:

@@ -50,8 +50,8 @@ class PlacedModel:
         self.memory, self.before = self.settings.memory, context.environment
         self.free_before = free_host_memory(self.world)
         self.sharing = SharedBlocks(self.world, connect_node(self.world, self.device, self.memory), self.device)
-        own = self.memory.products, self.device, self.dtype
-        self.products = BlockProducts(*own, context.products, self.compile_settings)
+        products_args = self.memory.products, self.device, self.dtype
+        self.products = BlockProducts(*products_args, context.products, self.compile_settings)
         self.automatic: AutomaticMemory | None = None
         self.resident: ResidentWeights | None = None
         self.checks = FirstChecks(self.family, data.samples, self.settings.objective.guidance)
@@ -60,10 +60,10 @@ class PlacedModel:
             if auto.plans_memory(self.memory):
                 self._choose_memory(data, targets)
             self._build_within_memory(step=0)
-            how = self.settings.network, self.settings.seed, auto.blocks_run_once(self.family, self.settings)
-            self.network: LoraNetwork = build_network(self.transformer, targets, *how)
+            network_args = self.settings.network, self.settings.seed, auto.blocks_run_once(self.family, self.settings)
+            self.network: LoraNetwork = build_network(self.transformer, targets, *network_args)
             self.runner = self._build_runner()
-            timed = self.device.type in ("cpu", "cuda")  # elsewhere the host's clock says when a block is queued
+            timed = self.device.type in ("cpu", "cuda")  # on others the host's clock times queueing only
             if timed and self.automatic and self.automatic.may_plan_again and self.runner.planned_graphs:
                 self.runner.clock = BlockClock(self.automatic.measured.shapes, self.device)
         except BaseException:
@@ -73,11 +73,11 @@ class PlacedModel:
     def _choose_memory(self, data: TrainingData, targets: list[str]) -> None:
         """Measure one step and choose the fastest plan that fits."""
         self.observer.phase("Measuring one step")
-        given = self.patcher, self.family, data, targets, self.settings, self.compile_settings
-        measured = auto.measure(*given, self.free_before, self.world.local_size)
-        before = auto.chosen_before(self.before, self.settings.memory)
-        given_plan = self.settings.memory, measured, self.family.swap_order, before
-        self.automatic, reason = self.sharing.plan(*given_plan)
+        measure_args = self.patcher, self.family, data, targets, self.settings, self.compile_settings
+        measured = auto.measure(*measure_args, self.free_before, self.world.local_size)
+        previous_choice = auto.chosen_before(self.before, self.settings.memory)
+        plan_args = self.settings.memory, measured, self.family.swap_order, previous_choice
+        self.automatic, reason = self.sharing.plan(*plan_args)
         if reason:
             self.observer.note(f"shard is not used: {reason}.")
         self.memory = self.automatic.options()
@@ -88,11 +88,11 @@ class PlacedModel:
         return self.automatic.plan.text if self.automatic else None
 
     def chosen(self) -> dict[str, str]:
-        """Return the checkpointing and its budget where the plan chose them: a run that goes on takes them again."""
+        """Return the checkpointing and its budget if the plan chose them: a resumed run takes them again."""
         return auto.choice_facts(self.memory) if self.settings.memory.checkpointing == "auto" else {}
 
     def _build_within_memory(self, step: int) -> None:
-        """Call `_build`; on OOM retry with the next smaller plan. Raises the OOM where there is none."""
+        """Call `_build`; on OOM retry with the next smaller plan. Raises the OOM if there is none."""
         while True:
             try:
                 self.transformer, self.swap = self._build()
@@ -115,8 +115,8 @@ class PlacedModel:
         memory, model = self.memory, self.patcher.model
         self.host: HostPlacement | None = None
         swapped = choose_blocks(memory.blocks_to_swap, self.family.block_lists(model), self.family.swap_order)
-        how = memory.attention, swapped, memory.base
-        transformer = self.family.build(self.patcher, self.device, self.dtype, *how)
+        build_args = memory.attention, swapped, memory.base
+        transformer = self.family.build(self.patcher, self.device, self.dtype, *build_args)
         self.products.set(transformer.blocks())
         on_host = swapped if self.sharing.node is None else ()
         self.base_notes = list(base_notes(memory.base, transformer.blocks(), on_host))
@@ -153,17 +153,19 @@ class PlacedModel:
             return False
         if error is not None:
             self.sharing.ask_for_less(error)
-        less = self.sharing.agreed(self.automatic, self.automatic.step_down())
-        if less is None:
+        smaller_plan = self.sharing.agreed(self.automatic, self.automatic.step_down())
+        if smaller_plan is None:
             return False
         self.memory = self.automatic.options()
-        self.observer.note(f"Out of memory at step {step + 1}, so training continues with less. {less.text}")
+        self.observer.note(f"Out of memory at step {step + 1}, so training continues with less. {smaller_plan.text}")
         return True
 
     def plan_again(self, steps: int) -> bool:
-        """Plan once more when the compiled blocks are timed: the plan was made with eager ones, which are slower.
+        """Plan again once the compiled blocks are timed: the plan was made with eager ones, which are slower.
 
-        steps: optimizer steps left. Returns True where another plan is to be placed, by `rebuild`.
+        steps: optimizer steps left.
+
+        Returns whether another plan is to be placed, by `rebuild`.
         """
         clock = self.runner.clock
         if clock is None or self.automatic is None or (seconds := clock.seconds()) is None:
@@ -177,7 +179,7 @@ class PlacedModel:
         return True
 
     def rebuild(self, step: int) -> None:
-        """Place the weights anew by `memory`; LoRA and optimizer are retained, graphs unless checkpointing changes."""
+        """Place the weights again by `memory`; LoRA and optimizer are kept, graphs unless checkpointing changes."""
         assert self.resident is not None
         self.runner.discard_offloaded()
         self.resident.release()
@@ -194,10 +196,10 @@ class PlacedModel:
 
     @contextmanager
     def measured_products(self) -> Iterator[int]:
-        """Run the blocks eagerly within the context, on the least memory, and choose by that what multiplies how.
+        """Run the blocks eagerly and fully checkpointed inside the context, and choose their matmul precision by that.
 
-        Gives the number of micro-batches to run.
-        Nothing may be compiled yet: the choice is a part of what blocks share a graph by.
+        Yields the number of micro-batches to run.
+        Nothing may be compiled yet: blocks share a graph only if their choice is the same.
         """
         self.ensure()
         self.observer.phase("Measuring which layers can multiply in 8 bit")
@@ -223,8 +225,8 @@ class PlacedModel:
             self.observer.note(note)
 
     def note_memory_use(self) -> None:
-        """Report ignored memory options, host memory that could not be page-locked, and how layers are held and
-        multiply, as far as that is decided."""
+        """Report ignored memory options, host memory that could not be pinned, and the layers' storage format and
+        matmul precision, as far as decided."""
         for note in self.base_notes:
             self.observer.note(note)
         if not self.products.undecided:
@@ -238,7 +240,7 @@ class PlacedModel:
             self.observer.note(self.host.notes[0])
 
     def message(self) -> str | None:
-        """Return one sentence, once, on a problem with page-locked memory that only a step shows."""
+        """Return one sentence, once, on a problem with pinned memory that only a step shows."""
         if self.swap is not None and (refused := self.swap.ring.refused):
             self.swap.ring.refused = 0
             return unpinned_message(refused, len(self.swap.blocks))
@@ -254,7 +256,7 @@ class PlacedModel:
 
         rng_key: (step, micro-batch, …), key of the dropout masks; None turns dropout off, in the same graphs.
         """
-        self.check_forward(inputs)  # of validation, which may come before the first step
+        self.check_forward(inputs)  # for validation, which may come before the first step
         self.network.write_casts()
         return self.transformer.forward(self.run_block(inputs, rng_key), inputs)
 
@@ -273,13 +275,13 @@ class PlacedModel:
         return self.family.training(self.transformer)
 
     def check_forward(self, inputs: ModelInputs) -> None:
-        """Compare the training forward with ComfyUI's, once. Raises ValueError where they differ.
+        """Compare the training forward with ComfyUI's, once. Raises ValueError if they differ.
 
         Blocks that must not be compiled run eager from then on.
         """
         if not self.checks.due(inputs):
             return
-        # In full: what differs by the last digit would be rounded to other codes.
+        # With full-precision matmuls: low-precision ones would round a last-digit difference to other codes.
         uncounted = nullcontext() if self.swap is None else self.swap.ring.uncounted()
         with uncounted, self.network.switched_off(), self.products.switched_off(self.transformer.blocks()):
             model = self.patcher, self.transformer, self.on_device
@@ -323,7 +325,7 @@ class PlacedModel:
         self.unload()
         self.sharing.swap = None
         del self.resident, self.runner, self.swap, self.transformer, self.network
-        give_back()  # page-locked memory of activations and batches
+        give_back()  # pinned memory of activations and batches
 
     def copies(self) -> int:
         """Count the block copies to the device since the weights were last placed."""

@@ -1,4 +1,4 @@
-"""Probe of a memory plan: runs one block of each structure forward and backward, and says what it costs."""
+"""Probe of a memory plan: run one block of each structure forward and backward, and measure its cost."""
 
 import copy
 import math
@@ -26,10 +26,10 @@ from ..settings import TrainSettings
 
 class Probe:
     """Block runner for measuring: runs the first block of each structure and input shapes and returns its outputs for
-    the others. A structure costs what its largest inputs do; where a block is called for several things, their sum.
+    the others. The cost of a structure is that of its largest inputs; for several kinds of calls of a block, their sum.
 
-    costs: of the eager block, by structure.
-    compiled: of the compiled one, as it is reckoned from what the eager one was counted to do.
+    costs: costs of the eager block, by structure.
+    compiled: costs of the compiled block, estimated from the operations counted in the eager one.
     shapes: of the first input at which each structure was measured.
     outside: tensors saved outside the blocks, by address.
     """
@@ -45,7 +45,7 @@ class Probe:
 
     def run(self, block: Block, *args: Any) -> Any:
         structure, kind = block.structure(), getattr(args[-1], "method", "")  # some have several, see models/native
-        # Blocks of one structure may see other tokens: those of the text, of the picture, or both.
+        # Blocks of one structure may see different tokens: those of the text, of the picture, or both.
         place = structure, kind, tuple(a.shape for a in args if isinstance(a, Tensor))
         if place not in self._outputs:
             self.outside |= {storage_of(a): a for a in args if isinstance(a, Tensor) and not a.requires_grad}
@@ -59,7 +59,7 @@ class Probe:
         return self._outputs[place]
 
     def _measure(self, block: Block, args: tuple[Any, ...]) -> tuple[BlockCost, BlockCost, Any]:
-        """Return its eager cost, its compiled cost and its outputs."""
+        """Return the block's eager cost, its compiled cost and its outputs."""
         for linear in block.linears().values():
             if linear.adapter is not None:
                 linear.adapter = copy.deepcopy(linear.adapter).to(self.device)
@@ -67,7 +67,7 @@ class Probe:
                     linear.adapter.make_casts(args[0].dtype)
         swap = BlockSwap([block], self.device, 1, False, in_place=True)
         trained = any(linear.adapter is not None for linear in block.linears().values())
-        # Where nothing up to here is trained, another block of this structure may still come after one that is.
+        # Even if nothing up to here is trained, another block of this structure may follow a trained one.
         alone = not trained and not any(isinstance(a, Tensor) and a.requires_grad for a in args)
         inputs = [
             a.detach().requires_grad_(a.requires_grad or (alone and a.is_floating_point()))
@@ -79,14 +79,14 @@ class Probe:
         masks = self.network.sample_masks(block, self.inputs, self.settings.seed, ("measure",), args[0].dtype)
 
         # Tensors that exist anyway do not count: weights in their slot, the LoRA, and inputs shared by all blocks.
-        shared = [a for a in tensors if not a.requires_grad]
+        shared_inputs = [a for a in tensors if not a.requires_grad]
         adapters = [linear.adapter for linear in block.linears().values() if linear.adapter is not None]
         casts = [cast for adapter in adapters for cast in adapter.casts.values()]
-        own = {storage_of(tensor) for tensor in (*swap.ring.slots, *block.parameters(), *casts, *shared)}
+        exclude = {storage_of(tensor) for tensor in (*swap.ring.slots, *block.parameters(), *casts, *shared_inputs)}
         saved: dict[int, Tensor] = {}
 
         def forward(run: Callable[..., Any] = run_block) -> Any:
-            with count_saved(saved, own):
+            with count_saved(saved, exclude):
                 return swap.run(run, block, *inputs, masks)
 
         flop, back, results = _flop_counter(), _flop_counter(), ResultBytes()
@@ -95,32 +95,32 @@ class Probe:
             with flop, results:
                 return run_block(*args)
 
-        before = _used(self.device)
+        used_before = _used(self.device)
         outputs = forward(counted)
-        kept = total_bytes(saved)
+        saved_bytes = total_bytes(saved)
         saved.clear()
         with back:
             _backward(outputs)
         peak = _peak(self.device)
         # The second run is timed: the first one includes one-time costs such as kernel selection.
-        again, forward_seconds = _timed(self.device, forward)
-        _, backward_seconds = _timed(self.device, lambda: _backward(again))
+        timed_outputs, forward_seconds = _timed(self.device, forward)
+        _, backward_seconds = _timed(self.device, lambda: _backward(timed_outputs))
         cost = BlockCost(
             "",
             weights=0,
             inputs=sum(a.numel() * a.element_size() for a in tensors if a.requires_grad),
-            saved=kept,
+            saved=saved_bytes,
             # Without a peak counter: gradients of all saved tensors, an upper bound.
-            working=kept if peak is None else max(0, peak - before - kept),
+            working=saved_bytes if peak is None else max(0, peak - used_before - saved_bytes),
             forward=forward_seconds,
             backward=backward_seconds,
             attention=results.attention,
         )
-        work = block_work(_flop(flop), _flop(back), kept)
+        work = block_work(_flop(flop), _flop(back), saved_bytes)
         eager = EagerBlockWork(replace(work.forward, bytes=results.moved), work.backward)
         costs = (
             replace(cost, budgeted=results.products, work=eager),
-            replace(cost, saved=int(COMPILED_SAVES * kept), work=work),
+            replace(cost, saved=int(COMPILED_SAVES * saved_bytes), work=work),
         )
         swap.release()
         for module in frozen_modules(block).values():
@@ -133,8 +133,8 @@ class Probe:
 
 
 def _flop_counter() -> FlopCounterMode:
-    """Return torch's counter, with the CPU's attention, which it leaves out: two products of B·H·T·S·D forward, and
-    five back. FLOP of products in 8 bit count as the full ones that take as long."""
+    """Return torch's counter, with CPU attention, which it leaves out: two matmuls of B·H·T·S·D forward, and five
+    backward. FLOP of int8 and fp8 matmuls count as the full-precision ones that take as long."""
 
     def forward(q: Any, k: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
         return 4 * math.prod(q) * k[-2]
@@ -150,9 +150,9 @@ def _flop_counter() -> FlopCounterMode:
 
     name = "_scaled_dot_product_flash_attention_for_cpu"
     formulas = {getattr(torch.ops.aten, name): forward, getattr(torch.ops.aten, f"{name}_backward"): backward}
-    ours = torch.ops.tessera
-    formulas |= {ours.low_linear: low, ours.int8_matmul_back: low_back(RATES[INT8])}
-    formulas |= {ours.fp8_matmul_back: low_back(RATES[FP8])}
+    tessera_ops = torch.ops.tessera
+    formulas |= {tessera_ops.low_linear: low, tessera_ops.int8_matmul_back: low_back(RATES[INT8])}
+    formulas |= {tessera_ops.fp8_matmul_back: low_back(RATES[FP8])}
     return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
@@ -166,20 +166,20 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def total_bytes(held: dict[int, Tensor]) -> int:
+def total_bytes(tensors: dict[int, Tensor]) -> int:
     """Add up the storages that `count_saved` recorded."""
-    return sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors.values())
 
 
-def count_saved(into: dict[int, Tensor], own: set[int]) -> saved_tensors_hooks:
-    """Record the storages that autograd saves for backward, without those in `own` and scalars.
+def count_saved(storages: dict[int, Tensor], exclude: set[int]) -> saved_tensors_hooks:
+    """Record the storages that autograd saves for backward, without those in `exclude` and scalars.
 
-    into: receives the tensors by address. It holds them, as a freed address would be reused and not counted again.
+    storages: receives the tensors by address. It holds them, as a freed address would be reused and not counted again.
     """
 
     def pack(tensor: Tensor) -> Tensor:
-        if tensor.dim() and storage_of(tensor) not in own:
-            into[storage_of(tensor)] = tensor
+        if tensor.dim() and storage_of(tensor) not in exclude:
+            storages[storage_of(tensor)] = tensor
         return tensor
 
     return saved_tensors_hooks(pack, lambda tensor: tensor)

@@ -1,4 +1,4 @@
-"""Products of a run: which Linears of the blocks multiply in low precision, forward and back, and why others do not."""
+"""Matmul precision of a run: the block Linears in low precision, forward and backward, and why others are not."""
 
 import math
 from collections import Counter
@@ -17,8 +17,8 @@ from ...models.layers.lora_linear import LoraLayer, LoraLinear
 
 INDUCTOR = CompileSettings()
 SIDES = ("forward", "backward")
-# The largest error of a layer's product, as a part of the full one's norm: what real layers lie below by a half or more
-# where a product suits them, and above by a factor where a few large channels take the steps of a row.
+# Largest error of a layer's matmul, relative to the norm of the full-precision one. Real layers are below it by a half
+# or more if low precision suits them, and above by a factor if a few large channels take the steps of a row.
 LIMIT = 0.06
 Blocks = Sequence[tuple[str, Block]]
 Place = tuple[str, str]
@@ -26,11 +26,11 @@ Place = tuple[str, str]
 
 
 class _Choice(NamedTuple):
-    """The products of a layer.
+    """Matmul precision of a layer.
 
     block, layer: kind of its block, and its name inside it.
     forward, backward: FULL, INT8 or FP8.
-    why: of one that multiplies in full, in a direction or in both.
+    why: reason for full precision in one direction or both.
     """
 
     block: str
@@ -41,90 +41,90 @@ class _Choice(NamedTuple):
 
 
 class BlockProducts:
-    """Chooses the products of the Linears in a run's blocks.
+    """Choice of the matmul precision of the Linears in a run's blocks.
 
-    A Linear can multiply in low precision only in what it is stored in: nothing is stored a second time. Of those that
-    can, the first micro-batches of a run show which lose too much by it. The decision is made once for the layers of
-    one name in all blocks of a kind, which share their graphs, by the worst of them.
+    A Linear can run a low-precision matmul only in the format that it is stored in: nothing is stored twice. For those
+    that can, the first micro-batches of a run show which lose too much by it. The decision is made once for the layers
+    of one name in all blocks of a kind, which share their graphs, by the worst of them.
 
     asked: the option, FULL, INT8, FP8 or AUTO.
-    tried: the products that the device has of what is asked, the fastest first.
-    missing: why there are none.
-    full: the directions, of SIDES, in which layers lose too much; None before that is decided.
-    errors: of the worst layer of each place, forward and back, where this run has measured them.
-    choices: how often each was made.
-    micro_batches: by which layers are measured.
+    tried: low precisions of the option that the device supports, the fastest first.
+    missing: reason why there are none.
+    full: the directions, of SIDES, in which layers lose too much; None before the decision.
+    errors: errors of the worst layer of each place, forward and backward, if this run has measured them.
+    choices: count of each choice.
+    micro_batches: number of micro-batches to measure layers on.
     """
 
     micro_batches: ClassVar[int] = 4
 
     def __init__(
         self,
-        asked: str,
+        option: str,
         device: torch.device,
         dtype: torch.dtype,
-        kept: Mapping[str, Any] | None = None,
+        decision: Mapping[str, Any] | None = None,
         compile_settings: CompileSettings | None = INDUCTOR,
     ):
-        """kept: the decision in the state that the run goes on from, see `kept`. compile_settings: of the blocks; None
-        runs them eagerly."""
-        self.asked, self.device = asked, device
+        """decision: that of the state that the run resumes from, see `kept`. compile_settings: of the blocks; None runs
+        them eagerly."""
+        self.asked, self.device = option, device
         self.tried: tuple[str, ...] = ()
         self.missing = ""
         self.full: dict[Place, tuple[str, ...]] | None = None
         self.errors: dict[Place, tuple[float, float]] = {}
         self.choices: Counter[_Choice] = Counter()
-        if asked == AUTO:
+        if option == AUTO:
             fuses = compile_settings is not None and compile_settings.backend == INDUCTOR.backend
             self.tried, self.missing = preferred(card_of(device), dtype, fuses)
-        elif asked != FULL:
-            self.missing = obstacle(asked, card_of(device), dtype) or ""
-            self.tried = () if self.missing else (asked,)
-        if kept and kept["asked"] == asked:
-            self.adopt(kept)
+        elif option != FULL:
+            self.missing = obstacle(option, card_of(device), dtype) or ""
+            self.tried = () if self.missing else (option,)
+        if decision and decision["asked"] == option:
+            self.adopt(decision)
 
     @property
     def undecided(self) -> bool:
-        """True where layers multiply in low precision of which it is not known yet what they lose."""
+        """True if layers have low-precision matmuls whose errors are not measured yet."""
         return self.full is None and any(choice[2:4] != (FULL, FULL) for choice in self.choices)
 
     def kept(self) -> dict[str, Any]:
-        """Return the decision for the run's states, by which a run that goes on multiplies alike; empty without one."""
+        """Return the decision for the run's states, so that a resumed run has the same matmuls; empty without one."""
         if self.full is None:
             return {}
         return {"asked": self.asked, "full": [[*place, *sides] for place, sides in self.full.items()]}
 
-    def adopt(self, kept: Mapping[str, Any]) -> None:
-        """Take the decision of another run or device, as `kept` gives it."""
-        self.full = {(block, layer): tuple(sides) for block, layer, *sides in kept["full"]}
+    def adopt(self, decision: Mapping[str, Any]) -> None:
+        """Adopt the decision of another run or rank, as returned by `kept`."""
+        self.full = {(block, layer): tuple(sides) for block, layer, *sides in decision["full"]}
 
     def set(self, blocks: Blocks) -> None:
-        """Let the Linears multiply by what is chosen for each."""
+        """Set the chosen matmul precision on each Linear."""
         self.choices.clear()
         for _, block in blocks:
             for name, layer in block.linears().items():
-                products, why = self._choose((block.kind, name), layer)
+                products, reason = self._choose((block.kind, name), layer)
                 forward, backward = (FULL, FULL) if products is None else products[:2]
-                self.choices[_Choice(block.kind, name, forward, backward, why)] += 1
+                self.choices[_Choice(block.kind, name, forward, backward, reason)] += 1
                 if isinstance(layer, LoraLinear):
                     layer.multiply_in(products)
 
     @contextmanager
     def switched_off(self, blocks: Blocks) -> Iterator[None]:
-        """Multiply in full within the context. The blocks' structures stay what they are for their graphs."""
+        """Run full-precision matmuls inside the context. The blocks' structures, which key their graphs, stay."""
         linears = [x for _, block in blocks for x in block.linears().values() if isinstance(x, LoraLinear)]
-        before = [linear.products for linear in linears]
+        previous_products = [linear.products for linear in linears]
         try:
             for linear in linears:
                 linear.products = None
             yield
         finally:
-            for linear, products in zip(linears, before, strict=True):
+            for linear, products in zip(linears, previous_products, strict=True):
                 linear.products = products
 
     @contextmanager
     def measured(self, blocks: Blocks) -> Iterator[None]:
-        """Multiply in full within the context, measure what the products would give, and decide by that at its end."""
+        """Run full-precision matmuls inside the context, measure the low-precision errors, and decide at its end."""
         meters: list[tuple[Place, LoraLinear, ErrorMeter]] = []
         for _, block in blocks:
             for name, layer in block.linears().items():
@@ -138,43 +138,43 @@ class BlockProducts:
                 layer.meter = None
         worst: dict[Place, tuple[float, float]] = {}
         for place, _, meter in meters:
-            found = (error if error == error else math.inf for error in meter.errors())
-            forward, backward = (max(pair) for pair in zip(found, worst.get(place, (0.0, 0.0)), strict=True))
+            meter_errors = (error if error == error else math.inf for error in meter.errors())
+            forward, backward = (max(pair) for pair in zip(meter_errors, worst.get(place, (0.0, 0.0)), strict=True))
             worst[place] = forward, backward
         self.errors = worst
-        over = {
+        sides_over_limit = {
             place: tuple(side for side, error in zip(SIDES, errors, strict=True) if error > LIMIT)
             for place, errors in worst.items()
         }
-        self.full = {place: sides for place, sides in over.items() if sides}
+        self.full = {place: sides for place, sides in sides_over_limit.items() if sides}
 
     def _choose(self, place: Place, layer: LoraLayer) -> tuple[Products | None, str]:
-        """Return the products of a layer, and why it multiplies in full: in both directions (None), or in one."""
+        """Return the matmuls of a layer (None is full in both directions), and the reason for full precision."""
         if not self.tried:
             return None, self.missing
         if not isinstance(layer, LoraLinear):
             return None, "a convolution"
         frozen = layer.frozen()
-        found = next((products for one in self.tried if (products := frozen.low_precision(one))), None)
-        if found is None:
+        choice = next((products for precision in self.tried if (products := frozen.low_precision(precision))), None)
+        if choice is None:
             return None, f"stored as {frozen.format_name}"
         if not fits(frozen.shape):
             return None, f"a side is not a multiple of {MULTIPLE}"
         sides = (self.full or {}).get(place, ())
         if not sides:
-            return found, ""
-        forward, backward = (FULL if side in sides else getattr(found, side) for side in SIDES)
-        found = found._replace(forward=forward, backward=backward)
-        return (None if found[:2] == (FULL, FULL) else found), self._loss(place, sides)
+            return choice, ""
+        forward, backward = (FULL if side in sides else getattr(choice, side) for side in SIDES)
+        choice = choice._replace(forward=forward, backward=backward)
+        return (None if choice[:2] == (FULL, FULL) else choice), self._loss(place, sides)
 
     def _loss(self, place: Place, sides: Sequence[str]) -> str:
         if place not in self.errors:
             return f"too inexact in the {joined([_going(side) for side in sides])} pass when the run started"
-        off = (f"{self.errors[place][SIDES.index(side)]:.2g} going {_going(side)}" for side in sides)
-        return f"off by {joined(list(off))}"
+        error_texts = (f"{self.errors[place][SIDES.index(side)]:.2g} going {_going(side)}" for side in sides)
+        return f"off by {joined(list(error_texts))}"
 
     def notes(self) -> Iterator[str]:
-        """Yield the line that says what multiplies how; none where nothing is asked for."""
+        """Yield a line on the layers' matmul precision; none if the option is FULL."""
         if self.asked == FULL:
             return
         if not self.tried:
@@ -185,29 +185,29 @@ class BlockProducts:
         for choice, count in self.choices.items():
             low = [side for side in SIDES if getattr(choice, side) != FULL]
             if low:
-                only = "" if len(low) == 2 else f" going {_going(low[0])} only"
-                counts[f"in {getattr(choice, low[0])}{only}"] += count
+                direction = "" if len(low) == 2 else f" going {_going(low[0])} only"
+                counts[f"in {getattr(choice, low[0])}{direction}"] += count
             if choice.why:
                 full.setdefault(choice.why, []).append(f"{choice.layer} of {choice.block}")
-        left = "; ".join(f"{shortlist(names)} ({why})" for why, names in full.items())
+        in_full = "; ".join(f"{shortlist(names)} ({reason})" for reason, names in full.items())
         if not counts:
-            mend = ""
+            advice = ""
             if not self.full:
-                mend = (
+                advice = (
                     f"; use a model stored in {' or '.join(self.tried)} (base converts a 16-bit one), or set products "
                     "to full"
                 )
-            yield f"products is {self.asked}, but all layers multiply in full: {left}{mend}."
+            yield f"products is {self.asked}, but all layers multiply in full: {in_full}{advice}."
             return
-        first, *more = sorted(counts, key=len)
-        told = f"{counts[first]} of the {self.choices.total()} layers of the blocks multiply {first}"
-        told += "".join(f" and {counts[how]} {how}" for how in more)
-        rest = f" In full: {left}." if left else ""
-        yield f"products is {self.asked}: {told}, where they see {LEAST_ROWS} tokens or more.{rest}"
+        first, *remaining = sorted(counts, key=len)
+        counts_text = f"{counts[first]} of the {self.choices.total()} layers of the blocks multiply {first}"
+        counts_text += "".join(f" and {counts[kind]} {kind}" for kind in remaining)
+        rest = f" In full: {in_full}." if in_full else ""
+        yield f"products is {self.asked}: {counts_text}, where they see {LEAST_ROWS} tokens or more.{rest}"
 
     def facts(self) -> dict[str, Any]:
-        """Return entries for the summary: of each layer of each kind of block its products, the errors that this run
-        has measured of them, and how many there are; none where nothing is asked for."""
+        """Return entries for the summary: for each layer of each kind of block its matmul precision, the errors that
+        this run has measured, and the count; empty if the option is FULL."""
         if self.asked == FULL:
             return {}
         rows = []

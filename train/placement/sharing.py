@@ -1,4 +1,4 @@
-"""Sharing of blocks by the devices of a machine: one memory plan for all, and their forwards together."""
+"""Sharing of blocks by the devices of a machine: one memory plan for all, and forwards run together."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,9 +16,9 @@ from .auto import AutomaticMemory, StepCost
 
 
 class SharedBlocks:
-    """Agreements of a run with those that share its blocks; none where nobody does.
+    """Agreements of a run with the ranks that share its blocks, if there are any.
 
-    node: those ranks; None where nobody shares.
+    node: those ranks; None without any.
     swap: the run's block swap.
     """
 
@@ -28,48 +28,48 @@ class SharedBlocks:
 
     @property
     def ring(self) -> ShardedRing | None:
-        """The ring that is filled together."""
+        """The ring that all ranks fill together; None without sharing."""
         return self.swap.ring if isinstance(self.swap, ShardedSwap) else None
 
     def plan(
-        self, asked: MemoryOptions, measured: StepCost, order: tuple[str, ...], before: Way | None
+        self, options: MemoryOptions, measured: StepCost, order: tuple[str, ...], previous_choice: Way | None
     ) -> tuple[AutomaticMemory, str]:
-        """Plan a run, see `AutomaticMemory`. Returns the plan, and why blocks are not shared; empty where they are.
+        """Plan a run, see `AutomaticMemory`. Returns the plan, and why blocks are not shared; empty if they are.
 
-        All devices of a machine go by the plan of the first one, which is made for the one that has least room.
+        All ranks of a machine use the plan of the first one, which is made for the least free memory of them.
         """
-        own = AutomaticMemory(asked, measured, order, before)
+        own_plan = AutomaticMemory(options, measured, order, previous_choice)
         if self.node is None:
-            return own, ""
+            return own_plan, ""
         link, count = self.node.bandwidth(self.device), self.node.count
-        told = self.node.exchange([measured.machine.free, measured.other_bytes])
-        machine = replace(measured.machine, free=min(free for free, _ in told), link=link, file=None, shards=count)
-        cost = replace(measured, machine=machine, other_bytes=max(other for _, other in told))
-        shared = AutomaticMemory(asked, cost, order, before)
-        self.agreed(shared, shared.plan)
-        all_fit, reason = all(self.node.exchange(own.plan.fits)), ""
-        if not shared.plan.swapped:
+        reports = self.node.exchange([measured.machine.free, measured.other_bytes])
+        machine = replace(measured.machine, free=min(free for free, _ in reports), link=link, file=None, shards=count)
+        cost = replace(measured, machine=machine, other_bytes=max(other for _, other in reports))
+        common_plan = AutomaticMemory(options, cost, order, previous_choice)
+        self.agreed(common_plan, common_plan.plan)
+        all_fit, reason = all(self.node.exchange(own_plan.plan.fits)), ""
+        if not common_plan.plan.swapped:
             reason = "everything fits on each device" if all_fit else "with so few blocks it would save nothing"
-        elif not shared.plan.fits and all_fit:
+        elif not common_plan.plan.fits and all_fit:
             reason = "the devices don't have enough memory for it, but with blocks from the computer's memory it fits"
         if reason:
             self.node = None
-        return (own if reason else shared), reason
+        return (own_plan if reason else common_plan), reason
 
-    def agreed(self, automatic: AutomaticMemory, made: SwapPlan | None) -> SwapPlan | None:
-        """Take the first device's plan on all that share blocks, and return it. made: this one's."""
+    def agreed(self, automatic: AutomaticMemory, swap_plan: SwapPlan | None) -> SwapPlan | None:
+        """Adopt the first rank's plan on all that share blocks, and return it. swap_plan: this rank's."""
         if self.node is None:
-            return made
-        plain = self.node.exchange(None if made is None else made.plain())[0]
+            return swap_plan
+        plain = self.node.exchange(None if swap_plan is None else swap_plan.plain())[0]
         if plain is None:
             return None
         automatic.adopt(SwapPlan.of(plain))
         return automatic.plan
 
     def check_built(self, holders: Sequence[Holder]) -> None:
-        """Tell the others that the model is placed.
+        """Report to the other ranks that the model is placed.
 
-        Raises OutOfMemoryElsewhere where it is not on one of them, and frees what the holders hold.
+        Raises OutOfMemoryElsewhere if it is not on one of them, after releasing the holders.
         """
         if self.node is not None and any(self.node.exchange(False)):
             for holder in holders:
@@ -77,26 +77,26 @@ class SharedBlocks:
             raise OutOfMemoryElsewhere
 
     def not_built(self, error: Exception) -> None:
-        """Tell the others of an OOM while the model was placed, unless they have told of it."""
+        """Report an OOM of placing the model to the other ranks, unless they have reported it."""
         if self.node is not None and not isinstance(error, OutOfMemoryElsewhere):
             self.node.exchange(True)
 
     def ask_for_less(self, error: Exception) -> None:
-        """Have all go on with a smaller plan, unless another device has asked for it."""
+        """Request a smaller plan for all ranks, unless another rank has requested it."""
         if self.ring is not None and not isinstance(error, OutOfMemoryElsewhere):
             self.ring.ask_for_less()
 
     def finish(self) -> None:
-        """Take part in the others' forwards until all have ended theirs: behind each piece of work, on the device.
+        """Take part in the other ranks' forwards until all have ended. Call it after each piece of work on the device.
 
-        Raises what interrupted this rank while the others counted on it.
+        Raises the error that interrupted this rank while the others depended on it.
         """
         if self.ring is not None:
             self.ring.end_work()
         self.world.raise_interrupted()
 
     def leave(self) -> None:
-        """Leave the others, because of an error."""
+        """Leave the other ranks because of an error."""
         if self.ring is not None:
             self.ring.leave()
 

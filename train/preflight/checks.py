@@ -55,7 +55,7 @@ class CheckedRun:
 
 
 def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) -> CheckedRun:
-    """Check a run without loading weights. Raises ValueError, in one sentence, for what would make it fail later."""
+    """Check a run without loading weights. Raises ValueError, in one sentence, for errors that would come later."""
     family = family_of(model)
     patcher, patch_notes = trainable_model(model, family.own_forward)
     targets = choose_targets(family, patcher.model, settings.network)
@@ -138,7 +138,7 @@ def _check_data(family: Family, patcher: ModelPatcher, data: TrainingData) -> No
 
     Reads one sample, so that data of other text encoders or another VAE fails here and not in the first step.
 
-    Raises ValueError where they do not match.
+    Raises ValueError if they do not match.
     """
     if not data.samples:
         raise ValueError("data is empty; connect Prepare Dataset with at least one picture.")
@@ -170,20 +170,20 @@ def _check_data(family: Family, patcher: ModelPatcher, data: TrainingData) -> No
             f"data has pooled text of width {pooled.shape[-1]} but the model takes {width}; prepare the data with the "
             "model's own text encoders."
         )
-    seen, width = tensors.conditioning.get("clip_vision_output"), family.vision_width(patcher.model)
-    if seen is not None and width and hidden_states(seen).shape[-1] != width:
+    vision_output, width = tensors.conditioning.get("clip_vision_output"), family.vision_width(patcher.model)
+    if vision_output is not None and width and hidden_states(vision_output).shape[-1] != width:
         raise ValueError(
-            f"data has CLIP vision output of width {hidden_states(seen).shape[-1]} but the model takes {width}; "
-            "prepare the data with clip_vision_h.safetensors as the CLIP vision model."
+            f"data has CLIP vision output of width {hidden_states(vision_output).shape[-1]} but the model takes "
+            f"{width}; prepare the data with clip_vision_h.safetensors as the CLIP vision model."
         )
-    wanted = family.text_width(patcher.model)
-    if wanted and tensors.empty_prompt is not None and (other := tensors.empty_prompt.text.shape[-1]) != wanted:
+    text_width = family.text_width(patcher.model)
+    if text_width and tensors.empty_prompt is not None and (other := tensors.empty_prompt.text.shape[-1]) != text_width:
         raise ValueError(
-            f"empty has text of width {other} but the model takes {wanted}; encode the empty caption with the model's "
-            "own text encoders."
-        )
-    if wanted and tensors.text.shape[-1] != wanted:
-        raise ValueError(
-            f"data has text of width {tensors.text.shape[-1]} but the model takes {wanted}; prepare the data with the "
+            f"empty has text of width {other} but the model takes {text_width}; encode the empty caption with the "
             "model's own text encoders."
+        )
+    if text_width and tensors.text.shape[-1] != text_width:
+        raise ValueError(
+            f"data has text of width {tensors.text.shape[-1]} but the model takes {text_width}; prepare the data with "
+            "the model's own text encoders."
         )

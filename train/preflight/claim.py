@@ -1,4 +1,4 @@
-"""Claim of a run's folder: no other process trains into it meanwhile, here or on a machine that shares the disk."""
+"""Claim of a run's folder: keep other processes here, or on machines that share the disk, from training into it."""
 
 import os
 import threading
@@ -16,18 +16,18 @@ from ..checkpoint.run_record import PROGRESS, RunReader
 from ..observer import Observer
 
 BEAT = 5.0  # seconds between two signs of life
-WATCHED = 30.0  # seconds in which a run of another machine would give one, whatever its interpreter is busy with
-DEAD = 600.0  # seconds after the last one; the clocks of two machines differ by less
+WATCHED = 30.0  # seconds in which a run on another machine gives one, however busy its interpreter is
+DEAD = 600.0  # seconds after the last sign; the clocks of two machines differ by less
 
 
 @contextmanager
 def claimed_by_one(folder: RunFolder, observer: Observer) -> Iterator[None]:
-    """Keep other processes from training into the folder meanwhile, however this one ends.
+    """Keep other processes from training into the folder inside the context, however this process ends.
 
-    Raises ValueError where one does.
+    Raises ValueError if one already does.
     """
     sweep_temporary()
-    with folder.claimed():  # holds where the other one has the same folder for temporary files
+    with folder.claimed():  # holds if the other process has the same folder for temporary files
         check_elsewhere(folder, observer)
         ended = threading.Event()
         threading.Thread(target=_beat, args=(folder.path, ended), name="tessera-claim", daemon=True).start()
@@ -38,35 +38,37 @@ def claimed_by_one(folder: RunFolder, observer: Observer) -> Iterator[None]:
 
 
 def check_elsewhere(folder: RunFolder, observer: Observer) -> None:
-    """Raise ValueError where another machine trains into the folder, or a process here that `claimed` does not meet.
+    """Raise ValueError if another machine trains into the folder, or a process here that `claimed` does not detect.
 
-    A lock in the folder would be no help: many network disks have none that other machines see, and some keep that of a
-    machine which lost its power. So the record of a run that has not told of its end is watched for signs of life, not
-    compared with a clock, as two machines' clocks differ. One that was killed is waited for no longer than WATCHED.
+    A lock in the folder would not help: many network disks have none that other machines see, and some keep the lock of
+    a machine that lost power. So the record of a run without a recorded end is watched for signs of life, not compared
+    with the clock, as two machines' clocks differ. A killed run delays the start by no more than WATCHED.
     """
-    with suppress(OSError):  # what can't be read is found by those who need it
+    with suppress(OSError):  # files that can't be read are reported by the code that needs them
         reader = RunReader(folder.path)
         facts = reader.facts()
         if not may_be_training(facts) or reader.read().status:  # it has ended
             return
-        who = f"another ComfyUI on {facts['host']}" if facts.get("host") else "another machine"
-        before = _signs(folder.path)
-        if time.time() - before[0] / 1e9 > DEAD:
+        other_process = f"another ComfyUI on {facts['host']}" if facts.get("host") else "another machine"
+        first_signs = _signs(folder.path)
+        if time.time() - first_signs[0] / 1e9 > DEAD:
             return
-        observer.phase(f"Making sure that {who} does not train into {folder.path.name} any more: {WATCHED:.0f} s")
+        observer.phase(
+            f"Making sure that {other_process} does not train into {folder.path.name} any more: {WATCHED:.0f} s"
+        )
         end = time.monotonic() + WATCHED
         while time.monotonic() < end:
             observer.check_interrupted()
             time.sleep(0.25)
-            if _signs(folder.path) != before:
+            if _signs(folder.path) != first_signs:
                 raise ValueError(
-                    f"output_name: {who} is training into {folder.path.name} right now; wait for it, or choose "
-                    "another output_name."
+                    f"output_name: {other_process} is training into {folder.path.name} right now; wait for it, or "
+                    "choose another output_name."
                 )
 
 
 def may_be_training(facts: Mapping[str, Any]) -> bool:
-    """Return False where the process that wrote this run.json is gone, or this one, as far as can be known from here.
+    """Return False if the process that wrote this run.json is this one, or gone as far as this machine can know.
 
     facts: contents of run.json; those of older versions name no process, and the oldest no machine.
     """
@@ -81,12 +83,12 @@ def may_be_training(facts: Mapping[str, Any]) -> bool:
 
 def _beat(folder: Path, ended: threading.Event) -> None:
     while not ended.wait(BEAT):
-        with suppress(OSError):  # not there yet, or the disk is away
+        with suppress(OSError):  # not written yet, or the disk is unavailable
             os.utime(folder / PROGRESS)
 
 
 def _signs(folder: Path) -> tuple[int, int]:
-    """Return time in nanoseconds and size of the record, as they are on the disk now."""
-    with open(folder / PROGRESS, "rb") as file:  # NFS asks its server when a file is opened, and may not otherwise
-        found = os.fstat(file.fileno())
-    return found.st_mtime_ns, found.st_size
+    """Return the current mtime in nanoseconds and size of the record on disk."""
+    with open(folder / PROGRESS, "rb") as file:  # NFS queries its server when a file is opened, otherwise maybe not
+        status = os.fstat(file.fileno())
+    return status.st_mtime_ns, status.st_size

@@ -26,24 +26,24 @@ from .run_start import RunStart
 class RunContext:
     """Inputs of the trainer and the saver of a run.
 
-    patcher: the MODEL to train on, a clone of the one that came in.
+    patcher: the MODEL to train on, a clone of the input MODEL.
     family: the family of that model.
     data: the samples to train on.
     targets: names of the Linears that get an adapter.
     settings: all settings of the run.
     folder: the folder that the run writes to.
-    lineage: fingerprint of what the run learns from (`TrainSettings.lineage`).
+    lineage: fingerprint of everything that determines the run's steps (`TrainSettings.lineage`).
     describe: function that makes the metadata of a LoRA file.
     compile_settings: None trains eagerly.
     validation: held-out samples, None without validation.
     companion_files: texts to write next to the first LoRA, by the ending that follows its name.
-    parts: the segments of the run with their settings, the one that begins now last (`checkpoint.history`).
+    parts: the segments of the run with their settings, the current one last (`checkpoint.history`).
     continued_from: the earlier segments that had other settings.
     started: ISO 8601 with an offset.
     notes: sentences for the user.
-    environment: facts of the state to resume from, and what its plan chose (`placement.auto.choice_facts`).
-    products: which layers of that state's run multiply in full (`placement.products.BlockProducts.kept`).
-    world: the processes that train it together.
+    environment: facts of the state to resume from, and the choices of its plan (`placement.auto.choice_facts`).
+    products: layers with full-precision matmuls in that state's run (`placement.products.BlockProducts.kept`).
+    world: the ranks that train together.
     """
 
     patcher: ModelPatcher
@@ -67,13 +67,13 @@ class RunContext:
 
     @property
     def share(self) -> Share:
-        """Samples of a step that this device takes. Raises ValueError where the devices can't share them evenly."""
+        """Samples of a step that this rank takes. Raises ValueError if the ranks can't share them evenly."""
         settings = self.settings
         return share_of(self.world.rank, self.world.size, settings.batch_size, settings.gradient_accumulation)
 
     @property
     def device_settings(self) -> TrainSettings:
-        """The settings with the samples of a micro-batch that this device takes as batch_size."""
+        """The settings with this rank's samples of a micro-batch as batch_size."""
         return replace(self.settings, batch_size=self.share.rows)
 
     @property
@@ -87,7 +87,7 @@ class RunContext:
     def validation_key(self) -> str:
         """Fingerprint of samples, noise seed and sigmas that losses are measured on; empty without validation.
 
-        Losses of two runs compare only under the same key.
+        Losses of two runs are comparable only under the same key.
         """
         options = self.settings.validation
         if options is None or self.validation is None:
@@ -97,7 +97,7 @@ class RunContext:
 
 def make_context(
     checked: CheckedRun,
-    begun: RunStart,
+    run_start: RunStart,
     settings: TrainSettings,
     compile_settings: CompileSettings | None,
     companion_files: Mapping[str, str],
@@ -105,15 +105,15 @@ def make_context(
 ) -> RunContext:
     """Make the context of a run from its checks and its start.
 
-    compile_settings: compile settings where `settings.compile` is 'auto'; None takes inductor's defaults.
+    compile_settings: compile settings if `settings.compile` is 'auto'; None takes inductor's defaults.
     companion_files: texts to write next to the LoRA, by ending.
     """
     started = now()
     facts = collect_facts(settings, checked.family, checked.patcher, checked.data, started)
-    made = segment_settings(facts, checked.data.fingerprint, begun.weights)
-    parts = run_segments(begun.state, begun.lineage, made, begun.asked_lineage)
+    segment = segment_settings(facts, checked.data.fingerprint, run_start.weights)
+    parts = run_segments(run_start.state, run_start.lineage, segment, run_start.asked_lineage)
     earlier = continued_from(parts)
-    header = None if begun.state is None else read_header(begun.state)
+    header = None if run_start.state is None else read_header(run_start.state)
     notes: tuple[str, ...] = ()
     if checked.validation is not None and settings.validation is not None and settings.validation.data is None:
         notes = (held_out_note(checked.validation, checked.full_data_fingerprint, parts),)
@@ -123,8 +123,8 @@ def make_context(
         data=checked.data,
         targets=checked.targets,
         settings=settings,
-        folder=begun.folder,
-        lineage=begun.lineage,
+        folder=run_start.folder,
+        lineage=run_start.lineage,
         describe=metadata_writer(replace(facts, continued_from=earlier)),
         compile_settings=(compile_settings or CompileSettings()) if settings.compile == "auto" else None,
         validation=checked.validation,
@@ -134,7 +134,7 @@ def make_context(
         started=started,
         notes=notes,
         environment={} if header is None else header.environment,
-        # Of other settings, weights or data it was decided for another run.
-        products={} if header is None or header.lineage != begun.lineage else header.products,
+        # With other settings, weights or data the decision belongs to another run.
+        products={} if header is None or header.lineage != run_start.lineage else header.products,
         world=world,
     )

@@ -45,25 +45,25 @@ class DiskSpace:
         return f"a LoRA of {_size(self.lora)} and {states}{'' if self.count == 1 else ' each'}"
 
 
-def required_space(checked: CheckedRun, settings: TrainSettings, begun: RunStart) -> DiskSpace:
+def required_space(checked: CheckedRun, settings: TrainSettings, run_start: RunStart) -> DiskSpace:
     """Compute the disk space of a run from its first step or the state it resumes from."""
     shapes = layer_shapes(checked.patcher.model)
     specs = adapter_specs(settings.network, checked.targets)
     numbers = sum(parameter_count(spec, shapes[name]) for name, spec in specs.items())
     average = 4 if settings.optimizer.ema_decay else 0
-    resumed_from = begun.state if settings.names_state else None
-    there = min(STATES_KEPT, len(begun.folder.states_except(resumed_from)))
-    saves = max(1, remaining_saves(settings, strata_sizes(settings, checked.data.samples), begun.step))
+    resumed_from = run_start.state if settings.names_state else None
+    present_states = min(STATES_KEPT, len(run_start.folder.states_except(resumed_from)))
+    saves = max(1, remaining_saves(settings, strata_sizes(settings, checked.data.samples), run_start.step))
     return DiskSpace(
         lora=4 * numbers,
         state=(4 + settings.optimizer.spec.least_state_bytes + average) * numbers,
-        count=min(saves, STATES_KEPT + 1 - there),
-        final_count=min(saves, STATES_KEPT - there),
+        count=min(saves, STATES_KEPT + 1 - present_states),
+        final_count=min(saves, STATES_KEPT - present_states),
     )
 
 
 def check_disk_space(folder: RunFolder, need: DiskSpace) -> None:
-    """Raise ValueError where the disk has less free space than the run needs."""
+    """Raise ValueError if the disk has less free space than the run needs."""
     free = _free(folder.path)
     if free is not None and free < need.peak_bytes:
         raise ValueError(
@@ -73,29 +73,29 @@ def check_disk_space(folder: RunFolder, need: DiskSpace) -> None:
 
 
 def check_disk_space_of_pair(folder: RunFolder, first: DiskSpace, second: DiskSpace) -> None:
-    """Raise ValueError where the disk cannot hold two runs, the second of which starts after the first has ended.
+    """Raise ValueError if the disk cannot hold two runs, the second of which starts after the first has ended.
 
     Both write to the same disk; `folder` is the folder of one of them.
     """
-    free, most = _free(folder.path), max(first.peak_bytes, first.final_bytes + second.peak_bytes)
-    if free is not None and free < most:
+    free, needed = _free(folder.path), max(first.peak_bytes, first.final_bytes + second.peak_bytes)
+    if free is not None and free < needed:
         raise ValueError(
             f"output_name: the disk with the output folder has only {_size(free)} free, but the runs of the two "
-            f"experts write at least {_size(most)} ({first}, then {second}); free some space, or lower rank."
+            f"experts write at least {_size(needed)} ({first}, then {second}); free some space, or lower rank."
         )
 
 
 def remaining_saves(settings: TrainSettings, strata: Strata, step: int) -> int:
     """Count the saves of a run after `step`, the final one included."""
-    before, shown = max(step, settings.steps - 1), 1
-    every = settings.save_every
+    last_step, per_step = max(step, settings.steps - 1), 1
+    interval = settings.save_every
     if settings.save_every_epochs:
-        every, shown = strata.epoch * settings.save_every_epochs, strata.step
-    return 1 + (before * shown // every - step * shown // every if every else 0)
+        interval, per_step = strata.epoch * settings.save_every_epochs, strata.step
+    return 1 + (last_step * per_step // interval - step * per_step // interval if interval else 0)
 
 
 def _free(folder: Path) -> int | None:
-    """Return the free bytes of the disk of `folder`, which need not exist yet; None where they are unknown."""
+    """Return the free bytes of the disk of `folder`, which need not exist yet; None if they are unknown."""
     with contextlib.suppress(OSError):
         usage = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists()))
         return usage.free if usage.total else None

@@ -16,18 +16,18 @@ from ..settings import MemoryOptions, TrainSettings
 
 def memory_notes(options: MemoryOptions) -> Iterator[str]:
     yield from unread_notes(options)
-    if options.blocks_to_swap > 0 and (told := all_on_device(options.prefetch_blocks, options.blocks_to_swap)):
-        yield told
+    if options.blocks_to_swap > 0 and (note := all_on_device(options.prefetch_blocks, options.blocks_to_swap)):
+        yield note
 
 
 def saving_notes(settings: TrainSettings, strata: Strata) -> Iterator[str]:
-    """strata: how many samples a step and an epoch have."""
+    """strata: numbers of samples in a step and an epoch."""
     steps, epochs, validation = settings.steps, settings.save_every_epochs, settings.validation
     if epochs:
         saves = (steps - 1) * strata.step // (strata.epoch * epochs)
     else:
         saves = (steps - 1) // settings.save_every if settings.save_every else 0
-    # Of a run that keeps its best LoRA, that one is there before the end.
+    # With keep_best, the best LoRA exists before the end.
     best = validation is not None and validation.keep_best and validation.every_n_steps < steps
     if epochs and not saves:
         yield (
@@ -40,10 +40,10 @@ def saving_notes(settings: TrainSettings, strata: Strata) -> Iterator[str]:
             "save_every_epochs are set."
         )
     if settings.save_every and not saves:
-        what, lost = ("its state", "leaves the best LoRA only") if best else ("it", "loses it")
+        subject, consequence = ("its state", "leaves the best LoRA only") if best else ("it", "loses it")
         yield (
-            f"save_every is {settings.save_every} and the run has {steps} steps, so {what} is saved only at the end, "
-            f"at Cancel and at an error, and a crash {lost}; lower save_every to save on the way."
+            f"save_every is {settings.save_every} and the run has {steps} steps, so {subject} is saved only at the "
+            f"end, at Cancel and at an error, and a crash {consequence}; lower save_every to save on the way."
         )
     if validation is not None and validation.keep_best and validation.every_n_steps >= steps:
         yield (
@@ -67,11 +67,11 @@ def guidance_notes(family: Family, model: Any, options: ObjectiveOptions, sample
             yield f"guidance is not used: {family.title} ({family.variant(model)}) has no input for it."
         return
     carries = next((sample for sample in samples if "guidance" in sample.conditioning), None)
-    given = None if carries is None else _number(carries.load().conditioning["guidance"])
-    if given is not None and given != options.guidance:
+    data_guidance = None if carries is None else _number(carries.load().conditioning["guidance"])
+    if data_guidance is not None and data_guidance != options.guidance:
         yield (
-            f"positive has a guidance of {given:g}, but training uses {options.guidance:g}, as guidance on Training "
-            "Objective says."
+            f"positive has a guidance of {data_guidance:g}, but training uses {options.guidance:g}, as guidance on "
+            "Training Objective says."
         )
 
 

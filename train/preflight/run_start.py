@@ -31,10 +31,10 @@ class RunStart:
 
     weights: fingerprint of the MODEL.
     asked_lineage: lineage of the run's settings.
-    lineage: lineage of the run; differs from `asked_lineage` where it resumes from a state of other settings.
+    lineage: lineage of the run; differs from `asked_lineage` if it resumes from a state of other settings.
     key: key of the run, see `TrainSettings.key`.
-    folder: folder to write to; the existing one where `finished`.
-    finished: True where a run of this key was completed before.
+    folder: folder to write to; the existing one if `finished`.
+    finished: True if a run of this key was completed before.
     state: state to resume from, None to start at step 0.
     step: optimizer steps done in `state`, 0 without one.
     later_state: last state of an earlier continuation of `state` with these settings, as `resume` names it.
@@ -54,13 +54,13 @@ class RunStart:
 
 
 def find_run_start(model: ModelPatcher, checked: CheckedRun, settings: TrainSettings, root: Path) -> RunStart:
-    """Find where a run starts.
+    """Find the start of a run.
 
     root: folder of all runs.
 
     The first call for a MODEL reads all its weights to fingerprint them.
 
-    Raises ValueError where a state that `resume` names is missing, damaged or incompatible.
+    Raises ValueError if a state that `resume` names is missing, damaged or incompatible.
     """
     weights = weights_fingerprint(model)
     asked_lineage = settings.lineage(checked.data.fingerprint, weights)
@@ -68,42 +68,42 @@ def find_run_start(model: ModelPatcher, checked: CheckedRun, settings: TrainSett
     key = settings.key(lineage)
     if finished := find_finished(root, settings.output_name, settings.keys(lineage)):
         return RunStart(weights, asked_lineage, lineage, key, finished, finished=True)
-    left = damaged_states(root, settings, lineage) if settings.resume == "latest" else []
+    skipped = damaged_states(root, settings, lineage) if settings.resume == "latest" else []
     for state in find_states(root, settings, lineage):
         try:
             check_state(state, settings, checked.patcher, checked.targets)
         except ValueError as error:
-            # Of this lineage it was saved with these very settings, so what it holds is not what was saved.
+            # A state of this lineage was saved with these settings, so its contents have changed since.
             if settings.names_state:
                 raise
-            left.append(passed_over(root, state, error))
+            skipped.append(passed_over(root, state, error))
             continue
         step, folder = read_header(state).step, open_folder(root, settings.output_name, key, state)
         later = later_state(root, settings, lineage, step) if settings.names_state else None
-        return RunStart(weights, asked_lineage, lineage, key, folder, False, state, step, later, tuple(left))
+        return RunStart(weights, asked_lineage, lineage, key, folder, False, state, step, later, tuple(skipped))
     folder = open_folder(root, settings.output_name, key, None)
-    return RunStart(weights, asked_lineage, lineage, key, folder, passed_over=tuple(left))
+    return RunStart(weights, asked_lineage, lineage, key, folder, passed_over=tuple(skipped))
 
 
-def run_start_notes(begun: RunStart, settings: TrainSettings, root: Path) -> Iterator[str]:
-    """Explain the choice of the start: a run resumed unasked, or states that were not used, and how to change it."""
-    if settings.resume == "latest" and begun.lineage != begun.asked_lineage:
-        folder = begun.folder.path if begun.state is None else begun.state.parent
+def run_start_notes(run_start: RunStart, settings: TrainSettings, root: Path) -> Iterator[str]:
+    """Explain the choice of the start: a run resumed without a request, or unused states, and how to change it."""
+    if settings.resume == "latest" and run_start.lineage != run_start.asked_lineage:
+        folder = run_start.folder.path if run_start.state is None else run_start.state.parent
         yield (
             f"No run had these settings from step 0 on, so this one continues {folder.name}, which changed to them "
             "later; set resume to 'off' to train from step 0."
         )
-    yield from begun.passed_over[:_MOST_NAMED]
-    if (rest := len(begun.passed_over) - _MOST_NAMED) > 0:
+    yield from run_start.passed_over[:_MOST_NAMED]
+    if (rest := len(run_start.passed_over) - _MOST_NAMED) > 0:
         yield f"{rest} more damaged states are skipped."
-    if begun.later_state is not None:
+    if run_start.later_state is not None:
         yield (
             "You already continued this state once; this run starts from it again. To continue where that one "
-            f"stopped, choose {begun.later_state} under resume."
+            f"stopped, choose {run_start.later_state} under resume."
         )
-    if begun.finished or begun.state is not None or settings.resume != "latest":
+    if run_start.finished or run_start.state is not None or settings.resume != "latest":
         return
-    if (past := first_step_past(root, settings, begun.lineage)) is not None:
+    if (past := first_step_past(root, settings, run_start.lineage)) is not None:
         yield (
             f"The saved states of this run are beyond steps = {settings.steps}, so it starts from step 0. To continue "
             f"from one, raise steps to {past} or more."

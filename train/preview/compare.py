@@ -48,7 +48,7 @@ class Column:
 class Comparison:
     """Result of a comparison.
 
-    grid: the contact sheet; one image per moment where it is animated.
+    grid: the contact sheet; one image per moment if it is animated.
     pictures: samples row by row, each (frames, H, W, 3), 0 to 1.
     """
 
@@ -88,8 +88,8 @@ def compare(
     latents: dict[Cell, Tensor] = {}
     try:
         for number, column in enumerate(columns):
-            made = sample_latents(_with_loras(stages, column), [row[1:] for row in rows], tell, check)
-            latents |= {(row, number): latent for row, latent in enumerate(made)}
+            column_latents = sample_latents(_with_loras(stages, column), [row[1:] for row in rows], tell, check)
+            latents |= {(row, number): latent for row, latent in enumerate(column_latents)}
     finally:
         unload(models)
     pictures = dict(_decoded(rows, len(columns), latents, check))
@@ -103,10 +103,10 @@ def compare(
 def two_experts(high: ModelPatcher, low: ModelPatcher, boundary: float = 0.0, switch_step: int = 0) -> Stages:
     """Make the stages of Wan 2.2's two experts.
 
-    boundary: sigma where the low noise expert takes over.
+    boundary: sigma at which the low noise expert takes over.
     switch_step: number of steps of the high noise expert. With both at 0 the model's own boundary applies.
 
-    Raises ValueError where the MODELs are not a pair of experts, or no boundary is known.
+    Raises ValueError if the MODELs are not a pair of experts, or no boundary is known.
     """
     if not 0 <= boundary < 1:
         raise ValueError(f"expert_boundary is {boundary:g}; set it to 0 (the model's own) or below 1.")
@@ -121,8 +121,8 @@ def two_experts(high: ModelPatcher, low: ModelPatcher, boundary: float = 0.0, sw
         raise ValueError(SAME_WEIGHTS)
     kinds = [type(expert.model).__name__ for expert in (high, low)]
     if known_family(high.model) is not None:
-        own = meeting_sigma(high, low)
-        boundary = boundary or own
+        model_boundary = meeting_sigma(high, low)
+        boundary = boundary or model_boundary
     elif kinds[0] != kinds[1]:
         raise ValueError(
             f"model is a {kinds[0]} and model_low_noise a {kinds[1]}; connect the two experts of one Wan 2.2 model."
@@ -167,7 +167,7 @@ def _model_of(model: ModelPatcher, lora: AppliedLora | None) -> ModelPatcher:
         return model
     try:
         patched, changed = with_lora(model, lora.read(), lora.strength)
-    except (KeyError, RuntimeError) as error:  # of ComfyUI's own reader, which names a key or a tensor
+    except (KeyError, RuntimeError) as error:  # from ComfyUI's own reader, which names a key or a tensor
         raise ValueError(f"loras: {lora.name} cannot be read by ComfyUI ({error}); take it out.") from error
     if not changed:
         raise ValueError(

@@ -34,11 +34,11 @@ def middle(clip: Tensor) -> Tensor:
     return clip[len(clip) // 2]
 
 
-def spread(items: Sequence[Item], most: int) -> list[Item]:
-    """Select up to `most` (at least 2) items, evenly spaced from the first to the last."""
-    if len(items) <= most:
+def spread(items: Sequence[Item], max_items: int) -> list[Item]:
+    """Select up to `max_items` (at least 2) items, evenly spaced from the first to the last."""
+    if len(items) <= max_items:
         return list(items)
-    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+    return [items[round(i * (len(items) - 1) / (max_items - 1))] for i in range(max_items)]
 
 
 def stacked(pictures: Sequence[Image.Image]) -> Image.Image:
@@ -57,10 +57,10 @@ def render_sheet(
 
     rows, columns: titles.
     cells: images by (row, column); a missing one leaves a blank cell.
-    most_side: largest side of an image on the sheet, in pixels. All images are scaled down by one factor where an image
-        or the sheet would be larger.
+    most_side: largest side of an image on the sheet, in pixels. All images are scaled down by one factor if an image or
+        the sheet would be larger.
     """
-    sizes = [_largest(cells[at].size for at in cells if at[0] == row) for row in range(len(rows))]
+    sizes = [_largest(cells[cell].size for cell in cells if cell[0] == row) for row in range(len(rows))]
     factor = _factor(sizes, len(columns), most_side)
     heights = [max(1, int(height * factor)) for _, height in sizes]
     widths = [max(1, int(width * factor)) for width, _ in sizes]
@@ -84,22 +84,22 @@ def render_sheet(
             sheet.text(_SPACE, top + number * line, text, size)
         top += line * len(lines)
         for column in range(len(columns)):
-            left = _SPACE + column * (width + _SPACE)
+            left_edge = _SPACE + column * (width + _SPACE)
             picture = cells.get((row, column))
             if picture is None:
-                sheet.box(left, top, left + width - 1, top + heights[row] - 1, _GAP)
+                sheet.box(left_edge, top, left_edge + width - 1, top + heights[row] - 1, _GAP)
                 continue
             if factor < 1:
                 small = (max(1, int(picture.width * factor)), max(1, int(picture.height * factor)))
                 picture = picture.resize(small, Image.Resampling.LANCZOS)
-            sheet.paste(picture.convert("RGB"), left + (width - picture.width) // 2, top)
+            sheet.paste(picture.convert("RGB"), left_edge + (width - picture.width) // 2, top)
         top += heights[row] + 2 * _SPACE
     return sheet.finish()
 
 
 def _largest(sizes) -> tuple[int, int]:
-    found = list(sizes) or [(64, 64)]
-    return max(w for w, _ in found), max(h for _, h in found)
+    size_list = list(sizes) or [(64, 64)]
+    return max(w for w, _ in size_list), max(h for _, h in size_list)
 
 
 def _factor(sizes: Sequence[tuple[int, int]], columns: int, most_side: int) -> float:
@@ -132,16 +132,16 @@ def render_frames(clips: Mapping[Cell, Tensor], frames: int) -> Iterator[tuple[d
 
     clips: videos by cell, (frames, H, W, 3); an image has one frame.
     frames: 1 shows the middle frame. More are stacked, evenly spaced from first to last. 0 yields one sheet per frame
-        of the longest video, where shorter ones stay at their last frame.
+        of the longest video; shorter ones stay at their last frame.
     """
     if frames == 1:
-        yield {at: to_picture(middle(clip)) for at, clip in clips.items()}, _PICTURE
+        yield {cell: to_picture(middle(clip)) for cell, clip in clips.items()}, _PICTURE
     elif frames > 1:
-        yield {at: _in_a_column(clip, frames) for at, clip in clips.items()}, MOST_PIXELS
+        yield {cell: _in_a_column(clip, frames) for cell, clip in clips.items()}, MOST_PIXELS
     else:
         across = max(max(row, column) for row, column in clips) + 1
         for moment in range(max(map(len, clips.values()))):
-            cells = {at: to_picture(clip[min(moment, len(clip) - 1)]) for at, clip in clips.items()}
+            cells = {cell: to_picture(clip[min(moment, len(clip) - 1)]) for cell, clip in clips.items()}
             yield cells, min(_MOVING, _MOST_MOVING // across)
 
 

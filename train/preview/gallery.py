@@ -48,7 +48,7 @@ class Shot:
         return f"step{self.step:06d}_{self.row}.{'png' if self.frames == 1 else 'webp'}"
 
     def same_row(self, other: "Shot") -> bool:
-        """Return True where the other shot has the same row, title and settings, so that one replaces the other."""
+        """Return True if the other shot has the same row, title and settings, so that one replaces the other."""
         return self._place() == other._place()
 
     def _place(self) -> tuple[Any, ...]:
@@ -65,15 +65,15 @@ def save_shot(folder: Path, shot: Shot, frames: Tensor, fps: float) -> Path:
     path, pictures = folder / shot.file, [to_picture(frame) for frame in frames]
     said = "" if args.disable_metadata else json.dumps(asdict(shot), allow_nan=False)
 
-    def write(beside: Path) -> None:
+    def write(temporary: Path) -> None:
         if shot.frames == 1:
             metadata = PngInfo()
             if said:
                 metadata.add_text("tessera", said)
-            pictures[0].save(beside, "PNG", pnginfo=metadata, compress_level=4)
+            pictures[0].save(temporary, "PNG", pnginfo=metadata, compress_level=4)
         else:
             pictures[0].save(
-                beside,
+                temporary,
                 "WEBP",
                 save_all=True,
                 append_images=pictures[1:],
@@ -88,10 +88,10 @@ def save_shot(folder: Path, shot: Shot, frames: Tensor, fps: float) -> Path:
 
 
 def read_index(folder: Path) -> list[Shot]:
-    """Read the shots of an earlier session whose files exist; empty where the index cannot be read."""
+    """Read the shots of an earlier session whose files exist; empty if the index cannot be read."""
     try:
-        found = read_json(folder / INDEX, PREVIEW_INDEX)
-        shots = [Shot(int(s["step"]), int(s["row"]), s["title"], s["settings"], int(s["frames"])) for s in found]
+        entries = read_json(folder / INDEX, PREVIEW_INDEX)
+        shots = [Shot(int(s["step"]), int(s["row"]), s["title"], s["settings"], int(s["frames"])) for s in entries]
         return [shot for shot in shots if (folder / shot.file).is_file()]
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return []
@@ -101,8 +101,8 @@ def write_index(folder: Path, shots: Sequence[Shot]) -> None:
     """Write the index of the shots."""
     text = json.dumps([asdict(shot) for shot in shots], indent=1, allow_nan=False)
 
-    def write(beside: Path) -> None:
-        beside.write_text(text, encoding="utf-8")
+    def write(temporary: Path) -> None:
+        temporary.write_text(text, encoding="utf-8")
 
     write_atomically(folder / INDEX, write)
 
@@ -128,7 +128,7 @@ def write_sheet(folder: Path, shots: Sequence[Shot], rows: Sequence[str], texts:
     metadata = PngInfo()
     for key, text in texts.items():
         metadata.add_text(key, text)
-    write_atomically(path, lambda beside: sheet.save(beside, "PNG", pnginfo=metadata))
+    write_atomically(path, lambda temporary: sheet.save(temporary, "PNG", pnginfo=metadata))
     return path
 
 

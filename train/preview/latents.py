@@ -1,4 +1,4 @@
-"""Latents that sampling starts from, of models that make sound beside their video too."""
+"""Latents that sampling starts from, also of models that make sound with their video."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,13 +12,13 @@ from ...models.registry import model_latents, silent_shape
 
 
 def pictures_of(samples: Any) -> Tensor:
-    """Return the pictures or video, (1, C, …), of what may be a nested pair of video and sound."""
+    """Return the pictures or video, (1, C, …), of a latent that may be a nested pair of video and sound."""
     pictures: Tensor = samples.unbind()[0] if getattr(samples, "is_nested", False) else samples
     return pictures
 
 
 def check_latent(latent: Mapping[str, Any]) -> None:
-    """Raise ValueError for a latent_image that is not one of a picture or a clip, or more than one."""
+    """Raise ValueError for a latent_image that is not a single latent of a picture or a clip."""
     samples = pictures_of(latent["samples"])
     if samples.ndim not in (4, 5):
         raise ValueError("latent_image isn't a latent of a picture or a clip; connect an empty latent of the model.")
@@ -27,7 +27,7 @@ def check_latent(latent: Mapping[str, Any]) -> None:
 
 
 def check_latent_fits(latent: Mapping[str, Any], model: ModelPatcher) -> None:
-    """Raise ValueError where a latent_image is of another model, or lacks the sound that its model can't do without."""
+    """Raise ValueError if a latent_image is of another model, or lacks the sound that its model requires."""
     samples, channels = latent["samples"], model_latents(model.model).channels
     pictures = pictures_of(samples)
     if torch.count_nonzero(pictures) and pictures.shape[1] != channels:
@@ -35,7 +35,7 @@ def check_latent_fits(latent: Mapping[str, Any], model: ModelPatcher) -> None:
             f"latent_image has {pictures.shape[1]} channels and the model makes {channels}; connect a latent of the "
             "model."
         )
-    # ComfyUI's format counts both where its forward takes nothing but the pair.
+    # ComfyUI's format counts both if its forward takes nothing but the pair.
     if pictures is samples and model.get_model_object("latent_format").latent_channels != channels:
         raise ValueError(
             "latent_image has no sound, which this model makes beside its video; connect the model's empty latent of "
@@ -50,7 +50,9 @@ def empty_latent(
 
     A model that makes sound gets it too, in a nested pair, as core's nodes for it do.
 
-    width, height: pixels. frames: of a video, 1 is a picture. frame_rate: pictures a second, where the prompt tells it.
+    width, height: pixels.
+    frames: frames of a video, 1 is a picture.
+    frame_rate: frames per second, if the prompt sets it.
     """
     policy = model_latents(model.model)
     time = (policy.latent_frames(frames),) if policy.frames_per_latent else ()

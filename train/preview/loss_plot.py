@@ -47,7 +47,7 @@ def plot_loss(
     validation: (steps done, loss) of each validation, plotted as a line with dots; a measurement before the first step
         is at 0.
 
-    Raises ValueError where nothing is left to plot.
+    Raises ValueError if nothing is left to plot.
     """
     if not 0 <= smoothing < 1:
         raise ValueError(f"smoothing is {smoothing}; set it to 0 or more and below 1.")
@@ -62,9 +62,9 @@ def plot_loss(
     values = np.where(drawable, values, np.nan)
     average = np.where(drawable & ((average > 0) | (not log_scale)), average, np.nan)
     points = [(step, loss) for step, loss in validation if math.isfinite(loss) and (loss > 0 or not log_scale)]
-    shown = np.concatenate([values[drawable], [loss for _, loss in points]])
+    plotted_values = np.concatenate([values[drawable], [loss for _, loss in points]])
     first = min([1, *(step for step, _ in points)])
-    plot = _Plot(width, height, first, len(values), _value_range(shown, log_scale), log_scale)
+    plot = _Plot(width, height, first, len(values), _value_range(plotted_values, log_scale), log_scale)
     plot.axes()
     if smoothing > 0:
         plot.curve(values, _RAW, 1.5)
@@ -87,25 +87,25 @@ def _value_range(values: np.ndarray, log_scale: bool) -> tuple[float, float]:
     return (max(bottom, 0.0) if not log_scale and low >= 0 else bottom), high + room
 
 
-def _round_ticks(low: float, high: float, most: int) -> list[float]:
-    """Return at most `most` ticks between low and high: multiples of 1, 2 or 5 times a power of ten."""
+def _round_ticks(low: float, high: float, max_ticks: int) -> list[float]:
+    """Return at most `max_ticks` ticks between low and high: multiples of 1, 2 or 5 times a power of ten."""
     if high <= low:
         return [low]
-    step = 10.0 ** math.floor(math.log10((high - low) / most))
-    step *= next(factor for factor in (1, 2, 5, 10, 20) if (high - low) / (step * factor) <= most)
+    step = 10.0 ** math.floor(math.log10((high - low) / max_ticks))
+    step *= next(factor for factor in (1, 2, 5, 10, 20) if (high - low) / (step * factor) <= max_ticks)
     return [index * step for index in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def _log_ticks(low: float, high: float, most: int) -> list[float]:
-    """Return ticks of a log10 axis: 1, 2, 5 per decade where they fit, else whole decades, else linear ticks."""
+def _log_ticks(low: float, high: float, max_ticks: int) -> list[float]:
+    """Return ticks of a log10 axis: 1, 2, 5 per decade if they fit, else whole decades, else linear ticks."""
     for factors in ((1, 2, 5), (1,)):
         ticks = [f * 10.0**d for d in range(math.floor(low), math.ceil(high) + 1) for f in factors]
         ticks = [tick for tick in ticks if low <= math.log10(tick) <= high]
-        if 3 <= len(ticks) <= most:
+        if 3 <= len(ticks) <= max_ticks:
             return ticks
     if high - low < 1:
-        return [tick for tick in _round_ticks(10**low, 10**high, most) if tick > 0]
-    stride = math.ceil((high - low) / most)
+        return [tick for tick in _round_ticks(10**low, 10**high, max_ticks) if tick > 0]
+    stride = math.ceil((high - low) / max_ticks)
     return [10.0**d for d in range(math.ceil(low), math.floor(high) + 1, stride)]
 
 
@@ -191,10 +191,10 @@ class _Plot:
         columns = int(self.right - self.left) * 2
         if len(run) <= 2 * columns:
             return run.tolist()
-        kept: list[int] = []
+        steps: list[int] = []
         for part in np.array_split(run, columns):
-            kept += sorted({int(part[np.argmin(values[part])]), int(part[np.argmax(values[part])])})
-        return kept
+            steps += sorted({int(part[np.argmin(values[part])]), int(part[np.argmax(values[part])])})
+        return steps
 
     def points(self, points: Sequence[tuple[int, float]]) -> None:
         """Draw validation losses, (steps done, loss)."""

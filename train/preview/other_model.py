@@ -1,4 +1,4 @@
-"""Previews on another MODEL than the trained one: train on the base, look at what was distilled from it."""
+"""Previews on another MODEL than the trained one, such as a model distilled from the trained base."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,28 +14,28 @@ from .sampling import with_lora
 
 
 def on_other_models(previews: Sequence[Preview], model: ModelPatcher, network: NetworkOptions) -> list[Preview]:
-    """Check the MODELs of previews against the trained one, and put `base_lora` on them, as it is on that.
+    """Check the MODELs of previews against the trained one, and apply `base_lora` to them, as to that.
 
-    The training adapter is not put on: it is in no preview.
+    The training adapter is not applied: it is in no preview.
 
-    Raises ValueError where a layer that is trained is not in such a MODEL, in the same shape.
+    Raises ValueError if such a MODEL does not have a trained layer in the same shape.
     """
     if all(preview.model is None for preview in previews):
         return list(previews)
     targets = choose_targets(family_of(model), model.model, network)
-    made, with_base = [], dict[int, ModelPatcher]()  # by identity: prompts on one MODEL share what it is loaded as
+    results, with_base = [], dict[int, ModelPatcher]()  # by identity: prompts on one MODEL share its clone
     for number, preview in enumerate(previews, 1):
         if (other := preview.model) is not None:
             if id(other) not in with_base:
                 _check_layers(other, model, targets, number)
                 with_base[id(other)] = _with_base(other, network, number)
             preview = replace(preview, model=with_base[id(other)])
-        made.append(preview)
-    return made
+        results.append(preview)
+    return results
 
 
 def check_one_model(previews: Sequence[Preview]) -> None:
-    """Raise ValueError for previews of two experts with a MODEL of their own: one cannot stand for both."""
+    """Raise ValueError for previews of two experts with a MODEL of their own: one cannot replace both."""
     for number, preview in enumerate(previews, 1):
         if preview.model is not None:
             raise ValueError(
@@ -45,13 +45,14 @@ def check_one_model(previews: Sequence[Preview]) -> None:
 
 
 def _check_layers(other: ModelPatcher, model: ModelPatcher, targets: Sequence[str], number: int) -> None:
-    wanted, there = weight_shapes(model.model), weight_shapes(other.model)
+    trained_shapes, other_shapes = weight_shapes(model.model), weight_shapes(other.model)
     for name in targets:
-        if there.get(name) != wanted[name]:
-            held = f"one of {_text(there[name])}" if name in there else "no such layer"
+        if other_shapes.get(name) != trained_shapes[name]:
+            other_text = f"one of {_text(other_shapes[name])}" if name in other_shapes else "no such layer"
             raise ValueError(
                 f"preview: model of prompt {number} does not take this LoRA: it trains {name} of "
-                f"{_text(wanted[name])}, and that MODEL has {held}; connect one of the architecture that is trained."
+                f"{_text(trained_shapes[name])}, and that MODEL has {other_text}; connect one of the architecture "
+                "that is trained."
             )
 
 

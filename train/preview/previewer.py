@@ -67,7 +67,7 @@ class Preview:
             raise ValueError(f"every_n_steps is {self.every_n_steps}; set it to 0 (at the end only) or more.")
 
     def is_due(self, step: int, steps: int) -> bool:
-        """Return True where a preview is due after `step` of `steps` steps."""
+        """Return whether a preview is due after `step` of `steps` steps."""
         if step == 0:
             return self.at_start
         return step == steps or bool(self.every_n_steps) and step % self.every_n_steps == 0
@@ -114,18 +114,20 @@ class Row:
 
 def rows_of(previews: Sequence[Preview]) -> list[Row]:
     """Make one row for each prompt and seed."""
-    of = {id(preview.sampling): preview for preview in previews}
+    by_sampling = {id(preview.sampling): preview for preview in previews}
     rows = enumerate(titled([preview.sampling for preview in previews]))
-    return [Row(number, title, of[id(sampling)], seed) for number, (title, sampling, seed) in rows]
+    return [Row(number, title, by_sampling[id(sampling)], seed) for number, (title, sampling, seed) in rows]
 
 
 def check_previews(previews: Sequence[Preview], family: Family, model: ModelPatcher) -> None:
-    """Raise ValueError where a preview's text, VAE, latent or size does not match the model that samples it."""
+    """Raise ValueError if a preview's text, VAE, latent or size does not match the model that samples it."""
     for number, preview in enumerate(previews, 1):
         sampled = preview.model or model
-        known = family if sampled is model else known_family(sampled.model)
+        sampled_family = family if sampled is model else known_family(sampled.model)
         try:
-            check_text(preview.sampling, 0 if known is None else known.text_width(sampled.model), number)
+            check_text(
+                preview.sampling, 0 if sampled_family is None else sampled_family.text_width(sampled.model), number
+            )
             check_fits(preview.sampling, sampled)
         except ValueError as error:
             raise ValueError(f"preview: {error}") from None
@@ -145,14 +147,14 @@ class Previewer:
 
     model: the user's MODEL with its patches, block swap and compile settings.
     partner: the other expert of Wan 2.2, None for a single model.
-    texts: what the sheet carries, by key: the graph that made it.
+    texts: text chunks of the sheet, by key: the graph that made it.
 
     A preview with a MODEL of its own is sampled on that, see `other_model`.
 
     The trained weights are off the device while it samples. Afterwards all models are unloaded, and the next training
     step loads the trained weights again.
 
-    Raises ValueError where a preview does not match the model.
+    Raises ValueError if a preview does not match the model.
     """
 
     def __init__(
@@ -176,29 +178,29 @@ class Previewer:
         self.seen = self._graphs()
 
     def between_steps(self, trainer: "Trainer") -> None:
-        """Make the previews that are due or asked for. A failure is a note, an error where the model stays patched.
+        """Make the previews that are due or requested. A failure is a note, or an error if the model stays patched.
 
-        Raises CannotContinue where ComfyUI could not remove the LoRA from the model.
+        Raises CannotContinue if ComfyUI could not remove the LoRA from the model.
         """
         step, steps = trainer.progress.step, trainer.settings.steps
-        asked = not {SAMPLE, STOP}.isdisjoint(trainer.asked)  # stopped, it ends as at its last step
-        due = [row for row in self.rows if asked or row.preview.is_due(step, steps)]
-        if not (asked or self.is_due(step, steps)):
+        is_requested = not {SAMPLE, STOP}.isdisjoint(trainer.asked)  # a stopped run ends like one at its last step
+        due = [row for row in self.rows if is_requested or row.preview.is_due(step, steps)]
+        if not (is_requested or self.is_due(step, steps)):
             return
         if self.shots is None:
             self._begin(trainer)
-        world, made, failed = trainer.world, list[Shot](), ""
+        world, own_shots, failed = trainer.world, list[Shot](), ""
         try:
-            made = self._make(trainer, step, due)
+            own_shots = self._make(trainer, step, due)
         except Exception as error:
             log.warning("A preview failed", exc_info=error)
             if any(map(is_patched, self.own_models)):  # patched weights remain: must not be trained on
                 raise errors.not_unloaded(step) from error
             failed = _why(error)
-        told = world.exchange(f"previews {step}", [failed, [asdict(shot) for shot in made]])
-        failed = next((why for why, _ in told if why), "")
+        rank_results = world.exchange(f"previews {step}", [failed, [asdict(shot) for shot in own_shots]])
+        failed = next((reason for reason, _ in rank_results if reason), "")
         if not failed:
-            shots = made if world.is_lone else [Shot(**shot) for _, theirs in told for shot in theirs]
+            shots = own_shots if world.is_lone else [Shot(**shot) for _, entries in rank_results for shot in entries]
             failed = world.agreed(f"sheet {step}", self._write(trainer, step, shots))
         self.failures = self.failures + 1 if failed else 0
         if failed:
@@ -207,7 +209,7 @@ class Previewer:
             trainer.observer.phase(trainer.placed.runner.doing())
 
     def is_due(self, step: int, steps: int) -> bool:
-        """Return True where a preview is to be made after `step` of `steps` steps."""
+        """Return whether a preview is to be made after `step` of `steps` steps."""
         return self.failures < MOST_FAILURES and any(row.preview.is_due(step, steps) for row in self.rows)
 
     def _begin(self, trainer: "Trainer") -> None:
@@ -224,18 +226,20 @@ class Previewer:
                 f"{self.partner.side.replace('_', ' ')} one is {with_it}."
             )
         self.folder = trainer.saver.folder.path / FOLDER
-        made = {row.number: row.shot(0) for row in self.rows}
-        before = [s for s in read_index(self.folder) if s.step <= trainer.progress.step]
-        self.shots = [s for s in before if s.row in made and made[s.row].same_row(s)]
+        row_shots = {row.number: row.shot(0) for row in self.rows}
+        earlier_shots = [s for s in read_index(self.folder) if s.step <= trainer.progress.step]
+        self.shots = [s for s in earlier_shots if s.row in row_shots and row_shots[s.row].same_row(s)]
 
-    def _failed(self, step: int, why: str) -> str:
-        then = "no more are made" if self.failures >= MOST_FAILURES else "training goes on and the next one is tried"
-        return f"The preview at step {step} failed ({why}); {then}."
+    def _failed(self, step: int, reason: str) -> str:
+        consequence = (
+            "no more are made" if self.failures >= MOST_FAILURES else "training goes on and the next one is tried"
+        )
+        return f"The preview at step {step} failed ({reason}); {consequence}."
 
     def _make(self, trainer: "Trainer", step: int, due: list[Row]) -> list[Shot]:
-        """Make the previews of a step and their files; on several devices, the part of them that this one takes."""
+        """Make the previews of a step and their files; on several ranks, this rank's part of them."""
         assert self.folder is not None
-        due, made = _part(due, trainer.world.rank, trainer.world.size), []
+        due, shots = _part(due, trainer.world.rank, trainer.world.size), []
         if not due:
             return []
         loras = {ema: convert(trainer.learner.snapshot(ema)) for ema in {row.preview.use_ema for row in due}}
@@ -247,7 +251,7 @@ class Previewer:
             for model in self.models:
                 restore_inference_mode(model.model)
                 stack.enter_context(host_copies_retained(model))
-            # Left in reverse order: the models are unloaded outside inference mode, then the host copies put back.
+            # Exited in reverse order: models are unloaded outside inference mode, then the host copies are restored.
             stack.callback(unload)
             stack.enter_context(preserve_random_state(trainer.device))
             stack.enter_context(torch.inference_mode())
@@ -258,14 +262,14 @@ class Previewer:
                 frames = decode(row.preview.sampling.vae, latent)
                 shot = row.shot(step, len(frames))
                 save_shot(self.folder, shot, frames, row.preview.sampling.fps)
-                made.append(shot)
-        return made
+                shots.append(shot)
+        return shots
 
-    def _write(self, trainer: "Trainer", step: int, made: list[Shot]) -> str:
-        """Write index and sheet with the shots of a step. Returns why they could not be written; else empty."""
+    def _write(self, trainer: "Trainer", step: int, shots: list[Shot]) -> str:
+        """Write index and sheet with the shots of a step. Returns the reason of a failure, else an empty string."""
         assert self.folder is not None and self.shots is not None
-        places = {(shot.step, shot.row) for shot in made}
-        self.shots = [s for s in self.shots if (s.step, s.row) not in places] + made
+        places = {(shot.step, shot.row) for shot in shots}
+        self.shots = [s for s in self.shots if (s.step, s.row) not in places] + shots
         self.shots.sort(key=lambda shot: (shot.step, shot.row))
         if not trainer.world.is_first:
             return ""
@@ -282,8 +286,8 @@ class Previewer:
         """Put the LoRA on the models that sample a preview.
 
         loras: the LoRA by `use_ema`.
-        untrained: True before the first step of a new LoRA. Its file is no update of the trained model, but may be one
-            of another: DoRA's lengths are those of the trained model's weights.
+        untrained: True before the first step of a new LoRA. It does not change the trained model, but may
+            change another: DoRA's magnitudes are those of the trained model's weights.
         """
         lora = loras[preview.use_ema]
         if preview.model is None:
@@ -291,13 +295,13 @@ class Previewer:
         return Stages(preview.model if untrained else with_lora(preview.model, lora)[0])
 
     def _stages(self, lora: dict[str, Tensor]) -> Stages:
-        own, _ = with_lora(self.model, lora)
+        own_model, _ = with_lora(self.model, lora)
         if self.partner is None or self.boundary is None:
-            return Stages(own)
+            return Stages(own_model)
         other = self.partner.model
         if self.partner.lora:
             other, _ = with_lora(other, convert(self.partner.lora))
-        high, low = (other, own) if self.partner.side == HIGH else (own, other)
+        high, low = (other, own_model) if self.partner.side == HIGH else (own_model, other)
         return Stages(high, low, self.boundary)
 
     def facts(self, trainer: "Trainer") -> dict[str, Any]:
@@ -305,18 +309,18 @@ class Previewer:
         if not self.shots:
             return {}
         files = [f"{FOLDER}/{shot.file}" for shot in self.shots]
-        made = self._graphs() - self.seen
-        return {"previews": {"sheet": f"{FOLDER}/{SHEET}", "files": files, "graphs_compiled": made}}
+        graphs = self._graphs() - self.seen
+        return {"previews": {"sheet": f"{FOLDER}/{SHEET}", "files": files, "graphs_compiled": graphs}}
 
     def _graphs(self) -> int:
         """Count the graphs that Compile Model has compiled so far for the trained MODEL and those of previews."""
         attached = [compiled_model_of(model) for model in (self.model, *self.others)]
-        compiled = {id(one): one for one in attached if one is not None}
-        return sum(one.report().counts().graphs for one in compiled.values())
+        compiled = {id(compiled_model): compiled_model for compiled_model in attached if compiled_model is not None}
+        return sum(compiled_model.report().counts().graphs for compiled_model in compiled.values())
 
 
 def _part(due: list[Row], rank: int, size: int) -> list[Row]:
-    """Rows that a device takes: some behind one another, in an order in which each model is loaded once."""
+    """Return the rows of a rank: a contiguous slice, in an order in which each model is loaded once."""
     keys = list(dict.fromkeys(map(_sampled_by, due)))
     due = sorted(due, key=lambda row: keys.index(_sampled_by(row)))
     return due[len(due) * rank // size : len(due) * (rank + 1) // size]
@@ -329,5 +333,5 @@ def _why(error: Exception) -> str:
 
 
 def _sampled_by(row: Row) -> tuple[int, bool]:
-    """Key of the MODEL and the weights that a row is sampled with; rows of one key share a loaded model."""
+    """Return the key of the MODEL and the weights that a row is sampled with; rows of one key share a loaded model."""
     return id(row.preview.model), row.preview.use_ema

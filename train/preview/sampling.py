@@ -143,7 +143,7 @@ def with_lora(model: ModelPatcher, lora: Mapping[str, Tensor], strength: float =
 
 
 def check_fits(sampling: Sampling, model: ModelPatcher) -> None:
-    """Raise ValueError where the VAE or the latent belongs to another model, or the model does not take the size."""
+    """Raise ValueError if the VAE or the latent belongs to another model, or the model does not take the size."""
     policy, vae = model_latents(model.model), sampling.vae
     if (channels := getattr(vae, "latent_channels", None)) not in (None, policy.channels):
         raise ValueError(
@@ -163,12 +163,14 @@ def check_fits(sampling: Sampling, model: ModelPatcher) -> None:
     if sampling.frames > 1 and pictures_only:
         raise ValueError(f"frames is {sampling.frames}, but the model makes pictures; set it to 1.")
     if (whole := policy.whole_frames(sampling.frames)) != sampling.frames:
-        more = next(number for number in count(sampling.frames) if policy.whole_frames(number) == number)
-        raise ValueError(f"frames is {sampling.frames}, which the model does not take; set it to {whole} or {more}.")
+        larger_count = next(number for number in count(sampling.frames) if policy.whole_frames(number) == number)
+        raise ValueError(
+            f"frames is {sampling.frames}, which the model does not take; set it to {whole} or {larger_count}."
+        )
 
 
 def check_text(sampling: Sampling, width: int, number: int) -> None:
-    """Raise ValueError where the prompt's text embedding does not have the width `width` of the model, if known."""
+    """Raise ValueError if the prompt's text embedding does not have the width `width` of the model, if known."""
     for name, conditioning in (("positive", sampling.positive), ("negative", sampling.negative or [])):
         other = next((text.shape[-1] for text, _ in conditioning if text.shape[-1] != width), None)
         if width and other:
@@ -187,11 +189,11 @@ def sampling_notes(sampling: Sampling, model: ModelPatcher) -> Iterator[str]:
         yield f"{joined(unread)} {'is' if len(unread) == 1 else 'are'} not used: latent_image sets the size."
     # CFG++ samplers evaluate the negative prompt at any cfg; so do MODELs on which a node has turned this optimisation
     # of core off.
-    both = "cfg_pp" in sampling.sampler_name or model.model_options.get("disable_cfg1_optimization", False)
-    if sampling.negative is not None and math.isclose(sampling.cfg, 1.0) and not both:
+    uses_negative = "cfg_pp" in sampling.sampler_name or model.model_options.get("disable_cfg1_optimization", False)
+    if sampling.negative is not None and math.isclose(sampling.cfg, 1.0) and not uses_negative:
         yield "negative is not used: at cfg 1 the sampler runs the positive prompt alone; raise cfg, or disconnect it."
-    given = None if latent is None else pictures_of(latent["samples"])
-    frames = sampling.frames if given is None else given.shape[2] if given.ndim == 5 else 1
+    pictures = None if latent is None else pictures_of(latent["samples"])
+    frames = sampling.frames if pictures is None else pictures.shape[2] if pictures.ndim == 5 else 1
     if sampling.fps != Sampling.fps and frames == 1:
         yield "fps is not used: the prompt is sampled as a picture."
 
@@ -209,7 +211,7 @@ def sample_latent(stages: Stages, sampling: Sampling, seed: int, tell: Callable[
 def sample_latents(
     stages: Stages, rows: Sequence[tuple[Sampling, int]], tell: Callable[[], None], check: Callable[[], None] = _nothing
 ) -> list[Tensor]:
-    """Sample a latent for each (prompt, seed); of a model that makes sound too, that of the video.
+    """Sample a latent for each (prompt, seed); for a model that also makes sound, that of the video.
 
     The high noise expert makes its steps for all rows before the low noise expert is loaded, so that each is loaded
     once.
@@ -217,16 +219,16 @@ def sample_latents(
     tell: called after each step; may raise.
     check: called before each row of each expert; may raise.
     """
-    met = [stages.first_steps(sampling) for sampling, _ in rows]
+    first_steps = [stages.first_steps(sampling) for sampling, _ in rows]
     latents: list[Any] = []
-    for (sampling, seed), steps in zip(rows, met, strict=True):
+    for (sampling, seed), steps in zip(rows, first_steps, strict=True):
         check()
         whole = steps in (0, sampling.steps)
         model = stages.model if steps else stages.low_noise
         assert model is not None
         part = {} if whole else {"start_step": 0, "last_step": steps, "force_full_denoise": False}
         latents.append(_sampled(model, sampling, seed, None, tell, part))
-    for row, ((sampling, seed), steps) in enumerate(zip(rows, met, strict=True)):
+    for row, ((sampling, seed), steps) in enumerate(zip(rows, first_steps, strict=True)):
         if steps in (0, sampling.steps) or stages.low_noise is None:
             continue
         check()
@@ -243,7 +245,7 @@ def _sampled(
     tell: Callable[[], None],
     part: Mapping[str, Any],
 ) -> Any:
-    """Run core's sampler. Returns a latent, which is nested where the one that it starts from is.
+    """Run core's sampler. Returns a latent, nested if the one that it starts from is.
 
     half: latent after the first expert's steps, None to start from noise.
     part: range of steps, as keyword arguments of core's sampler.
@@ -278,8 +280,8 @@ def _sampled(
 
 
 def _empty_latent(model: ModelPatcher, sampling: Sampling) -> dict[str, Any]:
-    told = (extra["frame_rate"] for _, extra in sampling.positive if "frame_rate" in extra)
-    return empty_latent(model, sampling.width, sampling.height, sampling.frames, next(told, None))
+    frame_rates = (extra["frame_rate"] for _, extra in sampling.positive if "frame_rate" in extra)
+    return empty_latent(model, sampling.width, sampling.height, sampling.frames, next(frame_rates, None))
 
 
 def zeroed(conditioning: Conditioning) -> Conditioning:
@@ -304,7 +306,7 @@ def decode(vae: Any, latent: Tensor) -> Tensor:
 
 @contextmanager
 def preserve_random_state(device: torch.device) -> Iterator[None]:
-    """Context that restores the global random states of Python, NumPy and torch, which ComfyUI's sampler seeds."""
+    """Restore after the context the global random states of Python, NumPy and torch, which ComfyUI's sampler seeds."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):

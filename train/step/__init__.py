@@ -1,1 +1,1 @@
-"""One training step: its batches, of which the first is made a step ahead, and the seconds that it takes."""
+"""One training step: its batches, the first of them made one step ahead, its losses and its timing."""

@@ -1,4 +1,4 @@
-"""Batches of a run, step by step, the first of each made while the device still computes the step before."""
+"""Batches of a run, step by step; the first of each step is made while the device computes the previous step."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -24,11 +24,10 @@ RngKey = tuple[int, int]
 class StepBatches:
     """Source of a run's batches, in the order of its data.
 
-    A step depends on its number and on its place in the data alone, so a batch that was made ahead is the one that its
-    step would make. What a state holds of the data is the number of batches that were trained on: a batch that was made
-    ahead and dropped is made again.
+    A step depends only on its number and its position in the data, so a batch made ahead equals the one that its step
+    would make. A state stores the number of batches that were trained on: a batch made ahead and dropped is made again.
 
-    share: what this device takes of each step; everything that is sampled goes by a sample's place in the whole step.
+    share: this rank's share of each step; random numbers depend on a sample's index in the whole step.
     reader: reads the samples of this step and the next.
     """
 
@@ -45,35 +44,38 @@ class StepBatches:
         self._makes_ahead = True
 
     def start(self, step: int, batches: int, check_interrupted: Callable[[], None]) -> None:
-        """Begin behind the `batches` that `step` steps were trained on."""
+        """Begin after the `batches` that `step` steps were trained on."""
         self._order = batch_order(self.samples, self.settings.batch_size, self.settings.seed)
         skip_batches(self._order, batches, check_interrupted)
         self._upcoming = self.next_micro_batches(self._order, step)
 
     def of_step(self, step: int) -> list[MicroBatch]:
-        """Return the micro-batches of the next step, and have its samples and those of the step after it read."""
+        """Return the micro-batches of the next step, and prefetch its samples and those of the step after."""
         # One step ahead, so that its samples are read from disk while this step computes.
         micro_batches, self._upcoming = self._upcoming, self.next_micro_batches(self._order, step + 1)
         self.reader.prefetch(chain(*micro_batches, *self._upcoming))
         return micro_batches
 
     def first_of(self, step: int, batches: int, count: int) -> list[tuple[RngKey, MicroBatch]]:
-        """Return the first `count` micro-batches of a run that begins behind the `batches` of `step` steps.
+        """Return the first `count` micro-batches of a run that begins after the `batches` of `step` steps.
 
-        On several devices, the first that this one takes.
+        On several ranks, the first that this one takes.
         """
         order = batch_order(self.samples, self.settings.batch_size, self.settings.seed)
         skip_batches(order, batches, lambda: None)
-        found: list[tuple[RngKey, MicroBatch]] = []
-        while len(found) < count:
-            found += [((step, micro), one) for micro, one in self.share.numbered(self.next_micro_batches(order, step))]
+        micro_batches: list[tuple[RngKey, MicroBatch]] = []
+        while len(micro_batches) < count:
+            micro_batches += [
+                ((step, micro), requests)
+                for micro, requests in self.share.numbered(self.next_micro_batches(order, step))
+            ]
             step += 1
-        return found[:count]
+        return micro_batches[:count]
 
     def next_micro_batches(self, batches: Iterator[tuple[int, ...]], step: int) -> list[MicroBatch]:
         """Take the micro-batches of one step and choose a crop, flip and caption variant for each sample.
 
-        Returns those that this device takes, and of each its part.
+        Returns this rank's micro-batches, and of each its part.
         """
         indices_by_micro = [next(batches) for _ in range(self.settings.gradient_accumulation)]
         samples, seed = self.samples, self.settings.seed
@@ -90,13 +92,13 @@ class StepBatches:
         ]
 
     def make(self, requests: MicroBatch, rng_key: RngKey) -> Batch:
-        """Return the batch of these samples on the device; one that was made ahead is handed out once."""
+        """Return the batch of these samples on the device; one that was made ahead is returned once."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[:2] == (rng_key, requests):
             return ahead[2]
-        del ahead  # before its place in memory is needed
+        del ahead  # before its memory is needed
         with self.clock.spend("data"), torch.no_grad():
-            samples = [(self.samples[one[0]], self.reader.read(one)) for one in requests]
+            samples = [(self.samples[request[0]], self.reader.read(request)) for request in requests]
             options, seed, part = self.settings.objective, self.settings.seed, (self.share.part, self.share.parts)
             return make_batch(
                 self.patcher, self.family, samples, options, self.device, seed, rng_key, self.strata, part
@@ -105,8 +107,8 @@ class StepBatches:
     def make_ahead(self, step: int) -> None:
         """Make the first batch of the next step, number `step`, and keep it for `make`.
 
-        Nothing is raised: what fails is left to the step itself, which has this step's update behind it, and a smaller
-        memory plan to go on with. From then on no batch is made ahead.
+        Never raises: a failure is left to the step itself, which runs after this step's update and can retry with a
+        smaller memory plan. From then on no batch is made ahead.
         """
         if not self._makes_ahead or not self._upcoming:
             return
@@ -122,6 +124,6 @@ class StepBatches:
         self._ahead = None
 
     def close(self) -> None:
-        """Stop reading and free what was read and made."""
+        """Stop reading, and free the samples and batches."""
         self.drop_ahead()
         self.reader.close()

@@ -1,4 +1,4 @@
-"""Step clock: seconds that a run's steps take, and what of them goes to data, to the host and to waiting."""
+"""Step clock: seconds of a run's steps, and their shares of data, host and waiting."""
 
 import time
 from collections import deque
@@ -15,10 +15,10 @@ KEPT = 50  # steps, the last ones
 class Step(NamedTuple):
     """Seconds of one step.
 
-    whole: all of it.
-    data: making of batches, with the wait for their files; those of the next step that it makes, too.
-    wait: for the device, at the one read of a step.
-    device: the events before its first and behind its last kernel; None without a GPU.
+    whole: total.
+    data: making batches, including reading their files and the batch made ahead for the next step.
+    wait: waiting for the device, at the one read of a step.
+    device: CUDA events before its first and after its last kernel; None without a GPU.
     """
 
     whole: float
@@ -28,7 +28,7 @@ class Step(NamedTuple):
 
 
 class StepClock:
-    """Clock of a run's steps. On a GPU events stand around each step, which hold nothing up."""
+    """Clock of a run's steps. On a GPU each step is timed by events, without a synchronisation."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -42,16 +42,16 @@ class StepClock:
         self._begun, self._event = time.perf_counter(), self._moment()
 
     @contextmanager
-    def spend(self, on: str) -> Iterator[None]:
-        """Return a context whose seconds go to `on`: data or wait."""
+    def spend(self, kind: str) -> Iterator[None]:
+        """Add the seconds of the context to `kind`: data or wait."""
         started = time.perf_counter()
         try:
             yield
         finally:
-            self._spent[on] += time.perf_counter() - started
+            self._spent[kind] += time.perf_counter() - started
 
     def end(self) -> None:
-        """Count the step that was begun. One that is not ended is not counted."""
+        """Count the step that was begun; a step without `end` is not counted."""
         device = None if self._event is None else (self._event, self._moment())
         whole = time.perf_counter() - self._begun
         self.steps.append(Step(whole, self._spent["data"], self._spent["wait"], device))
@@ -83,6 +83,6 @@ class StepClock:
         return event
 
 
-def _between(begun: Any, ended: Any) -> float:
-    ended.synchronize()
-    return float(begun.elapsed_time(ended)) / 1000
+def _between(start: Any, end: Any) -> float:
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000

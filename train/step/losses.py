@@ -1,4 +1,4 @@
-"""Losses of a step: of a batch the terms on which backward is called, one by one."""
+"""Losses of a step: the terms of a batch's loss, one by one, to call backward on each."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from ..placement.placed_model import PlacedModel
 class StepLosses:
     """Terms of a run's loss.
 
-    preserved: the last preservation losses, on the device: reading them would wait.
+    preserved: the last preservation losses, on the device: reading them would synchronise.
     """
 
     def __init__(self, placed: PlacedModel, objective: ObjectiveOptions):

@@ -1,10 +1,10 @@
-"""The first check of a run: our forward gives what ComfyUI's own does, on the same weights and the same sample.
+"""First check of a run: compare the training forward with ComfyUI's, on the same weights and the same sample.
 
-    in the run's dtype    a whole grid of the data by both, with the attention of the run: as close as rounding lets it
-    in fp32               a small piece of it by both, over the same stored weights: equal in 1e-3 of the output
+    in the run's dtype    a whole grid of the data, with the attention of the run: equal within rounding error
+    in fp32               a small crop of it, over the same stored weights: equal within 1e-3 of the output
 
-16-bit arithmetic alone moves an output by a percent or so, in which a block that is 2 % too strong does not show. How
-much that is for this model is measured, by ComfyUI's own forward in both dtypes; fp32 shows the rest.
+16-bit rounding alone changes an output by about one percent, which hides a block that is 2 % too strong. The rounding
+error of this model is measured with ComfyUI's forward in both dtypes; the comparison in fp32 shows smaller differences.
 """
 
 import logging
@@ -25,24 +25,24 @@ from .sample import SMALL, SMALL_FRAMES, check_sample, cut_to, inputs_of, sigmas
 log = logging.getLogger(__name__)
 
 EXACT = 1e-3
-# The run's dtype: this many times the rounding error that was measured, within these.
+# Bound in the run's dtype: ROUNDINGS times the measured rounding error, at least DEPTH and at most MOST.
 ROUNDINGS, LEAST, MOST = 4.0, 1e-2, 0.2
 DEPTH = {torch.float16: LEAST, torch.bfloat16: 2 * LEAST}
 
 
 class FirstChecks:
-    """Checks of a run's forward, each made once: of the forward on the first batch, and of the samples of a batch on
-    the first one that has several; the certificate and validation may bring batches of one before.
+    """Checks of a run's forward, each made once: the forward on the first batch, and the samples of a batch on the
+    first batch of several; the certificate and validation may run batches of one before it.
 
     forward_done: True once the forward was compared.
     """
 
     def __init__(self, family: Family, samples: Sequence[Sample], guidance: float):
         self.family, self.samples, self.guidance = family, samples, guidance
-        self.forward_done, self._batch_done = False, family.own_forward  # ours runs each sample for itself
+        self.forward_done, self._batch_done = False, family.own_forward  # ours runs each sample separately
 
     def due(self, inputs: ModelInputs) -> bool:
-        """True where this batch is to be looked at."""
+        """Return whether this batch is to be checked."""
         return not self.forward_done or self._batch_due(inputs)
 
     def _batch_due(self, inputs: ModelInputs) -> bool:
@@ -56,12 +56,12 @@ class FirstChecks:
         inputs: ModelInputs,
         note: Callable[[str], None],
     ) -> dict[str, str]:
-        """Make the checks that are due. The adapters and low-bit matmuls are to be switched off.
+        """Make the checks that are due. The adapters and low-bit matmuls must be switched off.
 
         on_device: calls a function on a block and its arguments with the block's weights on the device.
         note: takes a sentence for the user.
 
-        Returns the blocks that must not be compiled, each with the reason. Raises ValueError where the training forward
+        Returns the blocks that must not be compiled, each with the reason. Raises ValueError if the training forward
         and ComfyUI's differ.
         """
         eager: dict[str, str] = {}
@@ -84,12 +84,12 @@ def check_forward(
     samples: Sequence[Sample],
     guidance: float,
 ) -> dict[str, str]:
-    """Compare the training forward with ComfyUI's; the adapters and low-bit matmuls are to be switched off.
+    """Compare the training forward with ComfyUI's; the adapters and low-bit matmuls must be switched off.
 
     on_device: calls a function on a block and its arguments with the block's weights on the device.
-    inputs: the first batch, on which a forward over ComfyUI's own modules is compared; one of our own is on a sample.
+    inputs: the first batch, to compare a forward over ComfyUI's own modules; one of our own is compared on a sample.
 
-    Returns the blocks that must not be compiled, each with the reason. Raises ValueError where they differ.
+    Returns the blocks that must not be compiled, each with the reason. Raises ValueError if they differ.
     """
     if family.own_forward:
         _check_own_forward(family, patcher, transformer, on_device, samples, guidance)
@@ -101,13 +101,13 @@ def check_forward(
 def small_inputs(
     family: Family, patcher: ModelPatcher, samples: Sequence[Sample], guidance: float, side: int = SMALL
 ) -> ModelInputs | None:
-    """Give a small piece of a sample, of `side` tokens at most, None where the model doesn't take one."""
+    """Make the inputs of a small crop of a sample, at most `side` tokens a side; None if the model doesn't take it."""
     sample = smallest(samples)
     whole, sigma = check_sample(family, patcher, sample)
     try:
         small = cut_to(whole, sample.grid, side, SMALL_FRAMES)
         return inputs_of(family, patcher, small, sigma, guidance)
-    except Exception as error:  # of code of ComfyUI's that needs a larger grid
+    except Exception as error:  # from code of ComfyUI's that needs a larger grid
         log.debug("%s takes no grid of %d tokens a side: %s", family.title, side, error)
         return None
 
@@ -122,8 +122,8 @@ def _check_own_forward(
 ) -> None:
     """Compare a forward of our own with ComfyUI's.
 
-    It runs five forwards without a gradient, three of them on a few tokens, and holds the weights once. Raises
-    ValueError where they differ.
+    It runs five forwards without gradients, three of them on a few tokens, on one copy of the weights. Raises
+    ValueError if they differ.
     """
     core = core_forward(family, patcher, transformer, on_device)
     if (misread := core.misread()) is not None:
@@ -136,26 +136,26 @@ def _check_own_forward(
     small, level = cut_to(whole, sample.grid, SMALL, SMALL_FRAMES), sigmas(sigma)
     exact = core.velocity(small, level, guidance, torch.float32)
     try:
-        ours = core.own_velocity(transformer, small, level, guidance, torch.float32)
-    except RuntimeError as error:  # kernels of flash-attn and cuDNN compute in 16 bits alone
+        small_output = core.own_velocity(transformer, small, level, guidance, torch.float32)
+    except RuntimeError as error:  # kernels of flash-attn and cuDNN compute in 16 bits only
         if dtype == torch.float32 or comfy.model_management.is_oom(error):
             raise
         log.debug("%s is not compared in fp32: %s", family.title, error)
     else:
-        _check(family, relative(ours, exact), LEAST if _loses_by_rounding(patcher, dtype) else EXACT)
+        _check(family, relative(small_output, exact), LEAST if _loses_by_rounding(patcher, dtype) else EXACT)
     if dtype == torch.float32 and small.tokens == whole.tokens:
         return
     noise = 0.0 if dtype == torch.float32 else relative(core.velocity(small, level, guidance, dtype), exact)
-    own = core.own_velocity(transformer, whole, level, guidance, dtype)
-    found = relative(own, core.velocity(whole, level, guidance, dtype))
+    own_output = core.own_velocity(transformer, whole, level, guidance, dtype)
+    difference = relative(own_output, core.velocity(whole, level, guidance, dtype))
     bound = EXACT if dtype == torch.float32 else min(max(ROUNDINGS * noise, DEPTH[dtype]), MOST)
-    _check(family, found, bound)
+    _check(family, difference, bound)
 
 
 def _loses_by_rounding(patcher: ModelPatcher, dtype: torch.dtype) -> bool:
-    """Test for fp32 matrices in a run of 16 bits which are not of 16 bits already.
+    """Return whether a 16-bit run has fp32 matrices that change when rounded to its dtype.
 
-    Ours are rounded to the run's dtype on the device, ComfyUI's are not, so that in fp32 the two differ by that.
+    Ours are rounded to the run's dtype on the device and ComfyUI's are not, so the two differ by that in fp32.
     """
     matrices = (weight for weight in patcher.model.diffusion_model.parameters() if weight.ndim == 2)
     return dtype != torch.float32 and any(
@@ -177,7 +177,7 @@ def _check(family: Family, difference: float, bound: float) -> None:
     )
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
-    """Compute ‖found − expected‖ / ‖expected‖; NaN is infinite."""
-    error = float((found.double() - expected.double()).norm()) / max(float(expected.double().norm()), 1e-30)
+def relative(actual: Tensor, expected: Tensor) -> float:
+    """Compute ‖actual − expected‖ / ‖expected‖; NaN becomes infinity."""
+    error = float((actual.double() - expected.double()).norm()) / max(float(expected.double().norm()), 1e-30)
     return error if error >= 0 else math.inf

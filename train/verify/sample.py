@@ -1,4 +1,4 @@
-"""The sample that a check runs: a whole grid of the data at half the noise, the same for every run of them."""
+"""Sample of the checks: a whole grid of the data at half the noise, the same in every check."""
 
 import math
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from ..batch import model_space
 from ..objective.noise import sample_noise
 
 LEVEL = 0.5
-SMALL = 8  # tokens a side at most of what is computed in fp32
+SMALL = 8  # most tokens a side of an fp32 forward
 SMALL_FRAMES = 2
 
 
 def check_sample(family: Family, patcher: ModelPatcher, sample: Sample) -> tuple[NoisySample, float]:
-    """Noise a sample at `LEVEL`, as a whole grid. Returns it, and the model's sigma of it."""
+    """Add noise at `LEVEL` to a sample, as a whole grid. Returns it and the model's sigma."""
     tensors = sample.load()
     latent = model_space(patcher, family, tensors)
     objective = family.objective(patcher)
@@ -36,9 +36,9 @@ def check_sample(family: Family, patcher: ModelPatcher, sample: Sample) -> tuple
 
 
 def cut_to(sample: NoisySample, grid: tuple[int, int, int], side: int, frames: int) -> NoisySample:
-    """Cut a sample of this grid, (frames, height, width) in tokens, down to its first frames and its upper left.
+    """Crop a sample of this grid, (frames, height, width) in tokens, to its first frames and its upper left corner.
 
-    Pictures on its conditioning are scaled to it by ComfyUI, but clips are not cut: with one, all frames stay.
+    ComfyUI scales pictures in the conditioning to the sample, but does not cut clips: with a clip, all frames stay.
     """
     depth, height, width = grid
     tensors = [value for value in sample.conditioning.values() if isinstance(value, Tensor)]
@@ -53,12 +53,12 @@ def cut_to(sample: NoisySample, grid: tuple[int, int, int], side: int, frames: i
 
 
 def smallest(samples: Sequence[Sample]) -> Sample:
-    """Give the sample with the fewest tokens, the first of these."""
+    """Return the sample with the fewest tokens, then the shortest text; the first of several."""
     return min(samples, key=lambda sample: (math.prod(sample.grid), sample.text_length))
 
 
 def inputs_of(family: Family, patcher: ModelPatcher, sample: NoisySample, sigma: float, guidance: float) -> ModelInputs:
-    """Make the model inputs of one sample: on the host, as a batch of training is made, and then copied."""
+    """Make the model inputs of one sample: on the host, like a training batch, and then copied."""
     return family.inputs(patcher, [sample], sigmas(sigma), guidance).to(patcher.load_device)
 
 
