@@ -1,1 +1,1 @@
-"""torch.compile: what is compiled, how, and what happened."""
+"""torch.compile of models: regions, settings, and reports."""

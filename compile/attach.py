@@ -11,7 +11,7 @@ KEY = "tessera.compile"
 
 
 def compile_model(patcher: ModelPatcher, settings: CompileSettings) -> tuple[ModelPatcher, CompiledModel]:
-    """Clone the MODEL so that it runs compiled. Raises ValueError for settings that can't be meant."""
+    """Clone the MODEL so that it runs compiled. Raises ValueError for invalid settings."""
     settings.check()
     clone, why_not, note = _compilable_clone(patcher)
     compiled_model = compiled_model_for(clone.model, settings, clone.load_device)
@@ -28,15 +28,15 @@ def compile_model(patcher: ModelPatcher, settings: CompileSettings) -> tuple[Mod
 
 
 def _compilable_clone(patcher: ModelPatcher) -> tuple[ModelPatcher, str | None, str | None]:
-    """Return (clone, the reason why it can't be compiled or None, a note for the user or None)."""
+    """Return (clone, the reason it can't be compiled or None, a note for the user or None)."""
     clone = without_dynamic_vram(patcher)
     if clone is None:
-        why = (
+        reason = (
             "This MODEL uses ComfyUI's dynamic VRAM and its loader can't load it without, so it runs uncompiled. "
             "Load it with Load Diffusion Model (Block Swap) or ComfyUI's own loader, or start ComfyUI with "
             "--disable-dynamic-vram."
         )
-        return patcher.clone(), why, None
+        return patcher.clone(), reason, None
     if not patcher.is_dynamic():
         return clone, None, None
     note = (
@@ -47,5 +47,5 @@ def _compilable_clone(patcher: ModelPatcher) -> tuple[ModelPatcher, str | None, 
 
 
 def compiled_model_of(patcher: ModelPatcher) -> CompiledModel | None:
-    """Return the compiled model of a MODEL that came through Compile Model."""
+    """Return the compiled model of a MODEL from Compile Model, None for any other."""
     return patcher.get_attachment(KEY)

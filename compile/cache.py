@@ -4,19 +4,19 @@ import os
 import tempfile
 from pathlib import Path
 
-# Inductor keeps its graphs and AOTAutograd's there, and Triton's kernels below, where TRITON_CACHE_DIR is not set.
+# Holds the graphs of inductor and AOTAutograd, and Triton's kernels in a subfolder unless TRITON_CACHE_DIR is set.
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def use_persistent_cache(folder: Path) -> str:
-    """Let torch keep its graphs in `folder`, and return a sentence on the folder in force.
+    """Let torch cache its graphs in `folder`, and return a sentence on the folder in use.
 
-    A folder that the user has set stays. Torch's own lies in the system's temporary folder, which is emptied. Call it
-    before anything is compiled: torch reads the folder at each look into a cache, but Triton's once.
+    A folder set by the user is kept. Torch's default is in the system's temporary folder, which gets emptied. Call it
+    before anything is compiled: torch reads its folder at each cache lookup, but Triton's only once.
     """
-    chosen = os.environ.get(FOLDER)
-    if chosen and not _is_torchs_own(chosen) and Path(chosen) != folder.absolute():
-        return f"Compiled graphs are saved in {chosen}, as {FOLDER} asks{_except_for()}."
+    env_folder = os.environ.get(FOLDER)
+    if env_folder and not _is_torchs_own(env_folder) and Path(env_folder) != folder.absolute():
+        return f"Compiled graphs are saved in {env_folder}, as {FOLDER} asks{_except_for()}."
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -40,19 +40,19 @@ def _is_torchs_own(folder: str) -> bool:
 
 
 def _except_for() -> str:
-    """Name the caches that are off, since the user or this torch has switched them off."""
+    """Name the caches that the user or this torch has switched off."""
     import torch._functorch.config
     import torch._inductor.config
 
     inductor, autograd = torch._inductor.config, torch._functorch.config
     if getattr(inductor, "force_disable_caches", False):
         return ", but torch's caches are switched off, so every start compiles again"
-    off = [
-        f"{what} ({switch}=1 switches it on)"
-        for what, kept, switch in (
+    disabled = [
+        f"{cache} ({switch}=1 switches it on)"
+        for cache, enabled, switch in (
             ("inductor's", getattr(inductor, "fx_graph_cache", False), "TORCHINDUCTOR_FX_GRAPH_CACHE"),
             ("AOTAutograd's", getattr(autograd, "enable_autograd_cache", False), "TORCHINDUCTOR_AUTOGRAD_CACHE"),
         )
-        if not kept
+        if not enabled
     ]
-    return f", except for {' and '.join(off)}" if off else ""
+    return f", except for {' and '.join(disabled)}" if disabled else ""

@@ -1,4 +1,4 @@
-"""Calls of a compiled region: its place in a model for the time of one call, its inputs and its outputs."""
+"""Calls of a compiled region: its place in a model during one call, its inputs and its outputs."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -13,20 +13,20 @@ from .stack import BlockWiring
 
 
 def run_forward(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Body of a block's region; its class's own forward, since the instance's leads here."""
+    """Body of a block's region: the class's forward, since the instance attribute calls the region."""
     return type(block).forward(block, *args, **kwargs)
 
 
 def run_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Body of a model's region: the forward inside the wrappers of other nodes, where the model has one.
+    """Body of a model's region: the forward inside the wrappers of other nodes, if the model has one.
 
-    Models write into the options. Into a copy that is made inside the graph, since all entries of a dict that is
-    written to are guarded: another number of steps would be another graph.
+    Models write into the options. They get a copy made inside the graph, since all entries of a dict that is written to
+    are guarded: another number of steps would need another graph.
     """
     args = tuple(value.copy() if isinstance(value, dict) else value for value in args)
     kwargs = {key: value.copy() if isinstance(value, dict) else value for key, value in kwargs.items()}
-    own = type(model)
-    return (own._forward if hasattr(own, "_forward") else own.forward)(model, *args, **kwargs)
+    model_class = type(model)
+    return (model_class._forward if hasattr(model_class, "_forward") else model_class.forward)(model, *args, **kwargs)
 
 
 def call_block(region: Region, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -51,15 +51,15 @@ def _call(
 def call_stack(
     region: Region, blocks: tuple[nn.Module, ...], wiring: BlockWiring, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Replacement of a list of blocks, which no code of other nodes reaches into."""
+    """Replacement of a list of blocks that no code of other nodes reaches into."""
     args, kwargs = tuple(map(_steady, args)), {key: _steady(value) for key, value in kwargs.items()}
     return _clone_outputs(region, region(blocks, wiring, args, kwargs, may_measure=True))
 
 
 def _steady(value: Any, drop: frozenset[str] = VOLATILE) -> Any:
-    """Normalise an argument to what every block gets.
+    """Normalise an argument to the layout that every block gets.
 
-    The first block's tokens often come transposed out of a convolution, which would be a second graph for each size.
+    The first block's tokens are often a transposed convolution output, which would need a second graph for each size.
     """
     if isinstance(value, tuple):
         return tuple(_steady(inner, drop) for inner in value)
@@ -71,26 +71,26 @@ def _steady(value: Any, drop: frozenset[str] = VOLATILE) -> Any:
 
 
 def _clone_outputs(region: Region, out: Any) -> Any:
-    """Copy what leaves a CUDA graph: its outputs are overwritten when it next runs."""
+    """Clone the outputs of a CUDA graph, which its next run overwrites."""
     if region.how.cuda_graphs() and region.device.type == "cuda":
         return tree_map_only(Tensor, torch.clone, out)
     return out
 
 
 def entry_of(model: nn.Module, name: str) -> tuple[dict[str, nn.Module | None], str, nn.Module]:
-    """Locate a module: (the dict of its parent, its key there, itself)."""
-    above, _, key = name.rpartition(".")
-    modules = model.get_submodule(above)._modules
+    """Locate a module: return (its parent's `_modules`, its key there, the module)."""
+    parent, _, key = name.rpartition(".")
+    modules = model.get_submodule(parent)._modules
     module = modules[key]
     assert module is not None
     return modules, key, module
 
 
 def set_temporarily(placed: ExitStack, module: Any, name: str, value: Any) -> None:
-    """Set an attribute of the instance until `placed` ends, which puts back what was there."""
-    own = vars(module)
-    if name in own:
-        placed.callback(own.__setitem__, name, own[name])
+    """Set an attribute of the instance until `placed` closes, which restores the previous state."""
+    attributes = vars(module)
+    if name in attributes:
+        placed.callback(attributes.__setitem__, name, attributes[name])
     else:
-        placed.callback(own.pop, name, None)
-    own[name] = value
+        placed.callback(attributes.pop, name, None)
+    attributes[name] = value

@@ -1,7 +1,7 @@
-"""Compiled model: the blocks of a MODEL run compiled for the time of each call in inference.
+"""Compiled model: the blocks of a MODEL run compiled during each inference call.
 
-The MODEL's modules are left as they are: nothing is wrapped or replaced for longer than a call, so names of weights,
-saving, LoRAs, cloning and unloading are as without compiling.
+The MODEL's modules stay unchanged: nothing is wrapped or replaced for longer than a call, so weight names, saving,
+LoRAs, cloning and unloading work as without compiling.
 """
 
 import itertools
@@ -36,7 +36,7 @@ _numbers = itertools.count(1)
 
 
 class CompiledModel:
-    """One way of compiling one model.
+    """One model compiled with one set of settings.
 
     Clones of the MODEL share it, and so do Compile Model nodes of equal settings.
     """
@@ -54,8 +54,8 @@ class CompiledModel:
         names = [block.name for block in self.blocks]
         for note in settings.ignored(names, device):
             self.note(note)
-        for how in settings.hows(names):
-            self._feasible(how)  # for its sentence, before anything is sampled
+        for options in settings.hows(names):
+            self._feasible(options)  # for its note, before anything is sampled
         if not self.blocks and settings.scope != "model":
             self.note(
                 f"No repeated blocks were found in {type(self.model).__name__}, so nothing is compiled; choose scope "
@@ -66,7 +66,7 @@ class CompiledModel:
         self.model = model
         self.blocks = find_blocks(model)
         self.lists = block_lists(model, self.blocks)
-        # With the modules around them: a whole list may be replaced.
+        # Includes their parent modules: a whole list may be replaced.
         names = (block.name.split(".") for block in self.blocks)
         paths = dict.fromkeys(".".join(parts[:n]) for parts in names for n in range(1, len(parts) + 1))
         self._entries = [entry_of(model, path) for path in paths]
@@ -85,7 +85,7 @@ class CompiledModel:
         if self.observer is not None:
             self.observer(sentence)
 
-    # What ComfyUI calls.
+    # Called by ComfyUI.
 
     def next_run(self, *_: Any) -> None:
         for region in self.regions.values():
@@ -94,8 +94,8 @@ class CompiledModel:
     def apply_model(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Wrap `BaseModel.apply_model(x, t, c_concat, c_crossattn, control, transformer_options, **conds)`."""
         base: Any = executor.class_obj
-        own: Any = self.base()
-        if own is not base:  # a copy on another GPU
+        original: Any = self.base()
+        if original is not base:  # a copy on another GPU
             return compiled_model_for(base, self.settings, base.device).apply_model(executor, *args, **kwargs)
         model = base.diffusion_model
         if model is not self.model or any(modules.get(key) is not module for modules, key, module in self._entries):
@@ -110,7 +110,7 @@ class CompiledModel:
             return executor(*args, **kwargs)
 
     def _met_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return True if the sizes of this call are those of the very first."""
+        """Return True if the sizes of this call are those of the first call."""
         sizes = signature((tuple(value for value in args if not isinstance(value, dict)), kwargs))
         if self._first_sizes is None:
             self._first_sizes = sizes
@@ -118,36 +118,36 @@ class CompiledModel:
 
     @contextmanager
     def _torch_settings(self, first_sizes: bool) -> Iterator[None]:
-        """Set torch's configuration for the time of the call and for this thread only."""
+        """Set torch's configuration during the call and for this thread only."""
         from torch.fx.experimental import _config
 
         regions = self.regions.values()
         if any(r.how.cuda_graphs() for r in regions) and self.device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
-        # Dynamic auto: the first sizes have a graph of their own, and all others share one. By itself torch leaves open
-        # only what it has seen to change, which is a graph for each thing that a user changes (the width, the batch,
-        # the prompt) and for most pairs of them.
+        # Dynamic auto: the first sizes have a graph of their own, and all others share one. By default torch makes only
+        # those sizes dynamic that it has seen change, which costs a graph for each thing that a user changes (the
+        # width, the batch, the prompt) and for most pairs of them.
         changes: dict[str, bool] = {} if first_sizes else {"assume_static_by_default": False}
-        # Where sizes are left open each float is an input of the graph, a norm's epsilon too, which torch finds at the
-        # very end to be of no use and then traces all again. A float that does change is an input from the fifth graph
-        # on.
+        # With dynamic sizes each float is an input of the graph, a norm's epsilon too, which torch finds to be useless
+        # only at the end and then traces everything again. A float that does change becomes an input from the fifth
+        # graph on.
         if all(len(r.report.events) < 4 for r in regions):
             changes["specialize_float"] = True
-        # Equal sizes are no reason to tie two dimensions together: a batch of 2 would be tied to RoPE's 2x2, and 3072
+        # Equal sizes must not tie two dimensions to one symbol: a batch of 2 would be tied to RoPE's 2x2, and 3072
         # tokens to a width of 3072.
         with _config.patch(use_duck_shape=False), torch._dynamo.config.patch(changes):  # type: ignore[attr-defined]
             yield
 
-    # Where compiled code stands.
+    # Placement of compiled code.
 
     @contextmanager
     def _in_place(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        # Another wrapper may hand them on by name.
+        # Another wrapper may pass them by keyword.
         control = args[4] if len(args) > 4 else kwargs.get("control")
-        options = args[5] if len(args) > 5 else kwargs.get("transformer_options", {})
+        transformer_options = args[5] if len(args) > 5 else kwargs.get("transformer_options", {})
         scope = self.settings.scope
-        if scope == "stack" and (why := self._no_stack(control, options, kwargs)):
-            self.note(f"scope stack: this run compiles block by block, because {why}.")
+        if scope == "stack" and (reason := self._no_stack(control, transformer_options, kwargs)):
+            self.note(f"scope stack: this run compiles block by block, because {reason}.")
             scope = "blocks"
         streams = any(swapped_forward(block.module) for block in self.blocks)
         if scope != "blocks" and streams:
@@ -162,51 +162,51 @@ class CompiledModel:
             yield
 
     @staticmethod
-    def _no_stack(control: Any, options: dict[str, Any], conds: dict[str, Any]) -> str | None:
+    def _no_stack(control: Any, transformer_options: dict[str, Any], conds: dict[str, Any]) -> str | None:
         if control is not None:
             return "a ControlNet adds to the blocks' results"
         if "vace_context" in conds:
             return "VACE adds to the blocks' results"
-        if options.get("patches_replace"):
+        if transformer_options.get("patches_replace"):
             return "another node replaces blocks"
-        if carries_code(options):
+        if carries_code(transformer_options):
             return "another node patches the model"
-        if get_all_wrappers(WrappersMP.DIFFUSION_MODEL, options):
+        if get_all_wrappers(WrappersMP.DIFFUSION_MODEL, transformer_options):
             return "another node's wrapper runs inside the model"
         return None
 
     def _place_block(self, placed: ExitStack, block: BlockOfModel, streams: bool) -> None:
-        asked = self.settings.how_for(block.name)
-        if asked is None:
+        requested = self.settings.how_for(block.name)
+        if requested is None:
             return
-        how = self._feasible(asked, streams)
+        options = self._feasible(requested, streams)
         swapped = swapped_forward(block.module)
         if swapped is not None and swapped.inner is None:
-            # The weights come and go under it: what is compiled is the block in its slot, as any other.
-            set_temporarily(placed, swapped, "run", partial(call_block, self._region(block.kind, run_forward, how)))
+            # The weights are swapped under it: the block in its slot is compiled like any other.
+            set_temporarily(placed, swapped, "run", partial(call_block, self._region(block.kind, run_forward, options)))
             return
         if "forward" in vars(block.module):
             self.note(f"{block.name} and similar blocks run uncompiled, because another node replaced their forward.")
             return
-        region = self._region(block.kind, run_forward, how)
+        region = self._region(block.kind, run_forward, options)
         set_temporarily(placed, block.module, "forward", partial(call_block, region, block.module))
 
-    def _feasible(self, how: HowToCompile, streams: bool = False) -> HowToCompile:
-        """Leave out CUDA graphs, with a sentence, where the allocator or block swap does not allow them.
+    def _feasible(self, options: HowToCompile, streams: bool = False) -> HowToCompile:
+        """Drop CUDA graphs, with a note, if the allocator or block swap does not allow them.
 
-        A CUDA graph replays on the addresses of the weights with which it was recorded. A block that streams has those
-        of its slot, which other blocks use too and which are new after each unload; the graphs' own pool takes memory
-        that no plan counts. Resident blocks go without as well, as blocks of one kind share their graph.
+        A CUDA graph replays on the weight addresses that it was recorded with. A streamed block has those of its slot,
+        which other blocks use too and which change after each unload; the graphs' own pool takes memory that no plan
+        counts. Resident blocks do without as well, as blocks of one kind share their graph.
         """
-        why = no_cuda_graphs(self.device) or ("some stream from RAM (block swap)" if streams else None)
-        if why is None or not how.cuda_graphs():
-            return how
-        asked = f"mode {how.mode}" if how.backend == "inductor" else f"backend {how.backend}"
-        what = "the model is" if self.settings.scope == "model" and not streams else "blocks are"
-        instead = how.without_cuda_graphs()
+        reason = no_cuda_graphs(self.device) or ("some stream from RAM (block swap)" if streams else None)
+        if reason is None or not options.cuda_graphs():
+            return options
+        setting = f"mode {options.mode}" if options.backend == "inductor" else f"backend {options.backend}"
+        subject = "the model is" if self.settings.scope == "model" and not streams else "blocks are"
+        instead = options.without_cuda_graphs()
         self.note(
-            f"{asked}: {what} compiled without CUDA graphs (backend {instead.backend}, mode {instead.mode}), because "
-            f"{why}."
+            f"{setting}: {subject} compiled without CUDA graphs (backend {instead.backend}, mode {instead.mode}), "
+            f"because {reason}."
         )
         return instead
 
@@ -220,21 +220,21 @@ class CompiledModel:
         return True
 
     def _place_stacks(self, placed: ExitStack, model: nn.Module) -> set[str]:
-        """Put a stack in place of each list that is known to run as one region, and trace the others, eager.
+        """Replace each list that is known to run as one region by a stack, and trace the others eagerly.
 
-        Returns the names of the blocks that are provided for.
+        Returns the names of the blocks that this covers.
         """
         provided: set[str] = set()
         for name, blocks in self.lists.items():
             hows = {self.settings.how_for(block.name) for block in blocks}
-            how = next(iter(hows))
+            options = next(iter(hows))
             wiring = self._wiring.get(name)
             if len(hows) > 1:
                 self.note(
                     f"scope stack: {name} is compiled block by block, because overrides give its blocks different "
                     "settings."
                 )
-            elif how is None or isinstance(wiring, str):
+            elif options is None or isinstance(wiring, str):
                 continue
             elif any("forward" in vars(block.module) for block in blocks):
                 self.note(f"scope stack: {name} is compiled block by block, because another node replaced a forward.")
@@ -243,17 +243,17 @@ class CompiledModel:
                 provided |= {block.name for block in blocks}
             else:
                 kinds = "+".join(dict.fromkeys(block.kind for block in blocks))
-                region = self._region(f"{name}:{kinds}", run_stack, self._feasible(how))
+                region = self._region(f"{name}:{kinds}", run_stack, self._feasible(options))
                 members = tuple(block.module for block in blocks)
                 stack = StackModule(partial(call_stack, region, members, wiring))
-                modules, key, own = entry_of(model, name)
+                modules, key, original = entry_of(model, name)
                 modules[key] = nn.ModuleList([stack])
-                placed.callback(modules.__setitem__, key, own)
+                placed.callback(modules.__setitem__, key, original)
                 provided |= {block.name for block in blocks}
         return provided
 
     def _trace_wiring(self, placed: ExitStack, name: str, blocks: list[BlockOfModel]) -> None:
-        """Run the blocks of this call eager under a tracer, which learns their wiring."""
+        """Run the blocks eagerly in this call, under a tracer that records their wiring."""
         tracer = WiringTracer([block.module for block in blocks])
 
         def traced(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -263,37 +263,37 @@ class CompiledModel:
             return out
 
         def learn(kind: type[BaseException] | None, *_: Any) -> None:
-            if kind is not None:  # interrupted: what was seen is no whole pass
+            if kind is not None:  # interrupted: the trace is incomplete
                 return
-            found = self._wiring[name] = tracer.wiring()
-            if isinstance(found, str):
-                self.note(f"scope stack: {name} is compiled block by block, because {found}.")
+            wiring = self._wiring[name] = tracer.wiring()
+            if isinstance(wiring, str):
+                self.note(f"scope stack: {name} is compiled block by block, because {wiring}.")
 
         placed.push(learn)
         for block in blocks:
             set_temporarily(placed, block.module, "forward", partial(traced, block.module))
 
-    def _region(self, key: str, body: Callable[..., Any], how: HowToCompile) -> Region:
-        found = self.regions.get((key, how))
-        if found is None:
-            label = self._label(key.partition(":")[0], how)
-            # The number tells compiled models apart: torch remembers by name which sizes have varied, and would give
-            # a new one its graph for any size at once.
+    def _region(self, key: str, body: Callable[..., Any], options: HowToCompile) -> Region:
+        region = self.regions.get((key, options))
+        if region is None:
+            label = self._label(key.partition(":")[0], options)
+            # The number distinguishes compiled models: torch remembers by name which sizes have varied, and would make
+            # the first graph of a new model dynamic at once.
             name = re.sub(r"\W", "_", f"run_{label}_{next(_numbers)}")
-            found = self.regions[key, how] = Region(name, label, body, how, self.note, self.device)
-        return found
+            region = self.regions[key, options] = Region(name, label, body, options, self.note, self.device)
+        return region
 
-    def _label(self, kind: str, how: HowToCompile) -> str:
-        """A region's name in the report; where one name has several regions they are numbered."""
+    def _label(self, kind: str, options: HowToCompile) -> str:
+        """Return a region's label in the report; several regions of one name are numbered."""
         titles = [region.report.label for region in self.regions.values()]
-        others = sum(label.partition(" ")[0] == kind for label in titles)
-        return kind if not others else f"{kind} ({others + 1})"
+        count = sum(label.partition(" ")[0] == kind for label in titles)
+        return kind if not count else f"{kind} ({count + 1})"
 
     def report(self) -> CompileReport:
-        how = self.settings
+        settings = self.settings
         heading = (
-            f"Compile Model: backend {how.backend}, mode {how.mode}, dynamic {how.dynamic}, scope {how.scope}, "
-            f"{len(self.blocks)} blocks of {len({block.kind for block in self.blocks})} kinds"
+            f"Compile Model: backend {settings.backend}, mode {settings.mode}, dynamic {settings.dynamic}, "
+            f"scope {settings.scope}, {len(self.blocks)} blocks of {len({block.kind for block in self.blocks})} kinds"
         )
         return CompileReport(heading, [region.report for region in self.regions.values()], list(self.notes))
 
@@ -304,8 +304,8 @@ _compiled_models: "WeakKeyDictionary[nn.Module, dict[CompileSettings, CompiledMo
 def compiled_model_for(base: nn.Module, settings: CompileSettings, device: torch.device) -> CompiledModel:
     """Return the compiled model of this base and these settings.
 
-    It is cached with the base: the same settings find their graphs again, also where a LoRA in front of the node has
-    changed and the node runs anew.
+    It is cached with the base: the same settings find their graphs again, even if a LoRA in front of the node has
+    changed and the node runs again.
     """
     of_model = _compiled_models.setdefault(base, {})
     if settings not in of_model:
@@ -314,6 +314,6 @@ def compiled_model_for(base: nn.Module, settings: CompileSettings, device: torch
 
 
 def forget_compiled_model(compiled_model: CompiledModel) -> None:
-    """Drop it from the cache; its graphs are freed with the last MODEL that was compiled by it."""
+    """Drop a compiled model from the cache; its graphs are freed with the last MODEL that uses it."""
     if (base := compiled_model.base()) is not None:
         _compiled_models.get(base, {}).pop(compiled_model.settings, None)

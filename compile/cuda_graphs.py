@@ -1,13 +1,13 @@
-"""CUDA graphs: torch's memory allocator, which they depend on, and errors that come from making them."""
+"""CUDA graphs: torch's memory allocator, which they depend on, and errors from recording or replaying them."""
 
 import torch
 
-# The one allocator that can save and restore a pool's state, as inductor's CUDA graphs ask at each recording. The
+# The one allocator that can save and restore a pool's state, as inductor's CUDA graphs require at each recording. The
 # others raise "does not yet support getCheckpointState".
 NATIVE = "native"
 CUDA_MALLOC_ASYNC = "cudaMallocAsync"
 
-# Modules whose frames stand in the traceback of every error of recording or replaying a CUDA graph.
+# Modules with a frame in the traceback of every error of recording or replaying a CUDA graph.
 _MODULES = {"torch._inductor.cudagraph_trees", "torch.cuda.graphs"}
 
 
@@ -17,12 +17,14 @@ def memory_allocator(device: torch.device) -> str | None:
 
 
 def no_cuda_graphs(device: torch.device) -> str | None:
-    """Return why the allocator makes CUDA graphs impossible, as the end of a sentence; None where it does not."""
+    """Return why the allocator makes CUDA graphs impossible, as the end of a sentence; None if it does not."""
     allocator = memory_allocator(device)
     if allocator in (None, NATIVE):
         return None
-    why = f"torch allocates memory by {allocator} here, which can't make them"
-    return f"{why}; start ComfyUI with --disable-cuda-malloc to have them" if allocator == CUDA_MALLOC_ASYNC else why
+    reason = f"torch allocates memory by {allocator} here, which can't make them"
+    return (
+        f"{reason}; start ComfyUI with --disable-cuda-malloc to have them" if allocator == CUDA_MALLOC_ASYNC else reason
+    )
 
 
 def from_cuda_graphs(error: BaseException) -> bool:

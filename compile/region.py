@@ -29,50 +29,52 @@ Notify = Callable[[str], None]
 
 
 class TooManyGraphs(RuntimeError):
-    """Raised where a region that may hold so many graphs has more, by a torch that has no limit for one region."""
+    """Raised if a region exceeds its limit of graphs, on a torch without a limit for one callable."""
 
 
 def limits_each_region() -> bool:
-    """Tell whether torch.compile takes a limit for one callable; one that does not is counted after."""
+    """Return whether torch.compile takes a limit for one callable; without it, graphs are counted afterwards."""
     return "recompile_limit" in inspect.signature(torch.compile).parameters
 
 
 class CompileFailed(RuntimeError):
-    """Raised where a region can't be compiled as its settings demand; the message is for the user."""
+    """Raised if a region can't be compiled as its settings require; the message is for the user."""
 
 
-def compiled_function(body: Callable[..., Any], name: str, how: HowToCompile) -> Callable[..., Any]:
-    """Compile `body` by itself under `name`: it may hold up to `how.limit` graphs.
+def compiled_function(body: Callable[..., Any], name: str, options: HowToCompile) -> Callable[..., Any]:
+    """Compile `body` on its own under `name`, with up to `options.limit` graphs.
 
-    The limit belongs to this one callable: nothing process-wide is written, and callables do not share entries. A torch
-    without those arguments has the limit in its configuration, which is changed for the time of each call.
+    The limit is per callable: no process-wide setting is written, and callables do not share cache entries. A torch
+    without those arguments has the limit in its configuration, which is patched during each call.
     """
-    # A copy of the code object under its own name: dynamo keeps its entries, and names its reports, by code object.
+    # A copy of the code object under its own name: dynamo keys its cache entries and its reports by code object.
     assert isinstance(body, FunctionType)
-    own = FunctionType(body.__code__.replace(co_name=name), body.__globals__, name)
+    named_body = FunctionType(body.__code__.replace(co_name=name), body.__globals__, name)
     supported = inspect.signature(torch.compile).parameters
-    limits = {"recompile_limit": how.limit, "isolate_recompiles": True}
+    limits = {"recompile_limit": options.limit, "isolate_recompiles": True}
     extra: dict[str, Any] = {k: v for k, v in limits.items() if k in supported}
-    if how.backend == "inductor":
-        extra["options"] = inductor_options(how.mode, DYNAMIC[how.dynamic])
-    compiled = torch.compile(own, backend=how.backend, fullgraph=how.fullgraph, dynamic=DYNAMIC[how.dynamic], **extra)
-    if how.dynamic != "false":
+    if options.backend == "inductor":
+        extra["options"] = inductor_options(options.mode, DYNAMIC[options.dynamic])
+    compiled = torch.compile(
+        named_body, backend=options.backend, fullgraph=options.fullgraph, dynamic=DYNAMIC[options.dynamic], **extra
+    )
+    if options.dynamic != "false":
         compiled = _without_autograd_cache(compiled)
-    return compiled if limits_each_region() else _within_limit(compiled, how.limit)
+    return compiled if limits_each_region() else _within_limit(compiled, options.limit)
 
 
 def inductor_options(mode: str, dynamic: bool | None) -> dict[str, Any]:
-    """Give the options of a mode of inductor, with those of its fusions off that compute wrong.
+    """Return the options of an inductor mode, without the fusions that compute wrong results.
 
-    Since torch 2.10 one kernel sums along rows and along columns ("mix-order reduction") where there are many rows. It
+    Since torch 2.10 one kernel reduces along rows and along columns ("mix-order reduction") if there are many rows. It
     drops gradients that are slices of one tensor, as of a modulation at batch 1: that memory is never written
-    (pytorch/pytorch issue 193061; an H100 gave NaN for Wan). It also adds rows that are none (195845). Two kernels
-    move as many bytes.
+    (pytorch/pytorch issue 193061; an H100 gave NaN for Wan). It also adds rows that do not exist (195845). Two separate
+    kernels move as many bytes.
     """
     from torch._inductor import config, list_mode_options
 
-    off = {"triton.mix_order_reduction": False} if hasattr(config.triton, "mix_order_reduction") else {}
-    return {**list_mode_options(mode, dynamic), **off}
+    disabled = {"triton.mix_order_reduction": False} if hasattr(config.triton, "mix_order_reduction") else {}
+    return {**list_mode_options(mode, dynamic), **disabled}
 
 
 def run_block(block: Block, *args: Any) -> Any:
@@ -81,21 +83,21 @@ def run_block(block: Block, *args: Any) -> Any:
 
 
 def _without_autograd_cache(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep AOTAutograd's cache out of `compiled`.
+    """Disable AOTAutograd's cache for `compiled`.
 
-    Its key leaves out the guards that dynamo has found so far, so that a graph for one size is taken for another, with
-    that size's numbers in it: positions that core computes from the height and width come out wrong, without an error
-    (seen with torch 2.14; pytorch/pytorch issue 194001 has the same cause). Inductor's own cache is still used.
+    Its key omits the guards that dynamo has recorded so far, so that a graph for one size is a cache hit for another,
+    with the first size's constants: positions that core computes from the height and width come out wrong, without an
+    error (seen with torch 2.14; pytorch/pytorch issue 194001 has the same cause). Inductor's own cache is still used.
     """
     from torch._functorch import config
 
     def run(*args: Any) -> Any:
-        before = config.enable_autograd_cache
-        config.enable_autograd_cache = False  # a fifth of the time of its patch(), for each block of each step
+        previous = config.enable_autograd_cache
+        config.enable_autograd_cache = False  # takes a fifth of the time of patch(), at each block of each step
         try:
             return compiled(*args)
         finally:
-            config.enable_autograd_cache = before
+            config.enable_autograd_cache = previous
 
     return run
 
@@ -104,29 +106,35 @@ def _within_limit(compiled: Callable[..., Any], limit: int) -> Callable[..., Any
     from torch._dynamo import config
 
     name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
-    most = max(limit, getattr(config, name))
+    graph_limit = max(limit, getattr(config, name))
 
     def run(*args: Any) -> Any:
-        with config.patch({name: most}):
+        with config.patch({name: graph_limit}):
             return compiled(*args)
 
     return run
 
 
 class Region:
-    """One compiled callable that falls back to eager, with a note, when compiling fails. Call it as `body` is called.
+    """One compiled callable that falls back to eager, with a note, if compiling fails. Call it like `body`.
 
-    It is compiled as one graph at first (`fullgraph`): such a compile fails before anything has run, so the call can be
-    made again eager. Blocks of ComfyUI add to their inputs in place, which forbids that once a part has run. A body
-    that cannot be one graph is compiled in pieces, each of which falls back by itself inside torch, unless
-    `how.fullgraph` demands one graph.
+    It is first compiled as one graph (`fullgraph`): such a compile fails before anything has run, so the call can be
+    repeated eagerly. ComfyUI's blocks modify their inputs in place, which rules that out once a part has run. A body
+    with graph breaks is compiled in pieces, each of which falls back on its own inside torch, unless `how.fullgraph`
+    requires one graph.
     """
 
     def __init__(
-        self, name: str, label: str, body: Callable[..., Any], how: HowToCompile, notify: Notify, device: torch.device
+        self,
+        name: str,
+        label: str,
+        body: Callable[..., Any],
+        options: HowToCompile,
+        notify: Notify,
+        device: torch.device,
     ):
-        self.name, self.body, self.how, self.notify, self.device = name, body, how, notify, device
-        self.report = RegionReport(name, label, how)
+        self.name, self.body, self.how, self.notify, self.device = name, body, options, notify, device
+        self.report = RegionReport(name, label, options)
         self.full = False
         self._left_eager: set[Any] = set()
         self._fullgraph = True
@@ -143,11 +151,11 @@ class Region:
 
     @property
     def eager(self) -> bool:
-        """True if nothing of it is compiled any more."""
+        """Return whether no part of it is compiled any more."""
         return self._run is None
 
     def fall_back(self, sentence: str) -> None:
-        """Run eager from here on."""
+        """Run eagerly from now on."""
         self._run = None
         self.note(sentence)
 
@@ -156,20 +164,20 @@ class Region:
         self.notify(sentence)
 
     def next_run(self) -> None:
-        """Begin a new image: sizes that were left eager for want of room may fit a graph again."""
+        """Begin a new image: sizes that ran eager because of the limit may fit a graph again."""
         self._left_eager.clear()
 
     def __call__(self, *args: Any, may_measure: bool = False) -> Any:
         """Call `body`.
 
-        may_measure: after a compile the next call that finds its graph there may be repeated on copies of its inputs,
+        may_measure: after a compile the next call that needs no compile may be repeated on copies of its inputs,
         compiled and eager, to time both.
         """
         if self._run is None or (self._left_eager and signature(args) in self._left_eager):
             self.report.eager_calls += 1
             return self.body(*args)
         measuring = self._to_measure and may_measure
-        kept = copy_containers(args) if measuring else args
+        timing_args = copy_containers(args) if measuring else args
         try:
             with self.report.watch(self.device) as record, self._pieces_fall_back_alone():
                 out = self._run(*args)
@@ -185,7 +193,7 @@ class Region:
             self._check_limit(record.event)
         elif measuring:
             self._to_measure = False
-            self._measure(kept)
+            self._measure(timing_args)
         return out
 
     def _measure(self, args: tuple[Any, ...]) -> None:
@@ -201,7 +209,7 @@ class Region:
             self.report.speeds.append(speed)
 
     def _drops_cuda_graphs(self, error: Exception) -> bool:
-        """Compile it anew without CUDA graphs where making one has failed. Returns False for other errors."""
+        """Compile it again without CUDA graphs if making one has failed. Returns False for other errors."""
         if not self.how.cuda_graphs() or not from_cuda_graphs(error):
             return False
         self.how = self.report.how = self.how.without_cuda_graphs()
@@ -213,9 +221,9 @@ class Region:
         return True
 
     def _repeat_eager(self, error: Exception, args: tuple[Any, ...]) -> Any:
-        """Make the call eager whose CUDA graph failed: kernels that are being recorded have not run.
+        """Repeat eagerly a call whose CUDA graph failed: kernels that are being recorded have not run.
 
-        Raises CompileFailed for a body in pieces: those before the failed one have run, and may have written into the
+        Raises CompileFailed for a body in pieces: those before the failed one have run, and may have modified the
         inputs.
         """
         if not self._fullgraph:
@@ -227,7 +235,7 @@ class Region:
         return self.body(*args)
 
     def _check_limit(self, event: CompileEvent) -> None:
-        """Note that the limit is reached: in pieces, torch itself goes on eager then."""
+        """Note that the limit is reached: for a body in pieces, torch itself continues eagerly."""
         if event.limit_reached and not self.full:
             self.full = True
             self.note(self._limit_sentence())
@@ -242,14 +250,14 @@ class Region:
         return nullcontext() if self._fullgraph else torch._dynamo.config.patch(suppress_errors=True)
 
     def _after(self, error: Exception, event: CompileEvent | None, args: tuple[Any, ...]) -> Any:
-        """Handle a compile that failed before anything of the body has run: this call is made eager."""
+        """Handle a compile that failed before any of the body has run: this call runs eagerly."""
         log.debug("%s", self.name, exc_info=error)
         full = over_the_limit(error)
         broken = graph_break(error, event) if self._fullgraph else None
         cause = cannot_compile(error)
         if not full and broken is None and cause is None:
             raise error
-        # What the body raises by itself, an interrupt too, comes out here and says nothing about compiling.
+        # Errors of the body itself, interrupts included, propagate from here and say nothing about compiling.
         out = self.body(*args)
         self.report.eager_calls += 1
         if full:
@@ -271,7 +279,7 @@ class Region:
 
 
 def signature(value: Any) -> Any:
-    """Tell calls apart by their inputs' shapes, dtypes and devices; options and modules are left out."""
+    """Return the shapes, dtypes and devices of a call's inputs, as a key; options and modules are left out."""
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), value.dtype, value.device)
     if isinstance(value, tuple | list):
@@ -282,15 +290,15 @@ def signature(value: Any) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the line that says something: torch heads a backend's error with a line that only names the backend."""
+    """Return the first informative line: torch puts a line that only names the backend before a backend's error."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return next((line for line in lines if not line.endswith("raised:")), lines[0])[:300]
 
 
 def graph_break(error: BaseException, event: CompileEvent | None) -> str | None:
-    """Describe the graph break where `error` says that the body does not trace as one graph, else None.
+    """Describe the graph break if `error` says that the body does not trace as one graph, else return None.
 
-    That is the line and the cause; without a record of it in `event` the cause alone.
+    Gives the line and the cause; without a record of it in `event` only the cause.
     """
     from torch._dynamo.exc import Unsupported, UserError
 
@@ -300,25 +308,25 @@ def graph_break(error: BaseException, event: CompileEvent | None) -> str | None:
 
 
 def cannot_compile(error: BaseException) -> str | None:
-    """Return one line of cause where `error` comes from compiling, else None.
+    """Return the cause in one line if `error` comes from compiling, else None.
 
-    No compiler, no Triton, an op that does not trace. Reaching the limit of graphs is not such a case: see
+    Examples: no compiler, no Triton, an op that does not trace. Reaching the limit of graphs is not such a case: see
     `over_the_limit`.
     """
     from torch._dynamo.exc import TorchDynamoException
 
-    seen: BaseException | None = error
-    while seen is not None:
-        if over_the_limit(seen):
+    cause: BaseException | None = error
+    while cause is not None:
+        if over_the_limit(cause):
             return None
-        if isinstance(seen, TorchDynamoException) or type(seen).__module__.startswith("torch._inductor"):
-            return first_line(seen)
-        seen = seen.__cause__
+        if isinstance(cause, TorchDynamoException) or type(cause).__module__.startswith("torch._inductor"):
+            return first_line(cause)
+        cause = cause.__cause__
     return None
 
 
 def over_the_limit(error: BaseException) -> bool:
-    """Return True if dynamo gave up because a region met more shapes than were planned."""
+    """Return True if dynamo gave up because a region met more shapes than its limit allows."""
     return isinstance(error, TooManyGraphs) or type(error).__name__ in (
         "FailOnRecompileLimitHit",
         "RecompileLimitExceeded",

@@ -16,7 +16,7 @@ DYNAMIC = {"auto": None, "true": True, "false": False}
 SCOPES = ("blocks", "stack", "model")
 EAGER = "eager"  # in an override: not compiled at all
 
-# name → (mode, scope); what a preset fills in.
+# Values of the presets: name → (mode, scope).
 PRESETS = {
     "fast start": ("default", "blocks"),
     "balanced": ("max-autotune-no-cudagraphs", "blocks"),
@@ -58,8 +58,8 @@ class HowToCompile:
 class Override:
     """One line of overrides.
 
-    pattern: of the blocks that it is for.
-    eager: they are not compiled.
+    pattern: of the blocks that it applies to.
+    eager: the blocks are not compiled.
     changes: (setting, value) pairs.
     """
 
@@ -68,15 +68,15 @@ class Override:
     changes: tuple[tuple[str, str], ...] = ()
 
     def matches(self, block: str) -> bool:
-        """Return True if the line is for a block.
+        """Return True if the line applies to a block.
 
         block: its name inside the diffusion model, such as double_blocks.3.
         """
         return _matches(self.pattern, block)
 
-    def apply(self, how: HowToCompile) -> HowToCompile:
+    def apply(self, options: HowToCompile) -> HowToCompile:
         changes = {key: value == "true" if key == "fullgraph" else value for key, value in self.changes}
-        return replace(how, **changes)  # type: ignore[arg-type]
+        return replace(options, **changes)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,11 @@ class CompileSettings:
 
     def hows(self, blocks: Sequence[str]) -> list[HowToCompile]:
         """List the distinct arguments of torch.compile for blocks of these names, and for the model as a whole."""
-        kinds = {how for how in (self.how_for(block) for block in blocks) if how is not None} | {self.how()}
+        kinds = {options for options in (self.how_for(block) for block in blocks) if options is not None} | {self.how()}
         return sorted(kinds, key=str)
 
     def check(self) -> None:
-        """Raise ValueError, in a sentence, for a value that can't be meant."""
+        """Raise ValueError, in a sentence, for an invalid value."""
         if self.mode not in MODES:
             raise ValueError(f"mode is {shown(self.mode)}; choose one of {', '.join(MODES)}.")
         if self.dynamic not in DYNAMIC:
@@ -128,16 +128,18 @@ class CompileSettings:
         blocks: the names of the model's blocks. Raises ValueError for an override that matches none of them.
         """
         notes = []
-        for how in self.hows(blocks):
-            if how.mode != "default" and how.backend != "inductor":
-                notes.append(f"mode {how.mode} is ignored: the backend {how.backend} has no modes, only inductor has.")
-            if how.cuda_graphs() and device.type != "cuda":
-                what = f"mode {how.mode}" if how.backend == "inductor" else f"the backend {how.backend}"
-                notes.append(f"{what} uses no CUDA graphs here: the model runs on {device.type}.")
+        for options in self.hows(blocks):
+            if options.mode != "default" and options.backend != "inductor":
+                notes.append(
+                    f"mode {options.mode} is ignored: the backend {options.backend} has no modes, only inductor has."
+                )
+            if options.cuda_graphs() and device.type != "cuda":
+                setting = f"mode {options.mode}" if options.backend == "inductor" else f"the backend {options.backend}"
+                notes.append(f"{setting} uses no CUDA graphs here: the model runs on {device.type}.")
         for override in self.overrides:
             if not any(override.matches(block) for block in blocks):
-                known = ", ".join(dict.fromkeys(f"{block.rpartition('.')[0]}.*" for block in blocks)) or "none"
-                raise ValueError(f"overrides: {override.pattern} matches no block of this model, which has {known}.")
+                patterns = ", ".join(dict.fromkeys(f"{block.rpartition('.')[0]}.*" for block in blocks)) or "none"
+                raise ValueError(f"overrides: {override.pattern} matches no block of this model, which has {patterns}.")
         if self.overrides and self.scope == "model":
             notes.append("overrides are ignored with scope model, which compiles the model as one region.")
         missing = {"recompile_limit", "isolate_recompiles"} - set(inspect.signature(torch.compile).parameters)
@@ -156,7 +158,7 @@ def backends() -> list[str]:
 
 
 def check_backend(name: str) -> None:
-    """Raise ValueError for a backend that is not there. Names that torch lists may still lack their own package."""
+    """Raise ValueError for a backend that is not available. Backends that torch lists may still lack their package."""
     from importlib.util import find_spec
 
     needed = {"tvm": "tvm", "openxla": "torch_xla", "openxla_eval": "torch_xla"}.get(name)
@@ -169,9 +171,9 @@ def check_backend(name: str) -> None:
 
 
 def dynamic_named(value: Any) -> str:
-    """Give the value of dynamic that is meant: Python and JSON write true and false in other ways than torch's manual.
+    """Normalise a value of dynamic: Python and JSON spell true and false differently from torch's manual.
 
-    Raises ValueError for another.
+    Raises ValueError for any other value.
     """
     name = str(value).strip().lower()
     if name not in DYNAMIC:
@@ -182,27 +184,26 @@ def dynamic_named(value: Any) -> str:
 def parse_overrides(text: str) -> tuple[Override, ...]:
     """Parse the lines of the overrides field.
 
-    A line is a pattern of blocks, then `eager` or any of backend=, mode=, dynamic=, fullgraph=. A pattern has wildcards
-    and
-    ranges: double_blocks.*, single_blocks.0-9. Empty lines and what follows a # are left out. Raises ValueError, in a
-    sentence, for a line that says nothing or two things.
+    A line is a pattern of blocks, then `eager` or any of backend=, mode=, dynamic=, fullgraph=. A pattern may have
+    wildcards and ranges: double_blocks.*, single_blocks.0-9. Empty lines and comments after a # are skipped. Raises
+    ValueError, in a sentence, for a line without a setting, or with unknown, repeated or conflicting ones.
     """
-    found = []
+    overrides = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
         if not words:
             continue
-        found.append(_parse_line(number, words[0], words[1:]))
-    return tuple(found)
+        overrides.append(_parse_line(number, words[0], words[1:]))
+    return tuple(overrides)
 
 
 def _parse_line(number: int, pattern: str, words: list[str]) -> Override:
-    where = f"overrides, line {number}"
+    place = f"overrides, line {number}"
     if not words:
-        raise ValueError(f"{where}: {pattern} has no setting; write eager or, for example, mode=max-autotune after it.")
+        raise ValueError(f"{place}: {pattern} has no setting; write eager or, for example, mode=max-autotune after it.")
     if EAGER in words:
         if len(words) > 1:
-            raise ValueError(f"{where}: eager blocks are not compiled, so eager can't be combined with other settings.")
+            raise ValueError(f"{place}: eager blocks are not compiled, so eager can't be combined with other settings.")
         return Override(pattern, eager=True)
     allowed = {"backend": None, "mode": MODES, "dynamic": tuple(DYNAMIC), "fullgraph": ("true", "false")}
     changes: dict[str, str] = {}
@@ -210,31 +211,31 @@ def _parse_line(number: int, pattern: str, words: list[str]) -> Override:
         key, equals, value = word.partition("=")
         if not equals or key not in allowed:
             raise ValueError(
-                f"{where}: {shown(word)} is not known; write eager, {', '.join(f'{k}=…' for k in allowed)}."
+                f"{place}: {shown(word)} is not known; write eager, {', '.join(f'{k}=…' for k in allowed)}."
             )
         if key in changes:
-            raise ValueError(f"{where}: {key} is given twice.")
+            raise ValueError(f"{place}: {key} is given twice.")
         values = allowed[key]
         if key in ("dynamic", "fullgraph"):
             value = value.lower()
         if values is not None and value not in values:
-            raise ValueError(f"{where}: {key} is {shown(value)}; choose one of {', '.join(values)}.")
+            raise ValueError(f"{place}: {key} is {shown(value)}; choose one of {', '.join(values)}.")
         changes[key] = value
     return Override(pattern, changes=tuple(changes.items()))
 
 
 def _matches(pattern: str, block: str) -> bool:
-    """Match part by part between the dots, so that a * or a range stands for one number only.
+    """Match part by part between the dots, so that a * or a range matches one number only.
 
-    A pattern that ends in .* or in a list's name covers all that is below.
+    A pattern that ends in .* or in a list's name covers everything below it.
     """
-    wanted, parts = pattern.split("."), block.split(".")
-    if len(wanted) > len(parts):
+    globs, parts = pattern.split("."), block.split(".")
+    if len(globs) > len(parts):
         return False
-    return all(_part_matches(w, p) for w, p in zip(wanted, parts, strict=False))
+    return all(_part_matches(glob, part) for glob, part in zip(globs, parts, strict=False))
 
 
-def _part_matches(wanted: str, part: str) -> bool:
-    if (numbers := re.fullmatch(r"(\d+)-(\d+)", wanted)) and part.isdigit():
+def _part_matches(pattern: str, part: str) -> bool:
+    if (numbers := re.fullmatch(r"(\d+)-(\d+)", pattern)) and part.isdigit():
         return int(numbers[1]) <= int(part) <= int(numbers[2])
-    return fnmatch.fnmatchcase(part, wanted)
+    return fnmatch.fnmatchcase(part, pattern)

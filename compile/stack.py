@@ -1,4 +1,4 @@
-"""Stack: a list of blocks as one region, wired as an eager pass showed."""
+"""Stack: a list of blocks compiled as one region, with the wiring recorded in an eager pass."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 class BlockWiring:
     """Outputs of a block that are inputs of the next; all other inputs are the same for all blocks.
 
-    links: (place of the output, place of the input) pairs. The place of an output is its index, or -1 where the block
+    links: (place of the output, place of the input) pairs. The place of an output is its index, or -1 if the block
         returns one tensor; that of an input is its index or its name.
     """
 
@@ -25,14 +25,14 @@ def run_stack(blocks: tuple[nn.Module, ...], wiring: BlockWiring, args: tuple[An
     out = None
     for block in blocks:
         if out is not None:
-            positional, named = list(args), dict(kwargs)
+            positional, keywords = list(args), dict(kwargs)
             for place, target in wiring.links:
                 value = out if place < 0 else out[place]
                 if isinstance(target, int):
                     positional[target] = value
                 else:
-                    named[target] = value
-            args, kwargs = tuple(positional), named
+                    keywords[target] = value
+            args, kwargs = tuple(positional), keywords
         out = type(block).forward(block, *args, **kwargs)
     return out
 
@@ -47,10 +47,10 @@ class BlockCall:
 
 
 class WiringTracer:
-    """Traces the calls of one list's blocks in an eager pass, and finds their wiring.
+    """Tracer of the calls of one list's blocks in an eager pass, which derives their wiring.
 
-    Call `before` and `after` around each block's own forward. Only the call before the present one is held, so that
-    the pass needs no more memory than any other, but for a copy of the first inputs and of the last outputs.
+    Call `before` and `after` around each block's own forward. Only the previous call is stored, so that the pass needs
+    no extra memory, except for a copy of the first inputs and of the last outputs.
     """
 
     def __init__(self, blocks: Sequence[nn.Module]):
@@ -69,10 +69,10 @@ class WiringTracer:
         if self._call is None:
             self._first = BlockCall(_copies(args), _copies(kwargs))
         elif self._why is None:
-            found = _links(self._call, call)
-            if found is None or (self._links is not None and found != self._links):
+            links = _links(self._call, call)
+            if links is None or (self._links is not None and links != self._links):
                 self._why = "the model computes something between its blocks"
-            self._links = found
+            self._links = links
         self._call = call
         self._seen += 1
 
@@ -83,7 +83,7 @@ class WiringTracer:
             self._last = _copies(out)
 
     def wiring(self) -> BlockWiring | str:
-        """Return the wiring, or the reason why the blocks can't run as one region, as the end of a sentence."""
+        """Return the wiring, or the reason the blocks can't run as one region, as the end of a sentence."""
         if self._why is None and self._seen != len(self.blocks):
             self._why = "the model does not run its blocks once each and in order"
         if self._why is not None:
@@ -91,7 +91,7 @@ class WiringTracer:
         assert self._links is not None and self._first is not None
         self._call = None
         wiring = BlockWiring(self._links)
-        # Something done in place between two blocks shows only in the result.
+        # An in-place change between two blocks shows only in the result.
         if not _equal(run_stack(self.blocks, wiring, self._first.args, self._first.kwargs), self._last):
             return "the model changes the blocks' results between them"
         return wiring
@@ -108,20 +108,20 @@ def _links(earlier: BlockCall, later: BlockCall) -> tuple[tuple[int, int | str],
     links: list[tuple[int, int | str]] = []
     pairs: list[tuple[int | str, Any, Any]] = [(i, earlier.args[i], value) for i, value in enumerate(later.args)]
     pairs += [(name, earlier.kwargs[name], value) for name, value in later.kwargs.items()]
-    for target, before, value in pairs:
+    for target, previous, value in pairs:
         place = next((place for place, out in outputs if value is out and isinstance(out, Tensor)), None)
         if place is not None:
             links.append((place, target))
-        elif isinstance(value, dict) and isinstance(before, dict):
+        elif isinstance(value, dict) and isinstance(previous, dict):
             continue  # the options, which carry no code here
-        elif value is not before and not _same(value, before):
+        elif value is not previous and not _same(value, previous):
             return None
     return tuple(links) if links else None
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equal and not a tensor: a tensor made anew between two blocks is something computed there. Tuples of the same
-    tensors are the same."""
+    """Return whether both are equal and not tensors: a new tensor between two blocks was computed there. Tuples of the
+    same tensors are equal."""
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
         return len(a) == len(b) and all(x is y or _same(x, y) for x, y in zip(a, b, strict=True))
     if hasattr(a, "__dict__") and type(a) is type(b) and not isinstance(a, Tensor | nn.Module):
@@ -136,7 +136,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 class StackModule(nn.Module):
-    """Stand-in for all of a list's blocks, in the model's list, while one call lasts."""
+    """Replacement of all blocks of a list, in the model's list, during one call."""
 
     def __init__(self, run: Any):
         super().__init__()

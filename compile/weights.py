@@ -1,4 +1,4 @@
-"""Uniform weights for compiled blocks, so that a LoRA does not make them compile again."""
+"""Uniform weights for compiled blocks, so that a LoRA does not cause a recompile."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,10 +14,10 @@ from ..memory.weights.frozen import share_outside_inference_mode
 
 
 def keep_flags_on_modules(modules: Iterable[nn.Module]) -> None:
-    """Put on each layer itself whether it casts its weights.
+    """Store on each layer instance whether it casts its weights.
 
-    ComfyUI keeps that on the layer's class until it first streams the layer; a guard tells the two apart, so a model
-    that was once partly loaded would compile again from start to end.
+    ComfyUI keeps that flag on the layer's class until it first streams the layer; a guard distinguishes the two, so a
+    model that was once partly loaded would recompile completely.
     """
     for module in modules:
         flag = casts_weights(module)
@@ -29,7 +29,7 @@ def leave_inference_mode(modules: list[nn.Module]) -> None:
     """Replace every weight that was made under inference mode by an ordinary tensor over the same memory.
 
     ComfyUI's nodes run under inference mode, so weights with a LoRA in them, and all weights of some loaders, are
-    inference tensors, and others are not. A guard tells the two apart, so a LoRA would compile every block again.
+    inference tensors, and others are not. A guard distinguishes the two, so a LoRA would recompile every block.
     """
     for module in modules:
         parameters = module._parameters
@@ -38,11 +38,11 @@ def leave_inference_mode(modules: list[nn.Module]) -> None:
                 if type(parameter.data) is not Tensor:
                     continue
                 with torch.inference_mode(False):
-                    shared = share_outside_inference_mode(parameter)
-                    parameters[name] = nn.Parameter(shared, requires_grad=False)
+                    alias = share_outside_inference_mode(parameter)
+                    parameters[name] = nn.Parameter(alias, requires_grad=False)
 
 
-# The patches of weights that ComfyUI streams, by number, for as long as somebody holds them.
+# The patches of weights that ComfyUI streams, by number, as long as they are referenced.
 _patches: "WeakValueDictionary[int, OpaquePatch]" = WeakValueDictionary()
 
 
@@ -50,10 +50,10 @@ _patches: "WeakValueDictionary[int, OpaquePatch]" = WeakValueDictionary()
 def patched_weight(weight: Tensor, number: Tensor) -> Tensor:
     """Apply the patch of this number (an int64 scalar on the CPU) to the weight.
 
-    Opaque, with the number as data: a compiled block that looked into the patch would be bound to this LoRA, this key
-    and this strength.
+    Opaque, with the number as data: a compiled block that traced the patch would be specialised for this LoRA, key and
+    strength.
     """
-    return _patches[int(number)].patch(weight.clone())  # ComfyUI adds to what it is given
+    return _patches[int(number)].patch(weight.clone())  # ComfyUI adds in place
 
 
 @patched_weight.register_fake
@@ -79,7 +79,7 @@ class OpaquePatch:
 
 @contextmanager
 def opaque_patches(modules: list[nn.Module]) -> Iterator[None]:
-    """Hide LoRAs that ComfyUI applies at each use of a streamed weight from the compiler, while it lasts."""
+    """Hide LoRAs that ComfyUI applies at each use of a streamed weight from the compiler, within the context."""
     replaced: list[tuple[Any, str, list[Any]]] = []
     try:
         for module in modules:

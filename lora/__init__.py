@@ -1,1 +1,1 @@
-"""LoRA networks: what is trained, how it starts, and the files it is saved in."""
+"""LoRA networks: trained adapters, warm start, and LoRA files."""

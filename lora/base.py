@@ -1,7 +1,7 @@
-"""Frozen LoRAs beneath the trained one: weight patches, like a LoRA that is loaded on the MODEL.
+"""Frozen LoRAs under the trained one, applied as weight patches like a LoRA loaded on the MODEL.
 
-The base LoRA counts as part of the model. The training adapter is in force while training and at no other time: over a
-distilled model it takes the distillation out, so that the trained LoRA does not learn to.
+The base LoRA counts as part of the model. The training adapter is active only during training: on a distilled model it
+removes the distillation, so that the trained LoRA does not learn to.
 """
 
 from collections.abc import Iterator
@@ -20,8 +20,8 @@ from .source import LoraSource
 
 
 def apply_base_lora(patcher: ModelPatcher, options: NetworkOptions, family: Family) -> list[str]:
-    """Patch the weights of `patcher`, a clone made for training, with `base_lora`; returns notes for the user, a
-    sentence each. Raises ValueError where it is a LoRA of another model."""
+    """Patch the weights of `patcher`, a clone made for training, with `base_lora`. Returns notes for the user, one
+    sentence each. Raises ValueError if it is a LoRA of another model."""
     if options.base_lora is None:
         if options.base_strength != 1:
             return ["base_strength has no effect without base_lora."]
@@ -34,8 +34,8 @@ def apply_base_lora(patcher: ModelPatcher, options: NetworkOptions, family: Fami
 
 
 def apply_training_adapter(patcher: ModelPatcher, options: NetworkOptions, family: Family) -> list[str]:
-    """Patch the weights of `patcher`, a clone made for training, with `training_adapter`; returns notes for the user, a
-    sentence each. Raises ValueError where it is a LoRA of another model."""
+    """Patch the weights of `patcher`, a clone made for training, with `training_adapter`. Returns notes for the user,
+    one sentence each. Raises ValueError if it is a LoRA of another model."""
     if options.training_adapter is None:
         return []
     name, strength = options.training_adapter.name, options.training_adapter_strength
@@ -51,32 +51,36 @@ def apply_training_adapter(patcher: ModelPatcher, options: NetworkOptions, famil
 
 
 def _apply(patcher: ModelPatcher, source: LoraSource, default: str, strength: float, family: Family) -> list[str]:
-    """Patch the weights with a LoRA; returns a note for each thing in it that the model has not.
+    """Patch the weights with a LoRA; returns a note for each part of it that the model does not have.
 
-    default: name of the input for messages, where the source does not tell it.
+    default: name of the input in messages, if the source does not name it.
     """
-    name, told = source.name, source.input(default)
+    name, input_name = source.name, source.input(default)
     try:
         patches, unknown = read_patches(source.tensors(), family, patcher.model)
         missing = list(_check_patches(patches, patcher.model))
     except DoesNotFit as error:
-        raise ValueError(f"{told}: {name} does not fit this model ({error}); choose a LoRA of this model.") from error
+        raise ValueError(
+            f"{input_name}: {name} does not fit this model ({error}); choose a LoRA of this model."
+        ) from error
     if len(missing) == len(patches):
         raise ValueError(
-            f"{told}: {name} has no update for {family.title}; choose a LoRA that was trained on this model."
+            f"{input_name}: {name} has no update for {family.title}; choose a LoRA that was trained on this model."
         )
     patcher.add_patches(patches, strength)
     notes = []
     if missing:
-        notes.append(f"{told} also changes parts that this model doesn't have, such as {missing[0]}; they are ignored.")
+        notes.append(
+            f"{input_name} also changes parts that this model doesn't have, such as {missing[0]}; they are ignored."
+        )
     if unknown:
-        notes.append(f"{told} has {len(unknown)} keys that match no layer of this model, such as {unknown[0]}.")
+        notes.append(f"{input_name} has {len(unknown)} keys that match no layer of this model, such as {unknown[0]}.")
     return notes
 
 
 def _check_patches(patches: Patches, model: Any) -> Iterator[str]:
-    """The weights that are patched and that the model has not. Raises DoesNotFit where ComfyUI would leave one that is
-    there as it is, and only log it."""
+    """Yield the patched weights that the model does not have. Raises DoesNotFit if ComfyUI would leave an existing one
+    unchanged and only log it."""
     linears = linear_shapes(model)
     for target, content in patches.items():
         key, patch = Patch.of(target, content)
@@ -88,7 +92,7 @@ def _check_patches(patches: Patches, model: Any) -> Iterator[str]:
 
 
 def _shape(model: Any, key: str) -> tuple[int, ...] | None:
-    """The shape of a weight of the model; None where it has none of that name."""
+    """Return the shape of a weight of the model; None if it has none of that name."""
     try:
         weight = comfy.utils.get_attr(model, key)
     except AttributeError:
@@ -97,8 +101,8 @@ def _shape(model: Any, key: str) -> tuple[int, ...] | None:
 
 
 def with_base(model: ModelPatcher, options: NetworkOptions) -> ModelPatcher:
-    """The MODEL as previews sample it: a clone with `base_lora` on it, or itself without one; never with the training
-    adapter."""
+    """Return the MODEL that previews sample: a clone with `base_lora` on it, or itself without one; never with the
+    training adapter."""
     if options.base_lora is None:
         return model
     clone = model.clone()

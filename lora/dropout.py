@@ -1,4 +1,4 @@
-"""Dropout of adapters. Masks are sampled outside of the blocks, so that a recompute of a block sees the same."""
+"""Dropout of adapters. Masks are sampled outside the blocks, so that the recompute of a block sees the same ones."""
 
 import torch
 from torch import Tensor
@@ -18,17 +18,17 @@ def sample_masks(
     dtype: torch.dtype,
     part: tuple[int, int] = (0, 1),
 ) -> dict[str, DropMask]:
-    """Sample the masks of one block by the names of its Linears, from the random key `key`; empty without dropout.
+    """Sample the masks of one block, by the names of its Linears, from the random key `key`; empty without dropout.
 
-    part: (number, count) where the samples are one of `count` equal parts of a batch: the masks of the whole batch are
-        sampled, so that those of a sample do not depend on how many devices there are.
+    part: (number, count) if the samples are one of `count` equal shards of a batch: the masks of the whole batch are
+        sampled, so that those of a sample do not depend on the number of devices.
 
-    dropout: elements of the rank activations. rank_dropout: for each sample whole ranks (for LoHa and LoKr rows of
-    delta W, for OFT blocks). Both scale what stays by 1 / (1 − p), OFT's apart. module_dropout: for each sample the
-    whole adapter, unscaled. As kohya's network_dropout, rank_dropout and module_dropout (sd-scripts, networks/lora.py),
-    but that a module is dropped for each sample by itself and not for the batch. LyCORIS drops the same rows of
-    delta W, but leaves what stays unscaled: its rank_dropout_scale is off by default, and where it is on divides by the
-    share that was kept of that draw.
+    dropout: drops elements of the rank activations. rank_dropout: drops whole ranks per sample (rows of delta W for
+        LoHa and LoKr, blocks for OFT). Both scale the rest by 1 / (1 − p), except for OFT. module_dropout: drops the
+        whole adapter per sample, unscaled. Same as kohya's network_dropout, rank_dropout and module_dropout
+        (sd-scripts, networks/lora.py), except that a module is dropped per sample and not per batch. LyCORIS drops the
+        same rows of delta W, but leaves the rest unscaled: its rank_dropout_scale is off by default, and if on divides
+        by the share that this draw kept.
     """
     if not options.drops:
         return {}
@@ -48,10 +48,10 @@ class _MaskSampler:
         self.seed, self.key, self.device, self.dtype, self.part = seed, key, device, dtype, part
 
     def sample(self, p: float, shape: tuple[int, ...], scaled: bool, *kind: str) -> Tensor:
-        """0 with the probability p, else 1 or 1 / (1 − p)."""
+        """Sample a mask: 0 with probability p, else 1, or 1 / (1 − p) if `scaled`."""
         source = generator(self.seed, *self.key, *kind, device=self.device)
-        (own, *rest), (number, count) = shape, self.part
-        draw = torch.rand((own * count, *rest), generator=source, device=self.device)[number * own :][:own]
+        (batch, *rest), (number, count) = shape, self.part
+        draw = torch.rand((batch * count, *rest), generator=source, device=self.device)[number * batch :][:batch]
         return ((draw >= p) / (1 - p if scaled else 1)).to(self.dtype)
 
 

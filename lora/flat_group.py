@@ -1,4 +1,4 @@
-"""Master weights of one parameter group in one tensor, so that a step takes few kernels whatever their number."""
+"""Master weights of one parameter group in one tensor, so that a step launches few kernels whatever their number."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,21 +6,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Each weight begins at a multiple of this, in numbers: 512 bytes in fp32, as CUDA's allocator begins tensors.
+# Each weight starts at a multiple of this many elements: 512 bytes in fp32, the alignment of CUDA's allocator.
 _ALIGNMENT = 128
 
 
 class FlatGroup:
-    """Master weights of one parameter group as views on one tensor, and their gradients on another.
+    """Master weights of one parameter group as views of one tensor, and their gradients as views of another.
 
-    The gaps between them are zero in both, and an elementwise step leaves them so.
+    The padding between them is zero in both, and an elementwise step keeps it zero.
 
-    weights: the master weights; views on `master` from here on.
+    weights: the master weights; views of `master` from then on.
     master: (n,), fp32.
     gradient: (n,), fp32.
-    gradients: views on `gradient`, in the weights' shapes.
-    cast: (n,), `master` in the dtype of the computation; None where a forward reads the master weights themselves.
-    casts: what a forward reads in their place, views on `cast`; autograd gives these the gradients.
+    gradients: views of `gradient`, in the weights' shapes.
+    cast: (n,), `master` in the dtype of the computation; None if a forward reads the master weights directly.
+    casts: parameters that a forward reads instead, views of `cast`; autograd accumulates the gradients in these.
     """
 
     def __init__(self, weights: Sequence[nn.Parameter], dtype: torch.dtype | None = None):
@@ -30,23 +30,23 @@ class FlatGroup:
         for weight in self.weights:
             self._begins.append(size)
             size += -(-weight.numel() // _ALIGNMENT) * _ALIGNMENT
-        held = torch.zeros(size, dtype=self.weights[0].dtype, device=self.weights[0].device)
-        for weight, part in zip(self.weights, self.parts(held), strict=True):
+        master = torch.zeros(size, dtype=self.weights[0].dtype, device=self.weights[0].device)
+        for weight, part in zip(self.weights, self.parts(master), strict=True):
             part.copy_(weight.detach())
             weight.data = part
-        self.master = nn.Parameter(held)
-        self.gradient = torch.zeros_like(held)
+        self.master = nn.Parameter(master)
+        self.gradient = torch.zeros_like(master)
         self.gradients = self.parts(self.gradient)
-        self.cast = None if dtype is None else torch.zeros_like(held, dtype=dtype)
+        self.cast = None if dtype is None else torch.zeros_like(master, dtype=dtype)
         self.casts = [] if self.cast is None else [nn.Parameter(part) for part in self.parts(self.cast)]
         self.write_casts()
 
     def parts(self, flat: Tensor) -> list[Tensor]:
-        """Views on a tensor (n,), one for each weight in its shape."""
+        """Return views of a tensor (n,), one for each weight in its shape."""
         return [self.part(flat, number) for number in range(len(self.weights))]
 
     def part(self, flat: Tensor, number: int) -> Tensor:
-        """View on a tensor (n,) at the place of a weight, in its shape."""
+        """Return the view of a tensor (n,) at the offset of a weight, in its shape."""
         begin, shape = self._begins[number], self.weights[number].shape
         return flat[begin : begin + shape.numel()].view(shape)
 
@@ -58,32 +58,32 @@ class FlatGroup:
 
     @torch.no_grad()
     def write_casts(self) -> None:
-        """Write `cast`, one kernel. Called before each forward, so that nobody who changes a weight has to ask for it.
+        """Update `cast` with one kernel. Called before each forward, so code that changes a weight need not call it.
 
-        A backward over a forward before this raises torch's error that its tensors were modified.
+        A backward through an earlier forward raises torch's error that its tensors were modified in place.
         """
         if self.cast is not None:
             self.cast.copy_(self.master)
 
-    def move_gradient(self, to: Tensor) -> None:
-        """Let `gradient` lie in this tensor (n,), part of a larger one. Called while no weight has a gradient.
+    def move_gradient(self, buffer: Tensor) -> None:
+        """Move `gradient` to this tensor (n,), a slice of a larger one. Called while no weight has a gradient.
 
-        Raises AssertionError where one has.
+        Raises AssertionError if one has.
         """
-        assert to.shape == self.gradient.shape and all(weight.grad is None for weight in self.weights)
-        self.gradient = to.zero_()
+        assert buffer.shape == self.gradient.shape and all(weight.grad is None for weight in self.weights)
+        self.gradient = buffer.zero_()
         self.gradients = self.parts(self.gradient)
 
     @property
     def is_complete(self) -> bool:
-        """True where every weight has a gradient."""
+        """Return whether every weight has a gradient."""
         return all(weight.grad is not None for weight in self.weights)
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Move the gradients of a backward into `gradient`; each weight's `grad` is a view on it from here on.
+        """Move the gradients of a backward into `gradient`; each weight's `grad` is a view of it from then on.
 
-        A weight without a gradient stays so. Autograd adds the gradients of later backwards in place.
+        A weight without a gradient stays without. Autograd adds the gradients of later backwards in place.
         """
         fresh = [i for i, w in enumerate(self.weights) if w.grad is not None and w.grad is not self.gradients[i]]
         self._begin(fresh, [self.weights[i].grad for i in fresh])
@@ -91,10 +91,10 @@ class FlatGroup:
         first, later = ([i for i in cast if (self.weights[i].grad is None) == new] for new in (True, False))
         self._begin(first, [self.casts[i].grad for i in first])
         if later:
-            # Summed in fp32. Widened by one copy and added in one kernel: mixed dtypes would be added tensor by tensor.
+            # Summed in fp32: one upcasting copy and one add kernel, since mixed dtypes would be added tensor by tensor.
             wide = torch.zeros_like(self.gradient)
-            added: list[Any] = [self.casts[i].grad for i in later]
-            torch._foreach_copy_([self.part(wide, i) for i in later], added)
+            gradients: list[Any] = [self.casts[i].grad for i in later]
+            torch._foreach_copy_([self.part(wide, i) for i in later], gradients)
             self.gradient.add_(wide)
         for i in cast:
             self.casts[i].grad = None
@@ -107,7 +107,7 @@ class FlatGroup:
             self.weights[i].grad = self.gradients[i]
 
     def zero_grad(self) -> None:
-        """Drop the gradients. The gaps are zeroed too: a NaN step that is skipped would leave NaN there."""
+        """Drop the gradients. The padding is zeroed too: a skipped NaN step would leave NaN there."""
         for weight in (*self.weights, *self.casts):
             weight.grad = None
         self.master.grad = None

@@ -39,7 +39,7 @@ class LoraNetwork:
         seed: int,
         blocks_run_once: bool = True,
     ):
-        """blocks_run_once: false where a forward may run a block several times."""
+        """blocks_run_once: false if a forward may run a block several times."""
         self.options, self.blocks_run_once = options, blocks_run_once
         self.adapters: dict[str, Adapter] = {}
         self.flat: list[FlatGroup] = []
@@ -51,24 +51,24 @@ class LoraNetwork:
         self.attach(linears)
 
     def casts_in(self, dtype: torch.dtype) -> torch.dtype | None:
-        """Return `dtype` where a forward in it can read casts of the master weights that are kept, else None.
+        """Return `dtype` if a forward in it can read stored casts of the master weights, else None.
 
-        It does not where a block runs several times: autograd would sum the gradients of a cast in `dtype`, where it
-        sums those of the master weights in fp32.
+        It can't if a block runs several times: autograd would sum the gradients of a cast in `dtype`, but sums those of
+        the master weights in fp32.
         """
         read = self.blocks_run_once and all(adapter.reads_casts for adapter in self.adapters.values())
         return dtype if read and dtype != torch.float32 else None
 
     def flatten(self, groups: Sequence[Sequence[nn.Parameter]], dtype: torch.dtype) -> list[FlatGroup]:
-        """Move the master weights into one tensor for each group; the parameters become views on it.
+        """Move the master weights into one tensor for each group; the parameters become views of it.
 
-        dtype: of the forward, for which casts are kept where it can read them.
+        dtype: of the forward, for which casts are stored if it can read them.
         """
         self.flat = [FlatGroup(group, self.casts_in(dtype)) for group in groups]
         casts = {id(w): c for group in self.flat for w, c in zip(group.weights, group.casts, strict=False)}
         for adapter in self.adapters.values():
-            named = adapter.named_parameters()
-            adapter.casts = {own: casts[id(weight)] for own, weight in named if id(weight) in casts}
+            named_weights = adapter.named_parameters()
+            adapter.casts = {name: casts[id(weight)] for name, weight in named_weights if id(weight) in casts}
         return self.flat
 
     def write_casts(self) -> None:
@@ -77,7 +77,7 @@ class LoraNetwork:
             group.write_casts()
 
     def gather(self) -> None:
-        """Move the gradients of a backward into the flat ones, where there are such."""
+        """Move the gradients of a backward into the flat ones, if there are any."""
         for group in self.flat:
             group.gather()
 
@@ -93,47 +93,47 @@ class LoraNetwork:
 
     @property
     def pairs(self) -> dict[str, tuple[nn.Parameter, ...]]:
-        """The master weights of each target in their order; of a plain LoRA (down, up)."""
+        """Return the master weights of each target in order; (down, up) for a plain LoRA."""
         return {name: tuple(adapter.parameters()) for name, adapter in self.adapters.items()}
 
     def parameters(self) -> list[nn.Parameter]:
         return [p for adapter in self.adapters.values() for p in adapter.parameters()]
 
     def buffer_bytes(self) -> int:
-        """Bytes of the adapters' buffers, which are not trained."""
+        """Return the bytes of the adapters' buffers, which are not trained."""
         return sum(b.numel() * b.element_size() for adapter in self.adapters.values() for b in adapter.buffers())
 
     def master_weights(self) -> dict[str, Tensor]:
-        """The fp32 master weights by `<module>.<name in its adapter>`, such as `<module>.down`."""
+        """Return the fp32 master weights by `<module>.<name in its adapter>`, such as `<module>.down`."""
         adapters = self.adapters.items()
-        return {f"{n}.{own}": p.detach() for n, adapter in adapters for own, p in adapter.named_parameters()}
+        return {f"{n}.{key}": p.detach() for n, adapter in adapters for key, p in adapter.named_parameters()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Tensors of a state file: the master weights, and buffers that could not be computed again bit for bit."""
-        return {f"{n}.{own}": t for n, adapter in self.adapters.items() for own, t in adapter.state_dict().items()}
+        """Return the tensors of a state file: master weights, and buffers that could not be recomputed bit for bit."""
+        return {f"{n}.{key}": t for n, adapter in self.adapters.items() for key, t in adapter.state_dict().items()}
 
     def specs(self) -> list[dict[str, Any]]:
-        """The specs of the adapters as plain JSON, each with the layers that have it, for a state file."""
+        """Return the specs of the adapters as plain JSON, each with the layers that have it, for a state file."""
         layers: dict[AdapterSpec, list[str]] = {}
         for name, adapter in self.adapters.items():
             layers.setdefault(adapter.spec, []).append(name)
         return [{**asdict(spec), "layers": names} for spec, names in layers.items()]
 
     def load_master_weights(self, weights: dict[str, Tensor]) -> None:
-        """Load what `state_dict` gave. Raises ValueError where it is of another network."""
-        own = self.state_dict()
-        if own.keys() != weights.keys() or any(own[k].shape != weights[k].shape for k in own):
+        """Load the tensors of a `state_dict`. Raises ValueError if it is of another network."""
+        state = self.state_dict()
+        if state.keys() != weights.keys() or any(state[k].shape != weights[k].shape for k in state):
             raise ValueError(OTHER_NETWORK)
         with torch.no_grad():
-            for name, tensor in own.items():
+            for name, tensor in state.items():
                 tensor.copy_(weights[name])
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
         """Disable the adapters within the context.
 
-        The master weights are zeroed in place, so that compiled graphs see no difference; no backward may run over
-        what was computed before or within.
+        The master weights are zeroed in place, so that compiled graphs see no difference; no backward may run through
+        anything computed before or within.
         """
         weights = [p.detach() for p in self.parameters()]
         saved = [p.clone() for p in weights]
@@ -146,7 +146,7 @@ class LoraNetwork:
             self.write_casts()
 
     def snapshot(self) -> LoraModel:
-        """Copy the LoRA to the host, in kohya's names."""
+        """Copy the LoRA to the CPU, in kohya's names."""
         return LoraModel.from_tensors(
             {
                 name: {suffix: t.detach().to("cpu", copy=True) for suffix, t in adapter.tensors().items()}
@@ -165,7 +165,7 @@ class LoraNetwork:
     ) -> dict[str, DropMask]:
         """Sample the dropout masks of one block, from the random key `key`; empty without dropout.
 
-        part: as of `sample_masks`.
+        part: as in `dropout.sample_masks`.
         """
         return sample_masks(self.options, block, inputs, seed, key, dtype, part)
 

@@ -1,4 +1,4 @@
-"""The adapter to train."""
+"""Options of the adapter to train."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +12,7 @@ from .source import LoraSource
 
 ALGORITHMS = tuple(ADAPTERS)
 SAME, NONE = "same", "none"
-# What is set for the second expert, as it is where there is one model.
+# Options of the second expert, with their values for a run of one model.
 LOW_NOISE: dict[str, Any] = {
     "start_from_low_noise": SAME,
     "base_lora_low_noise": SAME,
@@ -20,7 +20,7 @@ LOW_NOISE: dict[str, Any] = {
     "training_adapter_low_noise": SAME,
     "training_adapter_strength_low_noise": 1.0,
 }
-# LoRAs beneath the trained one, with the input of their strength.
+# LoRAs under the trained one, with the input of their strength.
 _BENEATH = {"base_lora": "base_strength", "training_adapter": "training_adapter_strength"}
 _WITHOUT_NORM = {
     "dora": "dora trains the lengths of a layer's columns apart from its matrices, whose size does not limit them; set "
@@ -39,28 +39,27 @@ def _of_algorithm(algorithm: str) -> Unread:
 
 @dataclass(frozen=True)
 class NetworkOptions:
-    """The adapter to train (TESSERA_NETWORK).
+    """Options of the adapter to train (TESSERA_NETWORK).
 
-    algorithm: of `models.adapters`.
-    rank: of the update's two matrices, or what the algorithm takes for it.
+    algorithm: one of `models.adapters`.
+    rank: of the update's two matrices, or the algorithm's counterpart of it.
     alpha: the update is scaled by alpha / rank.
-    include, exclude: glob patterns over module names such as `double_blocks.0.img_attn.qkv`; an empty `include` stands
-        for the default targets of the model family.
+    include, exclude: glob patterns over module names such as `double_blocks.0.img_attn.qkv`; an empty `include` selects
+        the default targets of the model family.
     dropout: probability that an element of the rank activations (after the down projection) is dropped.
     lora_plus_ratio: learning rate of up over that of down, see `param_groups.parameter_groups`.
     scale_weight_norms: above 0, the largest norm of a module's update, see `max_norm.MaxNorm`.
     start_from: a LoRA that training begins from, see `warm_start`.
-    base_lora, base_strength: a LoRA that stays frozen beneath the trained one, and its strength.
+    base_lora, base_strength: a LoRA that stays frozen under the trained one, and its strength.
     rank_dropout: probability that a rank is dropped for a sample.
-    module_dropout: probability that a layer goes without its adapter for a sample.
+    module_dropout: probability that a layer skips its adapter for a sample.
     rank_patterns: ranks and alphas of some layers, see `patterns.parse_rank_patterns`.
     factor: of LoKr. constraint: of OFT.
     init: the initial weights of a LoRA.
-    start_from_low_noise, base_lora_low_noise, base_strength_low_noise: of the low noise one of Wan 2.2's two experts: a
-        LoRA, NONE, or SAME as the high noise one (and `base_strength` with it).
-    training_adapter, training_adapter_strength: a LoRA that is in force while training and at no other time, and its
-        strength.
-    training_adapter_low_noise, training_adapter_strength_low_noise: the same of the low noise expert.
+    start_from_low_noise, base_lora_low_noise, base_strength_low_noise: for the low noise expert of Wan 2.2: a LoRA,
+        NONE, or SAME as the high noise expert (and `base_strength` with it).
+    training_adapter, training_adapter_strength: a LoRA that is active only during training, and its strength.
+    training_adapter_low_noise, training_adapter_strength_low_noise: the same for the low noise expert.
 
     Raises ValueError, naming the input, for values out of range and combinations without effect.
     """
@@ -91,19 +90,19 @@ class NetworkOptions:
     training_adapter_strength_low_noise: float = 1.0
 
     def of_high_noise(self) -> "NetworkOptions":
-        """The options of the high noise expert alone."""
+        """Return the options of the high noise expert alone."""
         return replace(self, **LOW_NOISE)
 
     def of_low_noise(self) -> "NetworkOptions":
-        """The options of the low noise expert alone."""
-        own = dict(LOW_NOISE)
+        """Return the options of the low noise expert alone."""
+        changes = dict(LOW_NOISE)
         if self.start_from_low_noise != SAME:
-            own["start_from"] = _source(self.start_from_low_noise)
+            changes["start_from"] = _source(self.start_from_low_noise)
         for name, strength in _BENEATH.items():
-            if (chosen := getattr(self, f"{name}_low_noise")) != SAME:
-                own[name] = _source(chosen)
-                own[strength] = getattr(self, f"{strength}_low_noise") if own[name] else 1.0
-        return replace(self, **own)
+            if (source := getattr(self, f"{name}_low_noise")) != SAME:
+                changes[name] = _source(source)
+                changes[strength] = getattr(self, f"{strength}_low_noise") if changes[name] else 1.0
+        return replace(self, **changes)
 
     @property
     def file_ranks(self) -> int:
@@ -112,7 +111,7 @@ class NetworkOptions:
 
     @property
     def drops(self) -> bool:
-        """True where a step has dropout masks of any kind."""
+        """Return whether a step has dropout masks of any kind."""
         return any(getattr(self, name) for name in DROPOUTS)
 
     def __post_init__(self) -> None:
@@ -143,8 +142,8 @@ class NetworkOptions:
                 "lora_plus_ratio to 1, or algorithm to lora."
             )
         for name in ("start_from_low_noise", *(f"{name}_low_noise" for name in _BENEATH)):
-            if isinstance(chosen := getattr(self, name), str):
-                one_of(name, chosen, (SAME, NONE))
+            if isinstance(choice := getattr(self, name), str):
+                one_of(name, choice, (SAME, NONE))
         for end in ("", "_low_noise"):
             for name, strength in _BENEATH.items():
                 self._check_beneath(f"{name}{end}", f"{strength}{end}")
@@ -157,13 +156,13 @@ class NetworkOptions:
         self._check_init()
 
     def _check_beneath(self, name: str, strength: str) -> None:
-        if not isinstance(chosen := getattr(self, name), LoraSource):
+        if not isinstance(source := getattr(self, name), LoraSource):
             return
         if getattr(self, strength) == 0:
             raise ValueError(f"{strength} is 0, at which {name} has no effect; set another, or {name} to none.")
         if name.startswith("training_adapter") and self.algorithm == "dora":
             raise ValueError(
-                f"{name} is {chosen.name} and algorithm is dora, whose file would hold the lengths of weights with "
+                f"{name} is {source.name} and algorithm is dora, whose file would hold the lengths of weights with "
                 f"that adapter in them; set algorithm to lora, or {name} to none."
             )
 
@@ -175,11 +174,11 @@ class NetworkOptions:
                 f"init is {self.init}, which is for {' and '.join(suits)}, and algorithm is {self.algorithm}; set init "
                 "to kaiming."
             )
-        for told in ("start_from", "start_from_low_noise"):
-            if self.init == "pissa" and isinstance(start := getattr(self, told), LoraSource):
+        for name in ("start_from", "start_from_low_noise"):
+            if self.init == "pissa" and isinstance(start := getattr(self, name), LoraSource):
                 raise ValueError(
-                    f"{told} is {start.name} and init is pissa, which begins from the model's own weights; set init to "
-                    f"kaiming, or {told} to none."
+                    f"{name} is {start.name} and init is pissa, which begins from the model's own weights; set init to "
+                    f"kaiming, or {name} to none."
                 )
         if self.init == "pissa" and self.scale_weight_norms:
             raise ValueError(
@@ -197,5 +196,5 @@ class NetworkOptions:
             )
 
 
-def _source(chosen: LoraSource | str) -> LoraSource | None:
-    return chosen if isinstance(chosen, LoraSource) else None
+def _source(choice: LoraSource | str) -> LoraSource | None:
+    return choice if isinstance(choice, LoraSource) else None

@@ -14,8 +14,8 @@ _EXAMPLE = "'single_blocks.*: rank=8 alpha=4'"
 def parse_targets(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Parse one pattern per line into (include, exclude); a line that starts with `-` or `!` excludes.
 
-    Empty lines are skipped. Nothing to include stands for the model family's defaults. Raises ValueError for a line
-    without a pattern.
+    Empty lines are skipped. An empty include selects the model family's defaults. Raises ValueError for a line without
+    a pattern.
     """
     include: list[str] = []
     exclude: list[str] = []
@@ -37,12 +37,12 @@ def parse_targets(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def match_targets(
     names: Sequence[str], include: Sequence[str], exclude: Sequence[str], second: Sequence[str] = ()
 ) -> list[str]:
-    """List the names, in their order, that a pattern of `include` matches and none of `exclude` does, and those of
-    `second` after them. A pattern of `include` means names of `second` only where it matches none of the first.
+    """List the names, in order, that match a pattern of `include` and none of `exclude`, followed by those of `second`.
+    A pattern of `include` applies to `second` only if it matches none of `names`.
 
-    Patterns are those of `fnmatch`, case-sensitive; `*` also runs across dots. The caller fills an empty `include`
-    with the family's defaults before. Raises ValueError for a pattern without a match: it is a slip of the pen,
-    and a LoRA on other layers than meant is found out only after hours.
+    Patterns are those of `fnmatch`, case-sensitive; `*` also spans dots. The caller replaces an empty `include` by the
+    family's defaults. Raises ValueError for a pattern without a match: it is a typo, and a LoRA on the wrong layers is
+    noticed only after hours.
     """
     assert names and include, (len(names), include)
     for pattern in (*include, *exclude):
@@ -51,24 +51,24 @@ def match_targets(
                 f"The pattern {shown(pattern)} in targets matches no layer of this model; its layers have "
                 f"names such as {examples(names)}."
             )
-    others = [pattern for pattern in include if not any(fnmatchcase(name, pattern) for name in names)]
-    chosen = [
+    unmatched = [pattern for pattern in include if not any(fnmatchcase(name, pattern) for name in names)]
+    targets = [
         name
-        for group, patterns in ((names, include), (second, others))
+        for group, patterns in ((names, include), (second, unmatched))
         for name in group
         if any(fnmatchcase(name, pattern) for pattern in patterns)
         and not any(fnmatchcase(name, pattern) for pattern in exclude)
     ]
-    if not chosen:
+    if not targets:
         raise ValueError(
             f"targets excludes every layer that it includes ({', '.join(exclude)} covers {', '.join(include)}); "
             "remove or narrow a line that starts with '-' or '!'."
         )
-    return chosen
+    return targets
 
 
 def examples(names: Sequence[str]) -> str:
-    """Up to three names, from the start, the middle and the end."""
+    """List up to three names, from the start, the middle and the end."""
     places = sorted({0, len(names) // 2, len(names) - 1})
     return ", ".join(names[place] for place in places)
 
@@ -82,17 +82,16 @@ class RankPattern:
     alpha: float | None = None
 
     def applied(self, values: RankAlpha) -> RankAlpha:
-        """The rank and alpha of a matching layer that had `values` before; a rank without an alpha keeps their
-        quotient."""
-        before, alpha = values
-        rank = before if self.rank is None else self.rank
-        return rank, alpha * rank / before if self.alpha is None else self.alpha
+        """Apply the line to a matching layer's rank and alpha; a rank without an alpha keeps alpha / rank."""
+        rank_before, alpha = values
+        rank = rank_before if self.rank is None else self.rank
+        return rank, alpha * rank / rank_before if self.alpha is None else self.alpha
 
 
 def parse_rank_patterns(text: str) -> tuple[RankPattern, ...]:
     """Parse lines of a pattern, a colon, and `rank=` or `alpha=` or both. Empty lines are skipped; raises ValueError
     for any other."""
-    found = []
+    patterns = []
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue
@@ -100,12 +99,12 @@ def parse_rank_patterns(text: str) -> tuple[RankPattern, ...]:
         values = dict(part.partition("=")[::2] for part in settings.split())
         if not pattern or not values or not values.keys() <= {"rank", "alpha"}:
             raise ValueError(f"Line {number} of rank_patterns is {shown(line.strip())}; write it as in {_EXAMPLE}.")
-        found.append(RankPattern(pattern, _rank(values, number), _alpha(values, number)))
-    return tuple(found)
+        patterns.append(RankPattern(pattern, _rank(values, number), _alpha(values, number)))
+    return tuple(patterns)
 
 
 def match_rank_patterns(lines: Sequence[RankPattern], targets: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """The lines that match each target, by number and in order. Raises ValueError for a line that matches none."""
+    """Return each target's matching lines, by number and in order. Raises ValueError for a line that matches none."""
     matching: dict[str, list[int]] = {name: [] for name in targets}
     for number, line in enumerate(lines):
         names = [name for name in targets if fnmatchcase(name, line.pattern)]
@@ -120,7 +119,7 @@ def match_rank_patterns(lines: Sequence[RankPattern], targets: Sequence[str]) ->
 
 
 def rank_and_alpha(lines: Sequence[RankPattern], numbers: Iterable[int], start: RankAlpha) -> RankAlpha:
-    """Apply the lines of these numbers in their order: each changes what the ones before left."""
+    """Apply the lines of these numbers in order, each to the result of the previous ones."""
     for number in numbers:
         start = lines[number].applied(start)
     return start
@@ -132,25 +131,25 @@ def unused_rank_patterns(
     start: RankAlpha,
     reads_alpha: bool = True,
 ) -> list[RankPattern]:
-    """The lines each of which could be left out by itself without a change to any layer.
+    """List the lines that could each be removed alone without changing any layer.
 
-    matching: of `match_rank_patterns`. start: of a layer that no line matches. The work is linear in the lines: all
-    results without one line are computed side by side, and lines whose results agree are carried on as one.
+    matching: from `match_rank_patterns`. start: of a layer that no line matches. The work is linear in the lines: the
+        results without each line are computed in one pass, and lines with equal results are merged.
     """
     used: set[int] = set()
     for numbers in set(matching.values()):
         values = start
-        without: dict[RankAlpha, list[int]] = {}  # rank and alpha so far -> the lines without which they are so
+        without: dict[RankAlpha, list[int]] = {}  # rank and alpha so far -> the lines whose removal gives them
         for number in numbers:
-            line, before = lines[number], without
+            line, previous = lines[number], without
             without = {}
-            for other, left_out in before.items():
-                same = without.setdefault(line.applied(other), left_out)
-                if same is not left_out:
-                    same += left_out
+            for other, left_out in previous.items():
+                group = without.setdefault(line.applied(other), left_out)
+                if group is not left_out:
+                    group += left_out
             without.setdefault(values, []).append(number)
             values = line.applied(values)
-            without.pop(values, None)  # what agrees here agrees to the end
+            without.pop(values, None)  # results that are equal here stay equal
         used.update(
             number
             for other, left_out in without.items()
@@ -163,7 +162,7 @@ def unused_rank_patterns(
 def _rank(values: dict[str, str], line: int) -> int | None:
     if "rank" not in values:
         return None
-    # At most nine digits: Python turns no text of more than 4300 into a number.
+    # At most nine digits: Python's int() rejects more than 4300.
     if not re.fullmatch(r"[0-9]{1,9}", values["rank"]) or int(values["rank"]) < 1:
         raise ValueError(
             f"Line {line} of rank_patterns has the rank {shown(values['rank'])}; give a whole number from 1."

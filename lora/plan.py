@@ -1,4 +1,4 @@
-"""The plan of a network: the adapter of each layer, known before any weight is read."""
+"""Plan of a network: the adapter of each layer, determined before any weight is read."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,15 +29,15 @@ Size = tuple[int, int]
 
 
 def choose_targets(family: Family, model: Any, options: NetworkOptions) -> list[str]:
-    """Choose the layers to train, by name: Linears, and convolutions where a pattern matches no Linear. Needs no
-    weights, so that a wrong pattern fails before anything is loaded; raises ValueError for it."""
+    """Choose the layers to train, by name: Linears, and convolutions if a pattern matches no Linear. Needs no weights,
+    so that a wrong pattern fails before anything is loaded; raises ValueError for it."""
     shapes, convs = linear_shapes(model), convolutions(model.diffusion_model)
     trainable = [name for name in shapes if not any(fnmatchcase(name, pattern) for pattern in family.never_trained)]
     targets = match_targets(trainable, options.include or family.default_targets, options.exclude, list(convs))
-    if options.algorithm not in CONVOLUTIONS and (found := [name for name in targets if name in convs]):
+    if options.algorithm not in CONVOLUTIONS and (unsupported := [name for name in targets if name in convs]):
         raise ValueError(
-            f"algorithm is {options.algorithm}, which has no form for convolutions such as {found[0]}; set it to "
-            f"'lora', or leave the {len(found)} convolutions out in targets."
+            f"algorithm is {options.algorithm}, which has no form for convolutions such as {unsupported[0]}; set it to "
+            f"'lora', or leave the {len(unsupported)} convolutions out in targets."
         )
     specs = adapter_specs(options, targets)
     if options.algorithm == "oft":
@@ -46,12 +46,12 @@ def choose_targets(family: Family, model: Any, options: NetworkOptions) -> list[
 
 
 def base_spec(options: NetworkOptions) -> AdapterSpec:
-    """The adapter of a layer that no rank pattern matches."""
+    """Return the adapter of a layer that no rank pattern matches."""
     return AdapterSpec(options.algorithm, options.rank, options.alpha, options.factor, options.constraint, options.init)
 
 
 def adapter_specs(options: NetworkOptions, targets: Sequence[str]) -> dict[str, AdapterSpec]:
-    """The adapter of each target; where several rank patterns match, each changes what the ones before left.
+    """Return the adapter of each target; several matching rank patterns apply in order.
 
     Raises ValueError for a pattern that matches no target.
     """
@@ -73,12 +73,12 @@ def _check_oft(specs: Mapping[str, AdapterSpec], shapes: Mapping[str, Size]) -> 
 
 
 def parameter_count(spec: AdapterSpec, size: Size) -> int:
-    """Trained parameters of an adapter on a layer (out, in)."""
+    """Count the trained parameters of an adapter on a layer (out, in)."""
     return sum(prod(shape) for shape in ADAPTERS[spec.algorithm].shapes(spec, *size).values())
 
 
 def network_notes(options: NetworkOptions, family: Family, model: Any, targets: Sequence[str]) -> list[str]:
-    """Notes for the user about these options on this model, a sentence each."""
+    """Return notes for the user about these options on this model, one sentence each."""
     specs, shapes = adapter_specs(options, targets), layer_shapes(model)
     lists = tuple(f"{name}." for name in family.block_lists(model))
     outside = [name for name in targets if not name.startswith(lists)]
@@ -96,10 +96,10 @@ def network_notes(options: NetworkOptions, family: Family, model: Any, targets: 
     notes += _lines_without_effect(options, targets)
     notes += _too_large(specs, shapes)
     if options.rank_patterns.strip():
-        before = _block_kinds(family, model, dict.fromkeys(targets))
-        if (kinds_now := _block_kinds(family, model, specs)) > before:
+        kinds_before = _block_kinds(family, model, dict.fromkeys(targets))
+        if (kinds_now := _block_kinds(family, model, specs)) > kinds_before:
             notes.append(
-                f"rank_patterns split {before} block types into {kinds_now}, and each is compiled separately: "
+                f"rank_patterns split {kinds_before} block types into {kinds_now}, and each is compiled separately: "
                 f"{kinds_now} graphs for each token count and text length."
             )
     return notes
@@ -110,12 +110,12 @@ def one_expert_notes(options: NetworkOptions) -> list[str]:
     set_ = [name for name, unset in LOW_NOISE.items() if getattr(options, name) != unset]
     if not set_:
         return []
-    are, belong = ("is", "it belongs") if len(set_) == 1 else ("are", "they belong")
-    return [f"{' and '.join(set_)} {are} not used: {belong} to two experts, and model_low_noise is not connected."]
+    verb, belong = ("is", "it belongs") if len(set_) == 1 else ("are", "they belong")
+    return [f"{' and '.join(set_)} {verb} not used: {belong} to two experts, and model_low_noise is not connected."]
 
 
 def _lines_without_effect(options: NetworkOptions, targets: Sequence[str]) -> Iterator[str]:
-    """Lines of rank_patterns that could be left out."""
+    """Yield a note for each line of rank_patterns that could be left out."""
     base, lines = base_spec(options), parse_rank_patterns(options.rank_patterns)
     matching = match_rank_patterns(lines, targets)
     for line in unused_rank_patterns(lines, matching, (base.rank, base.alpha), options.algorithm != "oft"):
@@ -126,29 +126,29 @@ def _lines_without_effect(options: NetworkOptions, targets: Sequence[str]) -> It
 
 
 def _too_large(specs: Mapping[str, AdapterSpec], shapes: Mapping[str, Size]) -> list[str]:
-    """Ranks that a layer cannot use."""
+    """Return notes about ranks that a layer cannot use."""
     algorithm = next(iter(specs.values())).algorithm
     if algorithm in ("lora", "dora"):
-        over = [n for n, spec in specs.items() if spec.rank > min(shapes[n])]
-        if over:
+        high = [n for n, spec in specs.items() if spec.rank > min(shapes[n])]
+        if high:
             return [
-                f"rank {specs[over[0]].rank} is more than {len(over)} of the layers can use, such as {over[0]} of "
-                f"{shapes[over[0]][0]} × {shapes[over[0]][1]}."
+                f"rank {specs[high[0]].rank} is more than {len(high)} of the layers can use, such as {high[0]} of "
+                f"{shapes[high[0]][0]} × {shapes[high[0]][1]}."
             ]
     if algorithm == "loha":
-        over = [n for n, spec in specs.items() if spec.rank**2 > min(shapes[n])]
-        if over:
+        high = [n for n, spec in specs.items() if spec.rank**2 > min(shapes[n])]
+        if high:
             return [
-                f"loha of rank {specs[over[0]].rank} reaches rank {specs[over[0]].rank ** 2}, more than {len(over)} of "
-                f"the layers can use, such as {over[0]} of {shapes[over[0]][0]} × {shapes[over[0]][1]}; it takes the "
+                f"loha of rank {specs[high[0]].rank} reaches rank {specs[high[0]].rank ** 2}, more than {len(high)} of "
+                f"the layers can use, such as {high[0]} of {shapes[high[0]][0]} × {shapes[high[0]][1]}; it takes the "
                 "time and the memory of a LoRA of that rank."
             ]
     if algorithm == "oft":
-        less = {n: size for n, spec in specs.items() if (size := block_size(shapes[n][0], spec.rank)) < spec.rank}
-        if less:
-            name, size = next(iter(less.items()))
+        small = {n: size for n, spec in specs.items() if (size := block_size(shapes[n][0], spec.rank)) < spec.rank}
+        if small:
+            name, size = next(iter(small.items()))
             return [
-                f"oft cuts {len(less)} of {len(specs)} layers into smaller blocks than rank {specs[name].rank}, such "
+                f"oft cuts {len(small)} of {len(specs)} layers into smaller blocks than rank {specs[name].rank}, such "
                 f"as {name} into blocks of {size}: the largest divisor of its {shapes[name][0]} outputs."
             ]
     if algorithm == "lokr":
@@ -157,20 +157,20 @@ def _too_large(specs: Mapping[str, AdapterSpec], shapes: Mapping[str, Size]) -> 
 
 
 def _other_factors(specs: Mapping[str, AdapterSpec], shapes: Mapping[str, Size]) -> Iterator[str]:
-    """Layers that LoKr's factor does not divide."""
+    """Yield a note about layers that LoKr's factor does not divide."""
     cuts = {n: {factorize(size, spec.factor)[0] for size in shapes[n]} for n, spec in specs.items()}
-    other = {n: found for n, spec in specs.items() if spec.factor > 0 and (found := cuts[n] - {spec.factor})}
+    other = {n: factors for n, spec in specs.items() if spec.factor > 0 and (factors := cuts[n] - {spec.factor})}
     if other:
-        name, found = next(iter(other.items()))
+        name, factors = next(iter(other.items()))
         yield (
             f"lokr cuts {len(other)} of {len(specs)} layers otherwise than by factor {specs[name].factor}, such as "
-            f"{name} of {shapes[name][0]} × {shapes[name][1]} by {' and '.join(map(str, sorted(found)))}: the largest "
-            "divisor up to it."
+            f"{name} of {shapes[name][0]} × {shapes[name][1]} by {' and '.join(map(str, sorted(factors)))}: the "
+            "largest divisor up to it."
         )
 
 
 def _full_matrices(specs: Mapping[str, AdapterSpec], shapes: Mapping[str, Size]) -> Iterator[str]:
-    """Layers whose second matrix LoKr keeps whole."""
+    """Yield a note about layers whose second matrix LoKr keeps whole."""
     whole = [n for n, spec in specs.items() if LokrAdapter.is_full_matrix(spec, *shapes[n])]
     if whole:
         yield (
@@ -180,13 +180,13 @@ def _full_matrices(specs: Mapping[str, AdapterSpec], shapes: Mapping[str, Size])
 
 
 def _block_kinds(family: Family, model: Any, of_target: Mapping[str, Any]) -> int:
-    """Count the blocks that differ in what is on their layers."""
+    """Count the kinds of blocks, which differ in the values of their layers."""
     kinds = set()
     for name, length in family.block_lists(model).items():
         for index in range(length):
             prefix = f"{name}.{index}."
-            own = frozenset((n.removeprefix(prefix), v) for n, v in of_target.items() if n.startswith(prefix))
-            kinds.add((name, own))
+            layers = frozenset((n.removeprefix(prefix), v) for n, v in of_target.items() if n.startswith(prefix))
+            kinds.add((name, layers))
     return len(kinds)
 
 
@@ -224,7 +224,7 @@ def describe_network(options: NetworkOptions, family: Family, model: Any) -> str
 
 
 def _ranges(indices: Sequence[int]) -> str:
-    """0, 1, 2, 5 as 0-2,5."""
+    """Format 0, 1, 2, 5 as 0-2,5."""
     parts: list[list[int]] = []
     for index in sorted(indices):
         if parts and parts[-1][1] == index - 1:

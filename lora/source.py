@@ -1,4 +1,4 @@
-"""A LoRA that a run starts from or stands on: identified by its content, read when it is needed."""
+"""A LoRA that a run starts from or trains on top of: identified by its content, read on demand."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass
@@ -17,10 +17,10 @@ class LoraSource:
 
     name: for messages, without a folder.
     content: the fingerprint of its tensors.
-    reader: gives the tensors.
-    input_name: the input that names it, for messages.
+    reader: returns the tensors.
+    input_name: the input that selects it, for messages.
 
-    The last two are no fields, so that options with a source in them can be compared, fingerprinted and serialised.
+    The last two are not fields, so that options with a source in them can be compared, fingerprinted and serialised.
     """
 
     name: str
@@ -33,7 +33,7 @@ class LoraSource:
         object.__setattr__(self, "_input_name", input_name)
 
     def input(self, default: str) -> str:
-        """The input that names it, else `default`."""
+        """Return the input that selects it, else `default`."""
         return getattr(self, "_input_name", "") or default
 
     def tensors(self) -> Mapping[str, Tensor]:
@@ -43,7 +43,7 @@ class LoraSource:
 
     @classmethod
     def of_file(cls, path: Path, input_name: str) -> "LoraSource":
-        """A safetensors file. Raises ValueError where it is damaged."""
+        """Make a source from a safetensors file. Raises ValueError if it is damaged."""
 
         def read() -> Mapping[str, Tensor]:
             try:
@@ -57,6 +57,6 @@ class LoraSource:
 
     @classmethod
     def of_model(cls, lora: Mapping[str, Tensor], input_name: str = "") -> "LoraSource":
-        """A LORA_MODEL of the graph."""
+        """Make a source from a LORA_MODEL of the graph."""
         name = getattr(lora, "metadata", {}).get("ss_output_name", "LORA_MODEL")
         return cls(str(name), fingerprint(dict(lora)), lambda: lora, input_name)

@@ -5,11 +5,11 @@
     if record.event is not None:  # something was compiled, or tried
         events.append(record.event)
 
-A call that compiles nothing costs about a microsecond. Torch keeps nothing of this per region for good (its list of
-compilations holds 64 and knows no region), so a listener of ours is called as each compilation begins, on the thread
-that compiles, and hands what torch has written since to the recording that was open there.
+A call that compiles nothing costs about a microsecond. Torch stores none of this per region for good (its list of
+compilations holds 64 and knows no region), so a hook of ours is called as each compilation begins, on the thread that
+compiles, and assigns the entries that torch has written since to the recording that was open there.
 
-Where a torch lacks one of the names in `torch_private`, its part of the event is None; nothing fails.
+If a torch lacks one of the names in `torch_private`, its part of the event is None; nothing fails.
 """
 
 import logging
@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Recompile:
-    """Reason why the graphs at hand did not fit.
+    """Reason why no existing graph fitted.
 
-    function: name of the function that was compiled again.
-    graphs: number of graphs at hand.
-    guards: all that failed in the nearest of them (`explain.advice` gives the remedy), with torch's wording.
+    function: name of the recompiled function.
+    graphs: number of existing graphs.
+    guards: all that failed in the nearest graph, in torch's wording (`explain.advice` gives the remedy).
     """
 
     function: str
@@ -46,15 +46,15 @@ class Recompile:
 
 @dataclass(frozen=True)
 class CompileEvent:
-    """Compilations of one recorded call. None where the installed torch does not report a value.
+    """Compilations of one recorded call. A value is None if the installed torch does not report it.
 
-    seconds: all of compiling.
+    seconds: total compile time.
     tracing_seconds: the part of it that no cache saves (dynamo and guards).
     graphs: made by dynamo, from a cache or not.
-    bypassed: compilations that no cache could hold.
-    dynamic: a graph with symbolic sizes was among them.
-    limit_reached: the limit of graphs was met, and calls that did not fit run uncompiled.
-    error: torch's message where a compilation failed otherwise than by a graph break.
+    bypassed: compilations that could not be cached.
+    dynamic: whether any graph has symbolic sizes.
+    limit_reached: the limit of graphs was reached, and calls that did not fit run uncompiled.
+    error: torch's message if a compilation failed other than by a graph break.
     """
 
     region: str
@@ -74,12 +74,12 @@ class CompileEvent:
 
 
 class recording:
-    """Record the compilations of the calls inside it, on this thread, as those of `region`; see `event` after it.
+    """Context manager that records the compilations inside it, on this thread, as those of `region`, in `event`.
 
-    It may be nested (each compilation belongs to the innermost) and be around a backward. Leaving by an error keeps
-    the event. It stands around every block of every step, so what compiles nothing calls nothing.
+    It may be nested (each compilation belongs to the innermost) and may enclose a backward. An exception keeps the
+    event. It encloses every block of every step, so without a compilation it calls no other function of ours.
 
-    events: the list that the event is added to, if any.
+    events: the list that the event is appended to, if any.
     """
 
     __slots__ = ("region", "events", "event", "batch", "recompiles")
@@ -114,7 +114,7 @@ class recording:
 
 
 class _Batch:
-    """Entries that torch has written since the last time it was asked."""
+    """Entries that torch has written since the last `settle`."""
 
     def __init__(self) -> None:
         self.metrics: list[Any] = []
@@ -124,29 +124,29 @@ class _Batch:
 
 
 class _Ledger:
-    """Owner of torch's next entries. Dynamo compiles one frame at a time, under a lock of its own."""
+    """Record of the owner of torch's next entries. Dynamo compiles one frame at a time, under its own lock."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # autograd compiles backwards on threads of its own; one method calls another
+        self.lock = threading.RLock()  # reentrant: methods call each other; autograd compiles on its own threads
         self.owner: recording | None = None
         self.newest: Any = None
         self.newest_break: Any = None
         self.counted = (0, 0)
 
     def settle(self, default: recording | None) -> None:
-        """Hand new entries to the recording whose compilation was last begun, else to `default`."""
+        """Assign new entries to the recording whose compilation began last, else to `default`."""
         with self.lock:
-            to = self.owner or default
-            batch = (to.batch if to else None) or _Batch()
+            target = self.owner or default
+            batch = (target.batch if target else None) or _Batch()
             batch.metrics += _after(getattr(dynamo, "_compilation_metrics", ()), self.newest)
             batch.breaks += _after(getattr(dynamo, "graph_break_reasons", ()), self.newest_break)
             self.newest = _newest()
             self.newest_break = next(reversed(getattr(dynamo, "graph_break_reasons", ())), None)
-            before, self.counted = self.counted, _counted()
-            batch.bypassed += max(0, self.counted[0] - before[0])
-            batch.abandoned += max(0, self.counted[1] - before[1])
-            if to is not None and (batch.metrics or batch.breaks):
-                to.batch = batch
+            previous, self.counted = self.counted, _counted()
+            batch.bypassed += max(0, self.counted[0] - previous[0])
+            batch.abandoned += max(0, self.counted[1] - previous[1])
+            if target is not None and (batch.metrics or batch.breaks):
+                target.batch = batch
 
     def begin(self, owner: recording | None) -> None:
         with self.lock:
@@ -155,7 +155,7 @@ class _Ledger:
 
     def close(self, closing: recording) -> None:
         with self.lock:
-            # A backward is compiled late and on a thread of autograd, with no word to the listener.
+            # A backward is compiled lazily on a thread of autograd, without a call of the hook.
             self.settle(closing)
             if self.owner is closing:
                 self.owner = None
@@ -173,14 +173,14 @@ _open = _Open()
 def _after(entries: Sequence[Any], last: Any) -> list[Any]:
     """Return the entries after `last`.
 
-    All, where it is not there any more: torch drops old entries, and all at a reset.
+    All of them if it is gone: torch drops old entries, and all at a reset.
     """
-    found: list[Any] = []
-    for entry in reversed(list(entries)):  # a copy: a backward adds entries from a thread of its own
+    newer: list[Any] = []
+    for entry in reversed(list(entries)):  # a copy, since a backward appends entries from another thread
         if entry is last:
             break
-        found.insert(0, entry)
-    return found
+        newer.insert(0, entry)
+    return newer
 
 
 def _newest() -> Any:
@@ -189,10 +189,10 @@ def _newest() -> Any:
 
 
 def _counted() -> tuple[int, int]:
-    """Since the process began: compilations that no cache can hold, and those that dynamo gave up to trace anew.
+    """Count since process start: compilations that could not be cached, and those that dynamo abandoned to trace again.
 
-    The latter happens where a number turns out to be fixed in the graph. Each is a miss of AOTAutograd's cache in
-    every process, since nothing is made that could be kept.
+    The latter happens if a number turns out to be constant in the graph. Each is a miss of AOTAutograd's cache in every
+    process, since it produces nothing to cache.
     """
     counters: Any = getattr(dynamo, "counters", {})
     inductor, aot = (counters.get(group, {}) for group in ("inductor", "aot_autograd"))
@@ -201,7 +201,7 @@ def _counted() -> tuple[int, int]:
 
 
 def _listen() -> None:
-    """Has dynamo call us as each compilation begins. The hook adds nothing but the region's name to torch's record."""
+    """Register a hook for the start of each compilation; it adds only the region's name to torch's record."""
     register = getattr(dynamo, "register_hook_for_recompile_user_context", None)
     if register is not None:
         hooks = dynamo.get_hook_for_recompile_user_context()
@@ -219,13 +219,13 @@ def _on_compile() -> str:
         if recompile is not None:
             owner.recompiles.append(recompile)
         return owner.region
-    except Exception:  # an error here would end the user's compilation
+    except Exception:  # an error here would abort the user's compilation
         logger.debug("a compilation could not be recorded", exc_info=True)
         return ""
 
 
 def _recompile(frame: FrameType | None) -> Recompile | None:
-    """The guards that failed, where the frame that dynamo is about to compile has graphs already."""
+    """Return the failed guards if the frame that dynamo is about to compile has graphs already."""
     while frame is not None:
         if frame.f_code.co_name == "_compile" and frame.f_globals.get("__name__") == "torch._dynamo.convert_frame":
             break
@@ -242,21 +242,21 @@ def _recompile(frame: FrameType | None) -> Recompile | None:
 
 def _event(region: str, batch: _Batch, recompiles: list[Recompile]) -> CompileEvent:
     metrics = batch.metrics
-    # A backward has no frame of its own, and no tracing: it is compiled from a graph that its forward left.
-    frames = [each for each in metrics if getattr(each, "co_name", None)]
-    made = [each for each in frames if getattr(each, "has_guarded_code", None) and getattr(each, "graph_op_count", 0)]
-    failed = [each for each in metrics if getattr(each, "fail_type", None)]
+    # A backward has no frame and no tracing: it is compiled from a graph that its forward left.
+    frames = [m for m in metrics if getattr(m, "co_name", None)]
+    compiled = [m for m in frames if getattr(m, "has_guarded_code", None) and getattr(m, "graph_op_count", 0)]
+    failed = [m for m in metrics if getattr(m, "fail_type", None)]
     # Over the limit dynamo stops before it has a frame.
-    over_limit = [each for each in failed if each.fail_type in _OVER_LIMIT or _OVER_LIMIT[0] in str(each.fail_reason)]
-    broken = [each for each in failed if each in frames and each.fail_type in ("Unsupported", "UserError")]
-    # SkipFrame: a function without one operation of torch, which loses nothing.
-    errors = [each for each in failed if each not in (*over_limit, *broken) and each.fail_type != "SkipFrame"]
+    over_limit = [m for m in failed if m.fail_type in _OVER_LIMIT or _OVER_LIMIT[0] in str(m.fail_reason)]
+    broken = [m for m in failed if m in frames and m.fail_type in ("Unsupported", "UserError")]
+    # SkipFrame: a function without a torch op, so nothing is lost.
+    errors = [m for m in failed if m not in (*over_limit, *broken) and m.fail_type != "SkipFrame"]
     seconds, backend = (_total(metrics, name) for name in ("duration_us", "aot_autograd_cumulative_compile_time_us"))
-    late = sum(each.duration_us or 0 for each in metrics if each not in frames) if seconds is not None else 0
+    late = sum(m.duration_us or 0 for m in metrics if m not in frames) if seconds is not None else 0
     aot_misses = _total(metrics, "aotautograd_local_cache_miss_count")
     return CompileEvent(
         region=region,
-        graphs=len(made),
+        graphs=len(compiled),
         seconds=None if seconds is None else seconds / 1e6,
         tracing_seconds=None if seconds is None or backend is None else max(0, seconds - late - backend) / 1e6,
         fx_hits=_total(metrics, "inductor_fx_local_cache_hit_count"),
@@ -266,7 +266,7 @@ def _event(region: str, batch: _Batch, recompiles: list[Recompile]) -> CompileEv
         bypassed=batch.bypassed if hasattr(dynamo, "counters") else None,
         breaks=break_places(batch.breaks, broken) if hasattr(dynamo, "graph_break_reasons") else None,
         recompiles=tuple(recompiles) if hasattr(dynamo, "register_hook_for_recompile_user_context") else None,
-        dynamic=any(_is_symbolic(str(getattr(each, "graph_node_shapes", ""))) for each in made),
+        dynamic=any(_is_symbolic(str(getattr(m, "graph_node_shapes", ""))) for m in compiled),
         limit_reached=bool(over_limit),
         error=message(errors[0].fail_reason) if errors else None,
     )
@@ -277,11 +277,11 @@ _SYMBOL = re.compile(r"\b[su]\d+\b")
 
 
 def _is_symbolic(shapes: str) -> bool:
-    """Test for a size like s27 in the list of a graph's shapes, each of which stands in brackets."""
+    """Return whether a list of a graph's shapes, each in brackets, has a symbolic size such as s27."""
     return any(_SYMBOL.search(shape.partition("]")[0]) for shape in shapes.split("[")[1:])
 
 
 def _total(metrics: Sequence[Any], name: str) -> int | None:
     if missing(f"torch._dynamo.utils:CompilationMetrics.{name}"):
         return None
-    return sum(getattr(each, name, None) or 0 for each in metrics)
+    return sum(getattr(m, name, None) or 0 for m in metrics)

@@ -1,10 +1,10 @@
-"""Torch's causes in plain words: the reason of a graph break, and advice where a region was compiled again."""
+"""Explanations of torch's messages: the cause of a graph break, and advice for a recompile."""
 
 import re
 from itertools import takewhile
 
-# By the kind, which is the first line of torch's message (all kinds: torch/_dynamo/graph_break_registry.json); the
-# first pattern that fits counts. A kind that fits none is told with torch's own explanation.
+# By kind, the first line of torch's message (all kinds: torch/_dynamo/graph_break_registry.json); the first matching
+# pattern counts. A kind that matches none gets torch's own explanation.
 _BREAKS: tuple[tuple[str, str], ...] = (
     (
         r"recompile limit exceeded",
@@ -74,7 +74,7 @@ _BREAKS: tuple[tuple[str, str], ...] = (
     (r"distributed|P2P|FSDP|async_op", "The code talks to other processes."),
 )
 
-# Kinds that say only that something is unsupported: what it was stands behind them.
+# For kinds that say only that something is unsupported: matched with the rest of the message, which names it.
 _WITHIN: tuple[tuple[str, str], ...] = (
     (
         r"_FuncPtr|PyCFuncPtr|CFuncPtr|CFunctionType|ctypes",
@@ -93,12 +93,12 @@ _WITHIN: tuple[tuple[str, str], ...] = (
 def explain_break(cause: str) -> str:
     """Explain a graph break in one sentence, from torch's message (`Break.detail`, `CompileEvent.error`).
 
-    Torch's summary names the last problem it met, while it handled the true cause. The first cause is explained here.
+    Torch's summary names the last problem it met, while it handled the actual cause. The first cause is explained here.
     """
     first = cause.partition("*** While handling this graph break")[0].strip()
     kind, _, rest = first.partition("\n")
-    first_line, *more = rest.partition("Explanation: ")[2].split("\n")
-    lines = takewhile(lambda line: not line.lstrip().startswith(("Hint:", "Developer debug context:")), more)
+    first_line, *further_lines = rest.partition("Explanation: ")[2].split("\n")
+    lines = takewhile(lambda line: not line.lstrip().startswith(("Hint:", "Developer debug context:")), further_lines)
     explanation = " ".join(" ".join((first_line, *lines)).split())
     context = " ".join(re.findall(r"(?:Developer debug context|In): (.*)", rest))
     for pattern, words in _WITHIN:
@@ -110,9 +110,9 @@ def explain_break(cause: str) -> str:
                 r"(?:builtin|function|operator) `<?(?:function )?([\w.]+?)\.?(?: at \w+)?>?`", explanation
             )
             error = re.search(r"raised exception (.*)", context)
-            named = called.group(1) if called else error.group(1) if error else None
-            return f"{words[:-1]}: {named}." if named and ":" not in words else words
-    # What an operator said when it was tried on tensors without data.
+            subject = called.group(1) if called else error.group(1) if error else None
+            return f"{words[:-1]}: {subject}." if subject and ":" not in words else words
+    # The operator's message from its run on fake tensors.
     said = re.sub(r"^.*?: got (?=\w+\()", "", explanation or kind).replace("Dynamo ", "torch ")
     return f"Torch cannot trace this ({kind.strip()}): {said[:300].rstrip('.')}."
 

@@ -1,6 +1,6 @@
-"""Values of the expressions in torch's guards: names, attributes, items, comparisons and a few calls, nothing else.
+"""Evaluate the expressions in torch's guards: names, attributes, items, comparisons and a few calls, nothing else.
 
-What stands in a guard comes from the names and keys of a model, and so in part from a stranger's file.
+A guard's text comes from the names and keys of a model, and so in part from an untrusted file.
 """
 
 import ast
@@ -8,7 +8,7 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
-# Torch's own helpers are named ___; these are the other functions and methods that stand in its guards.
+# Names of torch's own helpers begin with ___; these are the other functions and methods in its guards.
 _FUNCTIONS = {
     function.__name__: function for function in (abs, bool, dict, float, int, len, list, max, min, str, tuple, type)
 }
@@ -37,9 +37,9 @@ _OPERATORS: dict[type[ast.AST], Any] = {
 
 
 def value_of(text: str, names: Mapping[str, Any]) -> Any:
-    """Read the value of an expression. names: what its names stand for.
+    """Evaluate an expression. names: the values of its names.
 
-    Raises ValueError for what no guard says, such as another call, and what reading raises where a value is gone.
+    Raises ValueError for syntax that no guard uses, such as another call; errors from missing values propagate.
     """
     return _value(ast.parse(text.strip(), mode="eval").body, names)
 
@@ -69,11 +69,11 @@ def _value(node: ast.AST, names: Mapping[str, Any]) -> Any:
             return _OPERATORS[type(op)](of(left), of(right))
         case ast.BoolOp(op=op, values=values):
             return (all if isinstance(op, ast.And) else any)(of(value) for value in values)
-        case ast.Compare(left=left, ops=ops, comparators=others):
-            values = [of(left), *(of(other) for other in others)]
+        case ast.Compare(left=left, ops=ops, comparators=comparators):
+            values = [of(left), *(of(other) for other in comparators)]
             return all(_OPERATORS[type(op)](values[i], values[i + 1]) for i, op in enumerate(ops))
-        case ast.Call(func=function, args=given, keywords=[]) if _may_be_called(function):
-            return of(function)(*(of(item) for item in given))
+        case ast.Call(func=function, args=arguments, keywords=[]) if _may_be_called(function):
+            return of(function)(*(of(item) for item in arguments))
     raise ValueError(f"no expression of a guard: {ast.unparse(node)[:100]}")
 
 

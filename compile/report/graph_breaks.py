@@ -1,4 +1,4 @@
-"""Graph breaks: the places where graphs ended early, from torch's notes of them."""
+"""Graph breaks: the places where graphs ended early, from torch's records of them."""
 
 import linecache
 import re
@@ -30,15 +30,15 @@ class Break:
 
 
 def break_places(reasons: Sequence[Any], broken: Sequence[Any]) -> tuple[Break, ...]:
-    """List each place once, although torch notes it for every function around it and again where it gives up."""
+    """List each place once, although torch records it for every enclosing function and again when it gives up."""
     breaks: dict[tuple[str, int, str], Break] = {}
-    for each in (*map(_break, reasons), *map(_skipped, broken)):
-        breaks[each.file, each.line, each.detail.partition("\n  Hint")[0]] = each
+    for place in (*map(_break, reasons), *map(_skipped, broken)):
+        breaks[place.file, place.line, place.detail.partition("\n  Hint")[0]] = place
     return tuple(breaks.values())
 
 
 def _break(reason: Any) -> Break:
-    """From an entry of torch's list of breaks. A branch on a tensor's value is noted there by its bytecode alone."""
+    """Convert an entry of torch's list of breaks, which records a branch on a tensor's value by its bytecode alone."""
     stack = list(reason.user_stack)
     place = next((frame for frame in reversed(stack) if _is_users(frame.filename)), stack[-1] if stack else None)
     detail = message(reason.reason)
@@ -52,7 +52,7 @@ def _break(reason: Any) -> Break:
 
 
 def _skipped(metrics: Any) -> Break:
-    """Of a function that dynamo gave up: its own place where the breaking line is in the standard library or torch."""
+    """Describe a function that dynamo gave up, by its own place if the break is in the standard library or torch."""
     file, line = metrics.fail_user_frame_filename or "", metrics.fail_user_frame_lineno or 0
     detail = message(metrics.fail_reason)
     if not _is_users(file):
@@ -67,13 +67,13 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
 def _is_users(file: str) -> bool:
-    # site-packages lie inside the standard library's folder.
+    # site-packages is inside the standard library's folder.
     library = file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
     return bool(file) and not library and not file.startswith(_TORCH)
 
 
 def message(text: Any) -> str:
-    """Strip the addresses of objects, which differ from time to time."""
+    """Strip the addresses of objects, which differ between runs."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(text)).strip()
 
 
@@ -82,6 +82,6 @@ def _first_line(text: str) -> str:
 
 
 def plain_function(name: str | None) -> str:
-    """Name the user's function, for one that dynamo made to resume after a break."""
+    """Return the name of the user's function, also for one that dynamo generated to resume after a break."""
     resumed = re.match(r"torch_dynamo_resume_in_(\w+)_at_\d+", name or "")
     return resumed.group(1) if resumed else name or ""

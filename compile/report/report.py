@@ -33,16 +33,16 @@ class CompileCounts:
 
 
 def format_break(place: Break) -> str:
-    """Format the place where a graph ended, the line of code, and the cause in plain words."""
-    where = f"{Path(place.file).name}:{place.line} in {place.function}"
-    return f"{where}: `{place.source}`. {explain_break(place.detail)}"
+    """Format the place of a graph break, its line of code, and the cause in plain words."""
+    location = f"{Path(place.file).name}:{place.line} in {place.function}"
+    return f"{location}: `{place.source}`. {explain_break(place.detail)}"
 
 
 class RegionReport:
-    """Record of one region since it was made."""
+    """Record of one region since its creation."""
 
-    def __init__(self, name: str, label: str, how: HowToCompile):
-        self.name, self.label, self.how = name, label, how
+    def __init__(self, name: str, label: str, options: HowToCompile):
+        self.name, self.label, self.how = name, label, options
         self.notes: list[str] = []
         self.events: list[CompileEvent] = []
         self.speeds: list[Speed] = []
@@ -51,20 +51,20 @@ class RegionReport:
         self.eager_calls = 0
 
     def watch(self, device: torch.device | None = None) -> AbstractContextManager[recording]:
-        """Record one call of the compiled callable. device: where to measure the memory that compiling takes."""
+        """Record one call of the compiled callable. device: for measuring the memory that compiling takes."""
         record = recording(self.name, self.events)
         return record if device is None or self.events else self._weigh(record, device)
 
     @contextmanager
     def _weigh(self, record: recording, device: torch.device) -> Iterator[recording]:
         """Measure the memory that the first compiling takes."""
-        before = memory_beside_tensors(device)
+        bytes_before = memory_beside_tensors(device)
         try:
             with record:
                 yield record
         finally:
             if record.event is not None:
-                self.memory_added = max(0, memory_beside_tensors(device) - before)
+                self.memory_added = max(0, memory_beside_tensors(device) - bytes_before)
 
     def counts(self) -> CompileCounts:
         breaks = {b for event in self.events for b in event.breaks or ()}
@@ -81,8 +81,8 @@ class RegionReport:
 
     def recompiles(self) -> list[str]:
         """List the failed guard and the advice for each time that no graph fitted."""
-        found = [r for event in self.events for r in event.recompiles or ()]
-        return [self._recompile(r) for r in found if r.guards]
+        recompiles = [r for event in self.events for r in event.recompiles or ()]
+        return [self._recompile(r) for r in recompiles if r.guards]
 
     def _recompile(self, recompile: Recompile) -> str:
         guard = recompile.guards[0]
@@ -128,9 +128,9 @@ class CompileReport:
     notes: list[str] = field(default_factory=list)
 
     def counts(self) -> CompileCounts:
-        each = [region.counts() for region in self.regions]
+        counts = [region.counts() for region in self.regions]
         return CompileCounts(
-            sum(c.graphs for c in each), sum(c.graph_breaks for c in each), sum(c.seconds for c in each)
+            sum(c.graphs for c in counts), sum(c.graph_breaks for c in counts), sum(c.seconds for c in counts)
         )
 
     def facts(self) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class CompileReport:
         return "\n".join([*lines, *self.notes, *unavailable()])
 
     def _recompiles(self) -> list[str]:
-        """Each cause once, with the regions that it met."""
+        """List each cause once, with the regions that it affected."""
         by_cause: dict[str, list[str]] = {}
         for region in self.regions:
             for text in region.recompiles():
@@ -209,7 +209,7 @@ def table(regions: Sequence[RegionReport]) -> list[str]:
 
 
 def _some(titles: list[str]) -> str:
-    """The first few of them, each once."""
+    """Join the first three titles, each once, and count the rest."""
     distinct = list(dict.fromkeys(titles))
-    more = f" and {len(distinct) - 3} more" if len(distinct) > 3 else ""
-    return ", ".join(distinct[:3]) + more
+    rest = f" and {len(distinct) - 3} more" if len(distinct) > 3 else ""
+    return ", ".join(distinct[:3]) + rest

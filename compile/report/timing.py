@@ -29,7 +29,7 @@ class Speed:
 
 
 def compare(compiled: Callable[..., Any], eager: Callable[..., Any], args: tuple[Any, ...]) -> Speed | None:
-    """Time both on copies of the inputs, by turns, warmed up; None where memory does not suffice for that."""
+    """Time both alternately on copies of the inputs, after a warm-up; None if memory does not suffice for that."""
     tensors = [t for t in torch.utils._pytree.tree_leaves(args[1:]) if isinstance(t, Tensor)]
     if not any(t.ndim < 6 for t in tensors):
         return None
@@ -50,12 +50,12 @@ def compare(compiled: Callable[..., Any], eager: Callable[..., Any], args: tuple
 
 def seconds_of(function: Callable[..., Any], args: tuple[Any, ...]) -> float:
     """Time one call on copies of the tensors, since ComfyUI's blocks write into their inputs."""
-    copies: dict[int, Tensor] = {}  # what comes twice is copied once: a graph is bound to which inputs are the same
-    own = (args[0], *tree_map_only(Tensor, lambda t: copies.setdefault(id(t), t.clone()), args[1:]))
-    device = next(t.device for t in torch.utils._pytree.tree_leaves(own[1:]) if isinstance(t, Tensor))
+    copies: dict[int, Tensor] = {}  # a repeated tensor is copied once: graphs have guards on which inputs are the same
+    call_args = (args[0], *tree_map_only(Tensor, lambda t: copies.setdefault(id(t), t.clone()), args[1:]))
+    device = next(t.device for t in torch.utils._pytree.tree_leaves(call_args[1:]) if isinstance(t, Tensor))
     synchronise(device)
     started = time.perf_counter()
-    function(*own)
+    function(*call_args)
     synchronise(device)
     return time.perf_counter() - started
 
@@ -76,7 +76,7 @@ def size_of(tensors: list[Tensor]) -> str:
 def memory_beside_tensors(device: torch.device) -> int:
     """Count bytes in use that are not torch's tensors.
 
-    On a GPU the driver's count less torch's reservation (compiled kernels, their context and the buffers of CUDA
+    On a GPU the driver's count minus torch's reservation (compiled kernels, their context and the buffers of CUDA
     graphs), else the process's resident memory.
     """
     if device.type == "cuda":

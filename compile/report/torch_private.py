@@ -1,6 +1,6 @@
 """Private names of torch that reporting needs. They are used in `events` and `guards` and nowhere else.
 
-Where a torch lacks one, its part of the event is None and `unavailable` says so; nothing fails.
+If a torch lacks one, its part of the event is None and `unavailable` says so; nothing fails.
 """
 
 import importlib
@@ -9,7 +9,7 @@ import torch
 
 TESTED_TORCH = ("2.14",)
 
-# What is unknown where a name is missing, and the names: "module:attribute", dotted.
+# Information that is unknown if a name is missing, and the names: "module:attribute", dotted.
 PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     "graphs and compile seconds": (
         "torch._dynamo.utils:_compilation_metrics",
@@ -56,16 +56,16 @@ def missing(name: str) -> bool:
     """Return True if the installed torch lacks one of the PRIVATE_NAMES."""
     module, _, attribute = name.partition(":")
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
         first, _, rest = attribute.partition(".")
-        holder = getattr(found, first)
-        # A field without a default is no attribute of its dataclass.
+        holder = getattr(imported, first)
+        # A field without a default is not an attribute of its dataclass.
         return bool(rest) and rest not in getattr(holder, "__dataclass_fields__", ()) and not hasattr(holder, rest)
     except (ImportError, AttributeError):
         return True
 
 
 def unavailable() -> tuple[str, ...]:
-    """List what this torch does not report, a sentence each; empty on a torch that has all the names."""
-    lacking = (what for what, names in PRIVATE_NAMES.items() if any(map(missing, names)))
-    return tuple(f"This torch ({torch.__version__}) does not tell {what}." for what in lacking)
+    """List the information that this torch does not report, one sentence each; empty if it has all the names."""
+    lacking = (feature for feature, names in PRIVATE_NAMES.items() if any(map(missing, names)))
+    return tuple(f"This torch ({torch.__version__}) does not tell {feature}." for feature in lacking)

@@ -15,7 +15,7 @@ from ..report.timing import synchronise
 from .inputs import StepInputs
 
 STAND = "tessera.tune"
-WARM_UP = 2  # steps at least: with scope stack the first one only learns how the blocks hang together
+WARM_UP = 2  # minimum number of steps: with scope stack the first one only records the blocks' wiring
 MOST_WARM_UP = 8
 
 
@@ -28,10 +28,10 @@ def uncompiled(patcher: ModelPatcher) -> ModelPatcher:
 
 
 class Bench:
-    """Clone of the MODEL whose sampling runs each step compiled or eager as asked, and times it.
+    """Clone of the MODEL that runs each sampling step compiled or eager, as requested, and times it.
 
-    It stands where Compile Model's own wrapper stands, and the steps are those of a sampler, so that all that a step
-    does is in its time.
+    It takes the place of Compile Model's own wrapper, and the steps are those of a sampler, so that the time covers the
+    whole step.
     """
 
     def __init__(
@@ -56,19 +56,19 @@ class Bench:
         return self._taken
 
     def warm_up(self) -> list[float] | None:
-        """Run compiled steps until one finds all its graphs there.
+        """Run compiled steps until one needs no compile.
 
-        Returns the seconds of those that compiled and of the last one; None where they don't come to an end.
+        Returns the seconds of those that compiled and of the last one; None if the compiles do not end.
         """
         assert self.compiled_model is not None
         compiling = []
         for number in range(1, MOST_WARM_UP + 1):
-            before = _state(self.compiled_model)
+            counts_before = _state(self.compiled_model)
             ((_, seconds),) = self.run([True])
-            after = _state(self.compiled_model)
-            if after[0] != before[0]:
+            counts_after = _state(self.compiled_model)
+            if counts_after[0] != counts_before[0]:
                 compiling.append(seconds)
-            if after == before and number >= WARM_UP:
+            if counts_after == counts_before and number >= WARM_UP:
                 return [*compiling, seconds]
         return None
 
@@ -86,7 +86,7 @@ class Bench:
         assert self.compiled_model is not None
         if self._compiled:
             return self.compiled_model.apply_model(executor, *args, **kwargs)
-        # As the compiled steps in between, whose allocations would not be those that were recorded.
+        # As for the compiled steps in between, whose allocations would otherwise differ from the recorded ones.
         with without_comfy_compiler(args, kwargs):
             return executor(*args, **kwargs)
 

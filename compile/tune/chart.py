@@ -17,7 +17,7 @@ _TEXT = 30  # pixels: on a node of 400 the chart is a third as large
 
 @dataclass(frozen=True)
 class _Row:
-    """One line of the chart. step: milliseconds, None for what was not measured, which `note` says."""
+    """One line of the chart. step: milliseconds, None if not measured, as `note` says."""
 
     name: str
     step: Quartiles | None
@@ -28,7 +28,7 @@ class _Row:
 def plot_tuning(result: TuneResult, width: int = 1024, height: int = 512) -> Image.Image:
     """Plot a bar of milliseconds per step for eager and each setting, its quartiles as a thin line.
 
-    Returns an RGB image. The rest of what was measured is in `TuneResult.text`.
+    Returns an RGB image. The other measurements are in `TuneResult.text`.
     """
     # Laid out for 1024 x 512.
     canvas = Canvas(width, height, _BACKGROUND, 3, (width / 1024, height / 512))
@@ -67,10 +67,10 @@ def _plot_row(canvas: Canvas, row: _Row, middle: float, pitch: float, longest: f
     _bar(canvas, low, middle - 1.5, high, middle + 1.5, _INK)
     for edge in (low, high):
         _bar(canvas, edge - 1.5, middle - half / 2, edge + 1.5, middle + half / 2, _INK)
-    left = max(end, high) + 12
-    canvas.text(left, middle, row.note, size, _INK, "lm", _RIGHT - left)
+    text_x = max(end, high) + 12
+    canvas.text(text_x, middle, row.note, size, _INK, "lm", _RIGHT - text_x)
 
 
-def _bar(canvas: Canvas, left: float, top: float, right: float, bottom: float, colour: Colour) -> None:
-    """A filled box, which a right end near or before the left one leaves a pixel wide."""
-    canvas.box(left, top, max(left + 1, right), bottom, colour)
+def _bar(canvas: Canvas, x0: float, y0: float, x1: float, y1: float, colour: Colour) -> None:
+    """Draw a filled box, at least one pixel wide even if `x1` is near or before `x0`."""
+    canvas.box(x0, y0, max(x0 + 1, x1), y1, colour)

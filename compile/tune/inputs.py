@@ -1,4 +1,4 @@
-"""Inputs of a real step of a model at some size, as a sampler hands them over, made without text encoder and VAE."""
+"""Inputs of a real step of a model at some size, as a sampler passes them, made without text encoder and VAE."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ class StepSize:
     width, height: pixels.
     batch: images at a time.
     frames: of a video.
-    text_length: tokens of the prompt; 0 for what is usual with the model.
-    cfg: 0 for what is usual with the model.
+    text_length: tokens of the prompt; 0 for the usual number of the model.
+    cfg: 0 for the usual value of the model.
     """
 
     width: int
@@ -59,7 +59,7 @@ _USUAL: tuple[tuple[type, UsualSampling], ...] = (
 _USUAL_UNET = UsualSampling(77, 7.0)
 _USUAL_ELSE = UsualSampling(256, 4.0)
 
-# Names of the first layer that the text goes through, the surest first.
+# Names of the first layer that the text goes through, the most reliable first.
 _TEXT_LAYERS = (
     "txt_in",
     "context_embedder",
@@ -75,7 +75,7 @@ _TEXT_LAYERS = (
     "t5_yproj",
     "y_embedder",
 )
-# Of models that attend to the text as it comes.
+# For models that attend to the text directly.
 _TEXT_KEYS = ("attn2.to_k", "cross_attn.k_proj", "cross_attn.k")
 
 
@@ -83,8 +83,8 @@ _TEXT_KEYS = ("attn2.to_k", "cross_attn.k_proj", "cross_attn.k")
 class StepInputs:
     """Arguments of `comfy.sample.sample`.
 
-    size: described for the user.
-    prompt: the shapes of a prompt that was given, else empty.
+    size: description for the user.
+    prompt: the shapes of a connected prompt, else empty.
     """
 
     noise: Tensor
@@ -96,15 +96,15 @@ class StepInputs:
     prompt: str
 
     def sample(self, patcher: ModelPatcher, steps: int) -> None:
-        """As core's KSampler samples; what comes out is noise still."""
+        """Sample as core's KSampler does; the result is still noise."""
         texts = self.positive, self.negative
         extra = {"disable_pbar": True, "seed": 0}
         comfy.sample.sample(patcher, self.noise, steps, self.cfg, "euler", "simple", *texts, self.latent, **extra)
 
 
 def step_inputs(patcher: ModelPatcher, size: StepSize, prompt: Conditioning | None = None) -> StepInputs:
-    """prompt: conditioning for this model; without one, random text of the right width. Raises ValueError, in a
-    sentence, for what the model can't be given."""
+    """Make the inputs of a step. prompt: conditioning for this model; without one, random text of the right width.
+    Raises ValueError, in a sentence, for inputs that the model can't take."""
     usual = usual_sampling(patcher.model)
     cfg = size.cfg or usual.cfg
     latent = _empty_latent(patcher, size)
@@ -125,7 +125,7 @@ def step_inputs(patcher: ModelPatcher, size: StepSize, prompt: Conditioning | No
 
 
 def usual_sampling(base: nn.Module) -> UsualSampling:
-    """base: ComfyUI's BaseModel."""
+    """Return the usual sampling settings of a model. base: ComfyUI's BaseModel."""
     if isinstance(base.diffusion_model, UNetModel):
         return _USUAL_UNET
     return next((usual for kind, usual in _USUAL if isinstance(base, kind)), _USUAL_ELSE)
@@ -152,14 +152,14 @@ def _layers(model: nn.Module, *names: str) -> Iterator[Any]:
 def pooled_width(base: Any) -> int:
     """Return the features of the pooled text that the model takes, 0 for none.
 
-    That is its vector's width less the model's own part of it, such as SDXL's image sizes.
+    That is its vector's width minus the model's own part of it, such as SDXL's image sizes.
     """
     config = base.model_config.unet_config
-    wanted = config.get("adm_in_channels") or config.get("vec_in_dim") or 0
-    if not wanted:
+    vector_width = config.get("adm_in_channels") or config.get("vec_in_dim") or 0
+    if not vector_width:
         return 0
     vector = base.encode_adm(pooled_output=torch.zeros(1, 1), width=64, height=64, device=torch.device("cpu"))
-    return 0 if vector is None else max(0, wanted - (vector.shape[1] - 1))
+    return 0 if vector is None else max(0, vector_width - (vector.shape[1] - 1))
 
 
 def _random_text(length: int, width: int, pooled: int, random: torch.Generator) -> Conditioning:

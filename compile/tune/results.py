@@ -1,4 +1,4 @@
-"""Tuning results: the best settings, a table for the user, and the file that remembers them."""
+"""Tuning results: the best settings, a table for the user, and the file that stores them."""
 
 import hashlib
 import json
@@ -23,8 +23,8 @@ from ..cuda_graphs import memory_allocator, no_cuda_graphs
 from ..settings import CompileSettings
 from .inputs import StepInputs
 
-FORMAT = 1  # of the remembered files
-LEAST_GAIN = 0.01  # what is faster by less is not worth a compile
+FORMAT = 1  # of the stored files
+LEAST_GAIN = 0.01  # a smaller gain is not worth a compile
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class Quartiles:
 
 @dataclass(frozen=True)
 class MeasuredSettings:
-    """Timing of one way of compiling.
+    """Timing of one set of settings.
 
     step: milliseconds.
-    gain: eager time over compiled time of steps taken by turns.
+    gain: eager time over compiled time of alternating steps.
     """
 
     settings: CompileSettings
@@ -67,7 +67,7 @@ class MeasuredSettings:
         return self.gain.median - 1 > max(self.gain.half, LEAST_GAIN)
 
     def pays_after(self) -> int | None:
-        """Count the steps until compiling pays off; None where it is not clear that it ever does."""
+        """Count the steps until compiling pays off; None if it is not clear that it ever does."""
         if not self.faster():
             return None
         return math.ceil(1000 * self.compile_seconds / (self.step.median * (self.gain.median - 1)))
@@ -75,7 +75,7 @@ class MeasuredSettings:
 
 @dataclass(frozen=True)
 class UnmeasuredSettings:
-    """A way of compiling that failed, or was left out. why: the cause as a sentence."""
+    """Settings that failed, or were left out. why: the cause as a sentence."""
 
     settings: CompileSettings
     why: str
@@ -87,7 +87,7 @@ class TuneResult:
     """Result of one tuning.
 
     key: see `result_key`.
-    eager: milliseconds of a step of the MODEL as it came.
+    eager: milliseconds of a step of the uncompiled MODEL.
     measured_at: local date and time.
     """
 
@@ -99,21 +99,21 @@ class TuneResult:
     measured_at: str
 
     def best(self) -> MeasuredSettings | None:
-        """Return the fastest, where it is faster than eager by more than the measurements spread."""
+        """Return the fastest settings if they beat eager by more than the spread of the measurements, else None."""
         faster = [row for row in self.measured if row.faster() and row.step.median < self.eager.median]
         return max(faster, key=lambda row: row.gain.median, default=None)
 
     def recommendation(self) -> str:
         best = self.best()
         if best is not None:
-            how = f"backend {best.settings.backend}, mode {best.settings.mode}, scope {best.settings.scope}"
-            return f"Best: {how}, {best.gain.median:.2f} times as fast as uncompiled. The MODEL is compiled this way."
+            setup = f"backend {best.settings.backend}, mode {best.settings.mode}, scope {best.settings.scope}"
+            return f"Best: {setup}, {best.gain.median:.2f} times as fast as uncompiled. The MODEL is compiled this way."
         if self.measured:
             return "Nothing was clearly faster than uncompiled, so the MODEL stays uncompiled."
         return "Nothing but the uncompiled model could be measured, so the MODEL stays uncompiled."
 
     def complete(self, time_budget: float) -> bool:
-        """Return True if measuring again within this budget would find no more."""
+        """Return True if measuring again within this budget would add nothing."""
         return bool(self.measured) and (time_budget <= self.time_budget or all(u.failed for u in self.unmeasured))
 
     def text(self) -> str:
@@ -165,7 +165,7 @@ class TuneResult:
 
 
 def label(settings: CompileSettings) -> str:
-    """Format settings such as "stack, default"; a backend other than inductor stands in the place of the mode."""
+    """Format settings such as "stack, default"; a backend other than inductor takes the place of the mode."""
     return f"{settings.scope}, {settings.mode if settings.backend == 'inductor' else settings.backend}"
 
 
@@ -186,13 +186,13 @@ def result_key(patcher: ModelPatcher, inputs: StepInputs) -> dict[str, str]:
         "torch": torch.__version__,
         "size": inputs.size,
         "prompt": inputs.prompt,
-        # Only where some settings can't be had for it, so that results of other machines are found again.
+        # Only if it rules out some settings, so that stored results of other machines still match.
         **({} if no_cuda_graphs(device) is None else {"allocator": str(memory_allocator(device))}),
     }
 
 
 def _number_format(weight: Tensor) -> str:
-    """The layout of a quantised weight, whose dtype is that of its values: another one takes other kernels."""
+    """Return a quantised weight's layout, which selects kernels and is not in its dtype, else the dtype."""
     quantised = isinstance(weight, QuantizedTensor)
     return quantised_layout(weight) if quantised else str(weight.dtype).removeprefix("torch.")
 
@@ -215,24 +215,24 @@ def to_json(result: TuneResult) -> str:
 
 
 def read_result(path: Path, key: dict[str, str]) -> TuneResult | None:
-    """Read the result that is remembered for `key`, None where there is none.
+    """Read the stored result for `key`; None if there is none.
 
     Raises ValueError, in a sentence, for a file of another key or version, or a damaged one.
     """
     try:
-        found = read_json(path, TUNE_RESULT)
-        if found["format"] != FORMAT or found["key"] != key:
+        content = read_json(path, TUNE_RESULT)
+        if content["format"] != FORMAT or content["key"] != key:
             raise ValueError("it is of another version or for another model")
         result = TuneResult(
             key=key,
-            eager=_spread(found["eager"]),
-            measured=tuple(_measured(row) for row in found["measured"]),
+            eager=_spread(content["eager"]),
+            measured=tuple(_measured(row) for row in content["measured"]),
             unmeasured=tuple(
                 UnmeasuredSettings(_settings(row["settings"]), str(row["why"]), bool(row["failed"]))
-                for row in found["unmeasured"]
+                for row in content["unmeasured"]
             ),
-            time_budget=float(found["time_budget"]),
-            measured_at=str(found["measured_at"]),
+            time_budget=float(content["time_budget"]),
+            measured_at=str(content["measured_at"]),
         )
         result.text()
     except FileNotFoundError:
@@ -246,20 +246,20 @@ def read_result(path: Path, key: dict[str, str]) -> TuneResult | None:
 
 
 def _measured(row: dict[str, Any]) -> MeasuredSettings:
-    kept = row | {
+    fields = row | {
         "settings": _settings(row["settings"]),
         "step": _spread(row["step"]),
         "gain": _spread(row["gain"]),
         "notes": tuple(map(str, row["notes"])),
     }
-    kept["settings"].check()
-    return MeasuredSettings(**kept)
+    fields["settings"].check()
+    return MeasuredSettings(**fields)
 
 
-def _settings(found: dict[str, Any]) -> CompileSettings:
-    """Candidates have no overrides, which name blocks."""
-    return CompileSettings(**(found | {"overrides": ()}))
+def _settings(fields: dict[str, Any]) -> CompileSettings:
+    """Read stored settings; candidates have no overrides, which name blocks."""
+    return CompileSettings(**(fields | {"overrides": ()}))
 
 
-def _spread(found: dict[str, Any]) -> Quartiles:
-    return Quartiles(float(found["low"]), float(found["median"]), float(found["high"]))
+def _spread(fields: dict[str, Any]) -> Quartiles:
+    return Quartiles(float(fields["low"]), float(fields["median"]), float(fields["high"]))

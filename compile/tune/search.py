@@ -27,8 +27,8 @@ from .results import MeasuredSettings, Quartiles, TuneResult, UnmeasuredSettings
 
 log = logging.getLogger(__name__)
 
-PAIRS = (3, 9)  # least and most, as the time allows
-AUTOTUNE = 3.0  # choosing kernels by trial takes about so many times as long as compiling without
+PAIRS = (3, 9)  # minimum and maximum, as the time allows
+AUTOTUNE = 3.0  # compile time with max-autotune, which benchmarks kernels, over compile time without
 
 OnProgress = Callable[[int, str], None]
 
@@ -38,9 +38,9 @@ def candidates(device: torch.device) -> list[CompileSettings]:
 
     Sizes other than the tuned one have to work as well, so dynamic stays auto.
     """
-    tried = [("blocks", "default"), ("stack", "default"), ("model", "default")]
+    choices = [("blocks", "default"), ("stack", "default"), ("model", "default")]
     if device.type == "cuda":
-        tried = [
+        choices = [
             ("blocks", "default"),
             ("blocks", "max-autotune-no-cudagraphs"),
             ("stack", "default"),
@@ -49,34 +49,34 @@ def candidates(device: torch.device) -> list[CompileSettings]:
             ("blocks", "reduce-overhead"),
             ("model", "reduce-overhead"),
         ]
-    return [CompileSettings(scope=scope, mode=mode) for scope, mode in tried]
+    return [CompileSettings(scope=scope, mode=mode) for scope, mode in choices]
 
 
 def tune(
     patcher: ModelPatcher,
     inputs: StepInputs,
     time_budget: float,
-    tried: Sequence[CompileSettings],
+    trials: Sequence[CompileSettings],
     on_progress: OnProgress,
     clock: Callable[[], float] = time.perf_counter,
 ) -> TuneResult:
-    """Measure eager and each of `tried` on steps of the MODEL, which is left as it was.
+    """Measure eager and each of `trials` on steps of the MODEL, which is left unchanged.
 
-    The graphs of the best stay with it, for the next `compile_model`.
+    The graphs of the best settings stay with it, for the next `compile_model`.
 
-    time_budget: seconds; no candidate is begun that is expected not to fit.
-    on_progress: called with the number of candidates done and the name of the one that is measured.
-    Raises ValueError where the model can't run at all, and lets ComfyUI's interrupt through.
+    time_budget: seconds; candidates that are not expected to fit are skipped.
+    on_progress: called with the number of the candidate that is measured, 0 for eager, and a text that names it.
+    Raises ValueError if the model can't run at all, and lets ComfyUI's interrupt through.
     """
     run = _Run(patcher, inputs, time_budget, clock)
     try:
         on_progress(0, "Measuring eager")
         run.measure_eager()
-        for done, settings in enumerate(tried, 1):
-            if (why := run.why_not(settings)) is not None:
-                run.unmeasured.append(UnmeasuredSettings(settings, why, failed=False))
+        for number, settings in enumerate(trials, 1):
+            if (reason := run.why_not(settings)) is not None:
+                run.unmeasured.append(UnmeasuredSettings(settings, reason, failed=False))
                 continue
-            on_progress(done, f"Measuring {label(settings)} ({done} of {len(tried)})")
+            on_progress(number, f"Measuring {label(settings)} ({number} of {len(trials)})")
             run.measure(settings)
         result = run.result()
         best = result.best()
@@ -88,7 +88,7 @@ def tune(
 
 
 def tuned_model(patcher: ModelPatcher, result: TuneResult) -> ModelPatcher:
-    """Compile the MODEL with the best settings, or return it uncompiled where none is faster than eager."""
+    """Compile the MODEL with the best settings, or return it uncompiled if none is faster than eager."""
     if (best := result.best()) is not None:
         return compile_model(patcher, best.settings)[0]
     return patcher if compiled_model_of(patcher) is None else uncompiled(patcher)
@@ -110,7 +110,7 @@ class _Run:
         self.lists = block_lists(model, self.blocks)
 
     def measure_eager(self) -> None:
-        """The MODEL as it came, without a Compile Model in front."""
+        """Measure the MODEL without a Compile Model in front of it."""
         bench = Bench(uncompiled(self.patcher), None, self.inputs, self.clock)
         try:
             bench.run([False])
@@ -126,32 +126,32 @@ class _Run:
             end_of_node()
 
     def why_not(self, settings: CompileSettings) -> str | None:
-        """Return why these settings are not tried, as a sentence; None where they are."""
+        """Return the reason these settings are not tried, as a sentence; None if they are."""
         if settings.scope != "model" and not self.blocks:
             return "the model has no repeated blocks."
         if settings.scope == "stack" and not self.lists:
             return "the model has no stack of blocks only, so this is the same as scope blocks."
         if isinstance(self.patcher, SwapPatcher) and (settings.scope != "blocks" or settings.how().cuda_graphs()):
             return "some blocks stream from RAM (block swap), so it's block by block without CUDA graphs anyway."
-        if settings.how().cuda_graphs() and (why := no_cuda_graphs(self.patcher.load_device)) is not None:
-            return f"{why}."
-        left = self.ends - self.clock()
+        if settings.how().cuda_graphs() and (reason := no_cuda_graphs(self.patcher.load_device)) is not None:
+            return f"{reason}."
+        remaining = self.ends - self.clock()
         expected = self.expected_seconds(settings)
-        if expected > left:
+        if expected > remaining:
             return (
-                f"it would take about {expected:.0f} s and {max(0, left):.0f} s of the time budget are left; raise "
-                "time_budget to try it."
+                f"it would take about {expected:.0f} s and {max(0, remaining):.0f} s of the time budget are left; "
+                "raise time_budget to try it."
             )
         return None
 
     def expected_seconds(self, settings: CompileSettings) -> float:
-        """Of compiling, by what was seen so far, and of the fewest steps that tell something."""
+        """Estimate the time of compiling, from the compiles so far, and of the minimum number of steps."""
         steps = (WARM_UP + 1 + 2 * PAIRS[0]) * Quartiles.of(self.eager_steps).median
         work = self._work(settings)
-        return steps + max((s * work / self._work(seen) for seen, s in self.compile_seconds), default=0.0)
+        return steps + max((s * work / self._work(earlier) for earlier, s in self.compile_seconds), default=0.0)
 
     def _work(self, settings: CompileSettings) -> float:
-        """Estimate the work of compiling, in no unit.
+        """Estimate the work of compiling, without a unit.
 
         It grows slower than the number of blocks in a region, since equal kernels are built once.
         """
@@ -169,20 +169,20 @@ class _Run:
         return math.sqrt(max(1.0, size)) * (AUTOTUNE if "max-autotune" in settings.mode else 1.0)
 
     def measure(self, settings: CompileSettings) -> None:
-        """Add a row for these settings. An error with them is a row, and does not end the tuning."""
+        """Add a row for these settings. An error becomes a row too, and does not end the tuning."""
         try:
-            found = self._measure(settings)
+            row = self._measure(settings)
         except Exception as error:
             log.debug("%s", label(settings), exc_info=error)
             oom = comfy.model_management.is_oom(error)
-            found = UnmeasuredSettings(settings, "out of memory." if oom else first_line(error), failed=True)
+            row = UnmeasuredSettings(settings, "out of memory." if oom else first_line(error), failed=True)
             comfy.model_management.soft_empty_cache()
         finally:
             end_of_node()
-        if isinstance(found, MeasuredSettings):
-            self.measured.append(found)
+        if isinstance(row, MeasuredSettings):
+            self.measured.append(row)
         else:
-            self.unmeasured.append(found)
+            self.unmeasured.append(row)
 
     def _measure(self, settings: CompileSettings) -> MeasuredSettings | UnmeasuredSettings:
         clone, compiled_model = compile_model(self.patcher, settings)
@@ -197,8 +197,8 @@ class _Run:
             bench.run([False])
         memory = _memory_in_use(device)
         warm_up = bench.warm_up()
-        if (why := _not_compiled(compiled_model)) is not None:
-            return UnmeasuredSettings(settings, why, failed=True)
+        if (reason := _not_compiled(compiled_model)) is not None:
+            return UnmeasuredSettings(settings, reason, failed=True)
         if warm_up is None:
             return UnmeasuredSettings(settings, _compiles_on(compiled_model), failed=True)
         *compiling, last = warm_up
@@ -219,11 +219,11 @@ class _Run:
         )
 
     def _pairs(self, bench: Bench, compiled_step: float) -> tuple[list[float], list[float]]:
-        """Seconds of compiled and of eager steps, by turns, for about a tenth of the budget."""
+        """Time compiled and eager steps alternately, for about a tenth of the budget; return their seconds."""
         pair = compiled_step + Quartiles.of(self.eager_steps).median
         pairs = round(0.1 * self.time_budget / pair) if pair > 0 else PAIRS[1]
-        taken = bench.run([True, False] * min(PAIRS[1], max(PAIRS[0], pairs)))
-        return [s for compiled, s in taken if compiled], [s for compiled, s in taken if not compiled]
+        timed = bench.run([True, False] * min(PAIRS[1], max(PAIRS[0], pairs)))
+        return [s for compiled, s in timed if compiled], [s for compiled, s in timed if not compiled]
 
     def result(self) -> TuneResult:
         return TuneResult(
@@ -236,7 +236,7 @@ class _Run:
         )
 
     def clear(self, keep: CompileSettings | None) -> None:
-        """Free the graphs of all settings that were compiled here but those to keep."""
+        """Free the graphs of all settings compiled here, except those to keep."""
         self._forget(keep)
         gc.collect()
         comfy.model_management.soft_empty_cache()
@@ -249,7 +249,7 @@ class _Run:
 
 
 def _memory_in_use(device: torch.device) -> int:
-    """Bytes, without what torch keeps for later."""
+    """Return the bytes in use, without torch's cached blocks."""
     gc.collect()
     comfy.model_management.soft_empty_cache()
     tensors = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
@@ -257,7 +257,7 @@ def _memory_in_use(device: torch.device) -> int:
 
 
 def _not_compiled(compiled_model: CompiledModel) -> str | None:
-    """Return why nothing of it runs compiled, as a sentence; None where something does."""
+    """Return the reason no part of it runs compiled, as a sentence; None if some part does."""
     if any(not region.eager and region.report.compiled_calls for region in compiled_model.regions.values()):
         return None
     causes = [

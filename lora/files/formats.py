@@ -21,14 +21,14 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def convert(lora: Mapping[str, Tensor], format: str = "kohya", dtype: str = "fp32") -> dict[str, Tensor]:
-    """Convert a LoRA to the names of a format, on the host, each tensor with storage of its own.
+    """Convert a LoRA to the key names of a format, on the CPU, each tensor with its own storage.
 
     format: `kohya` (`lora_unet_*`, alpha kept), `comfyui` (`diffusion_model.<module>.lora_A/lora_B`) or `diffusers`
-    (PEFT names, fused layers cut by rows; for U-Nets the names of attention processors). The last two have
+    (PEFT names, fused layers split by rows; for U-Nets the names of attention processors). The last two have
     alpha / rank multiplied into `lora_B` in float32, before the cast, and hold no alpha. dtype: `fp32`, `bf16` or
     `fp16`; alphas and DoRA's lengths are always float32.
 
-    Raises ValueError where the format can't carry an update, or the dtype a value.
+    Raises ValueError if the format can't represent an update, or the dtype a value.
     """
     if format not in FORMATS:
         raise ValueError(f"format is {shown(format)}; choose one of {', '.join(FORMATS)}.")
@@ -58,8 +58,8 @@ def save_lora(
 ) -> None:
     """Write the LoRA as a safetensors file, atomically.
 
-    metadata: what `metadata_for` gave; None takes the LoRA's own. The hash and the names that depend on the format
-    are set for this file. Raises ValueError as `convert` does, and OSError with one sentence when it can't be written.
+    metadata: from `metadata_for`; None takes the LoRA's own. The hash and the format-dependent names are set for this
+        file. Raises ValueError as `convert` does, and OSError with one sentence if it can't be written.
     """
     tensors = convert(lora, format, dtype)
     facts = getattr(lora, "metadata", {}) if metadata is None else metadata
@@ -82,8 +82,8 @@ def _comfyui(model: LoraModel, flat: str, parts: Mapping[str, Tensor]) -> dict[s
     module = low_rank(parts)
     if module is None:
         return {f"{prefix}.{suffix}": tensor for suffix, tensor in parts.items()}
-    others = {f"{prefix}.{suffix}": tensor for suffix, tensor in parts.items() if suffix not in (DOWN, UP, ALPHA)}
-    return {f"{prefix}.lora_A.weight": module.down, f"{prefix}.lora_B.weight": module.scaled_up, **others}
+    extras = {f"{prefix}.{suffix}": tensor for suffix, tensor in parts.items() if suffix not in (DOWN, UP, ALPHA)}
+    return {f"{prefix}.lora_A.weight": module.down, f"{prefix}.lora_B.weight": module.scaled_up, **extras}
 
 
 def _diffusers(table: NameTable | None, model: LoraModel, flat: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -113,8 +113,8 @@ def _diffusers(table: NameTable | None, model: LoraModel, flat: str, parts: Mapp
 def _cut(
     table: NameTable | None, model: LoraModel, flat: str, parts: Mapping[str, Tensor], format: str
 ) -> dict[str, Tensor]:
-    """Name the rows of a fused module as the modules that other files of the model hold, which ComfyUI maps onto the
-    fused one too. Empty for a module that all files hold whole, and for an update that rows don't divide."""
+    """Split the rows of a fused module into the modules that other files of the model hold, which ComfyUI maps onto the
+    fused one too. Empty for a module that all files hold whole, and for an update that can't be split by rows."""
     module, name = low_rank(parts), model.name(flat)
     targets = table.cut_modules(name) if table is not None and name else ()
     if not targets or module is None or format == "diffusers" or not set(parts) <= {DOWN, UP, ALPHA}:
@@ -126,8 +126,8 @@ def _cut(
     for target, up in zip(targets, ups, strict=True):
         prefix = f"{CUT}{target}"
         if format == "kohya":
-            own = {DOWN: module.down, UP: up, ALPHA: torch.tensor(module.alpha)}
-            tensors |= {f"{prefix}.{suffix}": tensor for suffix, tensor in own.items()}
+            by_suffix = {DOWN: module.down, UP: up, ALPHA: torch.tensor(module.alpha)}
+            tensors |= {f"{prefix}.{suffix}": tensor for suffix, tensor in by_suffix.items()}
         else:
             tensors |= {f"{prefix}.lora_A.weight": module.down, f"{prefix}.lora_B.weight": up}
     return tensors
@@ -147,7 +147,7 @@ def _cast(key: str, tensor: Tensor, dtype: str) -> Tensor:
         return tensor.to("cpu", copy=True).contiguous()
     if not tensor.isfinite().all():
         raise ValueError(f"lora holds NaN or infinite values ({key}); go back to an earlier save of the training.")
-    # Of a length, 16 bits would round away more than training moves it by.
+    # 16 bits would round a length by more than training changes it.
     target = torch.float32 if key.endswith((f".{ALPHA}", f".{DORA}")) else DTYPES[dtype]
     cast = tensor.to("cpu", target, copy=True).contiguous()
     if not cast.isfinite().all():

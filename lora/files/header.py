@@ -1,4 +1,4 @@
-"""The safetensors header of a LoRA file: hashes, format-dependent keys, and no path of a disk."""
+"""The safetensors header of a LoRA file: hashes and format-dependent keys, without file system paths."""
 
 import hashlib
 import json
@@ -13,8 +13,8 @@ from ...common.untrusted.budgets import METADATA
 from ...common.untrusted.json_text import parse_json
 
 _ABSOLUTE = re.compile(r"(/|~|\\|[A-Za-z]:[/\\]|file:)", re.IGNORECASE)
-# Inside of text: in quotes, as a value, or as a word, which a slash alone begins where another follows: "and/or", "5
-# /6" and addresses of the web stay as they are.
+# Paths inside text: in quotes, as a value, or as a word. A word may begin with a slash only if another slash follows:
+# "and/or", "5 /6" and web addresses stay as they are.
 _START = r"file:/|~[/\\]|[A-Za-z]:[/\\]|\\{2,}(?=\w)"
 _VALUE, _WORD = rf"(?:{_START}|/(?=\w))", rf"(?:{_START}|/(?=[^\s/\\]+/))"
 _INSIDE = re.compile(
@@ -24,7 +24,7 @@ _INSIDE = re.compile(
 
 
 def for_file(metadata: Mapping[str, str], tensors: Mapping[str, Tensor], format: str) -> dict[str, str]:
-    """Fit metadata to the file of these tensors in this format: its hashes, the names that it uses, no paths."""
+    """Adapt metadata to the file of these tensors in this format: set its hashes and names, remove paths."""
     header = {str(key): without_paths(str(value)) for key, value in metadata.items()}
     if "modelspec.sai_model_spec" in header:
         digest = tensor_hash(tensors)
@@ -39,9 +39,9 @@ def for_file(metadata: Mapping[str, str], tensors: Mapping[str, Tensor], format:
 
 
 def tensor_hash(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of the bytes that follow the header in a safetensors file of these tensors, as hexadecimal digits.
+    """Compute the SHA-256 of the bytes after the header in a safetensors file of these tensors, as hexadecimal digits.
 
-    safetensors sorts by dtype, widest first, then by name; two dtypes of one width don't meet in our files.
+    safetensors sorts by dtype, widest first, then by name; our files don't mix two dtypes of one width.
     """
     digest = hashlib.sha256()
     for _, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
@@ -50,12 +50,12 @@ def tensor_hash(tensors: Mapping[str, Tensor]) -> str:
 
 
 def last_part(text: str) -> str:
-    """The name at the end of a path."""
+    """Return the name at the end of a path."""
     return re.split(r"[/\\]", text.rstrip("/\\"))[-1]
 
 
 def without_paths(value: Any) -> Any:
-    """The value as plain JSON, with every absolute path cut to its last part, also inside of text."""
+    """Return the value as plain JSON, with every absolute path cut to its last part, also inside text."""
     if isinstance(value, str):
         return _text_without_paths(value)
     if isinstance(value, Mapping):
@@ -68,7 +68,7 @@ def without_paths(value: Any) -> Any:
 
 
 def _text_without_paths(text: str) -> str:
-    if text.startswith("data:"):  # a thumbnail, whose letters may read as a path
+    if text.startswith("data:"):  # a thumbnail, whose encoding may look like a path
         return text
     if "/" not in text and "\\" not in text:
         return text
@@ -82,4 +82,4 @@ def _text_without_paths(text: str) -> str:
             return text if clean == read else json.dumps(clean, ensure_ascii=False)
     if _ABSOLUTE.match(text.strip()):
         return last_part(text)
-    return _INSIDE.sub(lambda found: last_part(found[0]), text)
+    return _INSIDE.sub(lambda match: last_part(match[0]), text)

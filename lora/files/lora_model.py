@@ -15,11 +15,11 @@ from ...models.registry import native_name, table_of
 
 PREFIX = "lora_unet_"
 CUT = "transformer."
-"""Before the names of the parts that files hold in place of a fused module."""
+"""Prefix of the modules that files hold in place of a fused one."""
 DOWN, UP, ALPHA = "lora_down.weight", "lora_up.weight", "alpha"
 DORA = "dora_scale"
 MODULES = "tessera_modules"
-"""The key of the metadata that tells the names of a model that no family has a table of."""
+"""Metadata key for the module names of a model that no family has a table for."""
 _AGAIN = "train or load it again"
 _SYNONYMS = {"lora_A.weight": DOWN, "lora_B.weight": UP, "lora_A.default.weight": DOWN, "lora_B.default.weight": UP}
 # Longest first: "lora_down.weight" is one suffix, though it has a dot in it.
@@ -48,10 +48,10 @@ class LowRank:
 
 
 class LoraModel(dict[str, Tensor]):
-    """A LoRA as ComfyUI's LORA_MODEL: contiguous tensors in kohya's keys, with the metadata that a file of it gets.
+    """A LoRA as ComfyUI's LORA_MODEL: contiguous tensors in kohya's keys, with the metadata for its file.
 
     Keys are `lora_unet_<module, dots as underscores>` with `.lora_down.weight` (rank, in), `.lora_up.weight`
-    (out, rank) and `.alpha` (scalar). `names` says which module a flat name stands for, where that is known.
+    (out, rank) and `.alpha` (scalar). `names` maps flat names to module names, as far as known.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class LoraModel(dict[str, Tensor]):
 
     @classmethod
     def from_modules(cls, modules: Mapping[str, LowRank], metadata: Mapping[str, str] | None = None) -> "LoraModel":
-        """From native module names such as `double_blocks.0.img_attn.qkv`. The tensors are taken as they are."""
+        """Build from updates by native name (`double_blocks.0.img_attn.qkv`); contiguous tensors are not copied."""
         parts = {n: {DOWN: m.down, UP: m.up, ALPHA: torch.tensor(float(m.alpha))} for n, m in modules.items()}
         return cls.from_tensors(parts, metadata)
 
     @classmethod
     def from_file(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> "LoraModel":
-        """From a file of ours in kohya's keys: parts of a fused module are put together again."""
+        """Build from a file of ours in kohya's keys; the parts of a fused module are joined."""
         model = cls(tensors, metadata)
         table = model._recorded()
         if table is None or not table.cut:
@@ -92,7 +92,7 @@ class LoraModel(dict[str, Tensor]):
     def from_tensors(
         cls, modules: Mapping[str, Mapping[str, Tensor]], metadata: Mapping[str, str] | None = None
     ) -> "LoraModel":
-        """From each module's tensors by the suffix of their keys, such as `lora_up.weight` or `hada_w1_a`."""
+        """Build from each module's tensors by key suffix, such as `lora_up.weight` or `hada_w1_a`."""
         tensors = {
             f"{PREFIX}{flat_name(name)}.{suffix}": tensor.detach().contiguous()
             for name, parts in modules.items()
@@ -101,24 +101,24 @@ class LoraModel(dict[str, Tensor]):
         return cls(tensors, metadata, {flat_name(name): name for name in modules})
 
     def parts(self) -> dict[str, dict[str, Tensor]]:
-        """The tensors by flat module name and then by suffix."""
-        found: dict[str, dict[str, Tensor]] = {}
+        """Return the tensors by flat module name and then by suffix."""
+        by_module: dict[str, dict[str, Tensor]] = {}
         for key, tensor in self.items():
             flat, _, suffix = key.removeprefix(PREFIX).partition(".")
-            found.setdefault(flat, {})[suffix] = tensor
-        return found
+            by_module.setdefault(flat, {})[suffix] = tensor
+        return by_module
 
     def name(self, flat: str) -> str | None:
-        """The native module name behind a flat one, or None where it can't be told."""
+        """Return the native module name of a flat one, or None if it can't be determined."""
         if flat in self.names:
             return self.names[flat]
-        own = self._recorded()
-        return own.native(flat) if own else native_name(flat)
+        recorded_table = self._recorded()
+        return recorded_table.native(flat) if recorded_table else native_name(flat)
 
     def table(self) -> NameTable | None:
-        """The names of the model that the LoRA is of; None where that can't be told."""
-        if own := self._recorded():
-            return own
+        """Return the name table of the LoRA's model; None if it can't be determined."""
+        if recorded_table := self._recorded():
+            return recorded_table
         modules = {flat: low_rank(parts) for flat, parts in self.parts().items()}
         shapes = {flat: (len(m.up), m.down.shape[1]) if m else None for flat, m in modules.items()}
         return table_of(shapes, _family(self.metadata))
@@ -128,17 +128,17 @@ class LoraModel(dict[str, Tensor]):
         return _read_once(text) if text else None
 
     def modules(self) -> dict[str, LowRank]:
-        """The low-rank updates by native module name; what is not low-rank, or of unknown name, is left out."""
-        named = ((self.name(flat), low_rank(parts)) for flat, parts in self.parts().items())
-        return {name: module for name, module in named if name and module}
+        """Return the low-rank updates by native module name; other updates and unknown names are left out."""
+        updates = ((self.name(flat), low_rank(parts)) for flat, parts in self.parts().items())
+        return {name: module for name, module in updates if name and module}
 
 
-# A table is asked for each of hundreds of modules.
+# Cached, since the table is looked up for each of hundreds of modules.
 _read_once = lru_cache(maxsize=4)(read_recorded)
 
 
 def _family(metadata: Mapping[str, str]) -> str:
-    """The family that a LoRA of ours says it was trained on, empty where it says nothing."""
+    """Return the family that a LoRA of ours was trained on, by its metadata; empty if that names none."""
     try:
         settings = parse_json(metadata.get("tessera", ""), METADATA, "tessera")
     except ValueError:
@@ -147,7 +147,7 @@ def _family(metadata: Mapping[str, str]) -> str:
 
 
 def low_rank(parts: Mapping[str, Tensor]) -> LowRank | None:
-    """The low-rank update of one module's tensors (by suffix), or None for another kind of update."""
+    """Return the low-rank update of one module's tensors (by suffix), or None for another kind of update."""
     if DOWN not in parts or UP not in parts or "lora_mid.weight" in parts or DORA in parts:
         return None
     down, up = parts[DOWN], parts[UP]
@@ -156,9 +156,9 @@ def low_rank(parts: Mapping[str, Tensor]) -> LowRank | None:
 
 def normalised(lora: Mapping[str, Tensor]) -> LoraModel:
     """Convert any LORA_MODEL to a LoraModel: ours, a plain dict in kohya's keys, or `diffusion_model.<module>.…`
-    (core's Train LoRA, lora_A / lora_B pairs). A missing alpha becomes the rank, which is what loaders take it for.
+    (core's Train LoRA, lora_A / lora_B pairs). A missing alpha becomes the rank, as loaders assume.
 
-    Raises ValueError for keys of another model part or layout, for half a pair, and for tensors that are no matrices.
+    Raises ValueError for keys of another model part or layout, for half a pair, and for tensors that are not matrices.
     """
     if not isinstance(lora, Mapping) or not lora:
         raise ValueError("lora is empty; connect the LORA_MODEL of a training node.")

@@ -1,7 +1,7 @@
-"""ComfyUI's weight patches: the kind of each, the weights that it fits, and its effect on one.
+"""ComfyUI's weight patches: the kind of each, the weights that it fits, and its effect on a weight.
 
-ComfyUI's reader (`comfy.lora`, `comfy.weight_adapter`) leaves a weight as it is where a patch does not suit it, and
-only logs that; here it is found before, on weights without numbers, and said.
+ComfyUI's reader (`comfy.lora`, `comfy.weight_adapter`) leaves a weight unchanged if a patch does not fit it, and only
+logs that. Here the mismatch is detected beforehand, on meta tensors, and raised.
 """
 
 import math
@@ -26,12 +26,12 @@ from .lora_model import ALPHA, DORA, DOWN, UP
 Place = tuple[int, int, int]
 Change = Callable[[Tensor], Tensor]
 Target = str | tuple[Any, ...]
-"""A weight of the model, or (weight, its place or None, function or absent) for a part of one."""
+"""The key of a weight, or (key, place or None, optional function) for a part of one."""
 
 RESHAPE = "reshape_weight"
-EMPTY = 1e-6  # a singular part this small beside the largest is none
-_ROUNDING = 1e-6  # a change of W this small beside W is what fp32 rounds
-# What ComfyUI's adapters hold in `weights`, in their order, by the suffixes of kohya's and LyCORIS' files.
+EMPTY = 1e-6  # singular values below this fraction of the largest count as zero
+_ROUNDING = 1e-6  # a change of W below this fraction of W is fp32 rounding
+# Entries of `weights` in ComfyUI's adapters, in order, by their suffix in kohya's and LyCORIS' files.
 _TURNS = ("oft_blocks", "rescale", ALPHA, DORA)
 _ORDERS: dict[type, tuple[str, ...]] = {
     LoRAAdapter: (UP, DOWN, ALPHA, "lora_mid.weight", DORA, RESHAPE),
@@ -46,7 +46,7 @@ _NO_MATRICES = {ALPHA, DORA, RESHAPE, "rescale"}
 
 
 class DoesNotFit(ValueError):
-    """An update does not fit the layer that it is named for; the text says which, and why."""
+    """Raised if an update does not fit the layer that it is named for; the message gives the layer and the cause."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Patch:
     """One entry of ComfyUI's weight patches.
 
     content: an adapter of ComfyUI's, or (kind, tensors).
-    place: (axis, start, length) of the part of the weight that it is for; None for all of it.
+    place: (axis, start, length) of the slice of the weight that it changes; None for all of it.
     function: applied to the update before it is added.
     """
 
@@ -64,7 +64,7 @@ class Patch:
 
     @classmethod
     def of(cls, target: Target, content: Any) -> tuple[str, "Patch"]:
-        """Make (the weight's key, the patch) of an entry of ComfyUI's reader."""
+        """Return (the weight's key, the patch) for an entry of ComfyUI's reader."""
         if isinstance(target, str):
             return target, cls(content)
         key, place, *function = target
@@ -72,46 +72,46 @@ class Patch:
 
     @property
     def is_complete(self) -> bool:
-        """True for a patch of the complete weight without a function."""
+        """Return whether it patches the complete weight, without a function."""
         return self.place is None and self.function is None
 
     @property
     def kind(self) -> str:
-        """Its algorithm's name, as the network's options have it where there is one."""
+        """Name of its algorithm, as in the network's options if they have it."""
         if isinstance(self.content, tuple):
             return _PLAIN.get(self.content[0], str(self.content[0]))
         return "dora" if {DORA, DOWN} <= self.tensors().keys() else str(self.content.name)
 
     @property
     def form(self) -> str:
-        """`kind`, with what the network's own adapter of that kind has not."""
-        named = self.tensors()
-        lengths = named.get(DORA)
-        more = {
-            "with a middle": "lora_mid.weight" in named,
-            "with cores": bool({"hada_t1", "lokr_t2"} & named.keys()),
+        """`kind`, with the features that the network's own adapter of that kind lacks."""
+        tensors = self.tensors()
+        lengths = tensors.get(DORA)
+        features = {
+            "with a middle": "lora_mid.weight" in tensors,
+            "with cores": bool({"hada_t1", "lokr_t2"} & tensors.keys()),
             "with dora_scale": lengths is not None and self.kind != "dora",
             "by rows": lengths is not None and lengths.dim() == 2 and len(lengths) > 1 and self.kind == "dora",
         }
-        return " ".join([self.kind, *(text for text, there in more.items() if there)])
+        return " ".join([self.kind, *(text for text, present in features.items() if present)])
 
     @property
     def needs_weight(self) -> bool:
-        """True where delta W depends on W."""
+        """Return whether delta W depends on W."""
         if isinstance(self.content, tuple):
             return bool(self.content[0] == "set")
         return isinstance(self.content, GLoRAAdapter | OFTAdapter | BOFTAdapter) or DORA in self.tensors()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Its tensors by the suffix that they have in kohya's and LyCORIS' files; no copies."""
+        """Return its tensors by their suffix in kohya's and LyCORIS' files, without copies."""
         if isinstance(self.content, tuple):
             return {"diff" if self.content[0] == "diff" else "set_weight": self.content[1][0]}
-        named = zip(_ORDERS[type(self.content)], self.content.weights, strict=False)
-        return {suffix: torch.as_tensor(value).detach() for suffix, value in named if value is not None}
+        pairs = zip(_ORDERS[type(self.content)], self.content.weights, strict=False)
+        return {suffix: torch.as_tensor(value).detach() for suffix, value in pairs if value is not None}
 
     def check_known(self, name: str) -> None:
-        """Raise DoesNotFit for content that this pack cannot read: of an adapter or with settings that ComfyUI has
-        added since, or of tensors that are no matrices. name: of the weight, for the message."""
+        """Raise DoesNotFit for content that this pack cannot read: an adapter or settings that ComfyUI has added since,
+        or tensors that are not matrices. name: of the weight, for the message."""
         if (unknown := _unknown(self.content)) is not None:
             raise DoesNotFit(f"{name}: ComfyUI reads it as {unknown}, which this version of Tessera does not know")
         if isinstance(self.content, tuple):
@@ -121,38 +121,37 @@ class Patch:
                 raise DoesNotFit(f"{name}: {suffix} is of the shape {tuple(tensor.shape)}, which is no matrix")
 
     def shape(self) -> tuple[int, int] | None:
-        """(out, in) of what it is for, 0 for a side that it does not tell; None where it tells neither."""
-        named = self.tensors()
-        if (whole := named.get("diff", named.get("set_weight"))) is not None:
+        """Return (out, in) of the weight that it fits, 0 for a side left open; None if both are open."""
+        tensors = self.tensors()
+        if (whole := tensors.get("diff", tensors.get("set_weight"))) is not None:
             return (len(whole), whole.shape[1]) if whole.dim() == 2 else None
-        if {UP, DOWN} <= named.keys() and RESHAPE not in named:
-            return len(named[UP]), named[DOWN].flatten(1).shape[1]
-        if "oft_blocks" in named:
-            return named["oft_blocks"].shape[-3] * named["oft_blocks"].shape[-1], 0
-        return _size(named)
+        if {UP, DOWN} <= tensors.keys() and RESHAPE not in tensors:
+            return len(tensors[UP]), tensors[DOWN].flatten(1).shape[1]
+        if "oft_blocks" in tensors:
+            return tensors["oft_blocks"].shape[-3] * tensors["oft_blocks"].shape[-1], 0
+        return _size(tensors)
 
     def check(self, layer: str, shape: Sequence[int]) -> None:
-        """Raise DoesNotFit where ComfyUI's reader would leave a weight of this shape unchanged. layer: for the
-        message."""
+        """Raise DoesNotFit if ComfyUI's reader would leave a weight of this shape unchanged. layer: for the message."""
         if self.place is not None:
             axis, _, length = self.place
             shape = (*shape[:axis], length, *shape[axis + 1 :])
-        there, here = self.shape(), _text(shape)
-        if there is not None and len(shape) == 2 and any(a and a != b for a, b in zip(there, shape, strict=True)):
-            rows, columns = (str(side or "any") for side in there)
-            raise DoesNotFit(f"{layer}: {rows} x {columns} there, {here} here")
-        named = self.tensors()
-        if RESHAPE in named and (wanted := named[RESHAPE].tolist()) != list(shape):
-            raise DoesNotFit(f"{layer}: it makes a layer of {_text(wanted)} of one of {here}, as control LoRAs do")
-        if isinstance(self.content, BOFTAdapter) and ALPHA not in named:
+        sides, text = self.shape(), _text(shape)
+        if sides is not None and len(shape) == 2 and any(a and a != b for a, b in zip(sides, shape, strict=True)):
+            rows, columns = (str(side or "any") for side in sides)
+            raise DoesNotFit(f"{layer}: {rows} x {columns} there, {text} here")
+        tensors = self.tensors()
+        if RESHAPE in tensors and (new_shape := tensors[RESHAPE].tolist()) != list(shape):
+            raise DoesNotFit(f"{layer}: it makes a layer of {_text(new_shape)} of one of {text}, as control LoRAs do")
+        if isinstance(self.content, BOFTAdapter) and ALPHA not in tensors:
             raise DoesNotFit(f"{layer}: a boft without alpha, which ComfyUI does not apply")
-        if not _applies(self.content, shape) or not _lengths_fit(named.get(DORA), shape):
-            held = ", ".join(f"{suffix} {_text(t.shape)}" for suffix, t in sorted(named.items()) if t.dim())
-            raise DoesNotFit(f"{layer}: ComfyUI cannot apply it to {here} ({held})")
+        if not _applies(self.content, shape) or not _lengths_fit(tensors.get(DORA), shape):
+            listing = ", ".join(f"{suffix} {_text(t.shape)}" for suffix, t in sorted(tensors.items()) if t.dim())
+            raise DoesNotFit(f"{layer}: ComfyUI cannot apply it to {text} ({listing})")
 
     def apply(self, weight: Tensor) -> tuple[Tensor, bool]:
-        """Apply the patch at strength 1 by ComfyUI's own reader; returns the weight and whether it was changed. weight:
-        the complete one, fp32, which is written to."""
+        """Apply the patch at strength 1 with ComfyUI's own reader; returns the weight and whether it was changed.
+        weight: the complete one, fp32, modified in place."""
         used = isinstance(self.content, tuple) and self.content[0] == "set"
 
         def seen(update: Tensor) -> Tensor:
@@ -164,7 +163,7 @@ class Patch:
 
 
 def _unknown(content: Any) -> str | None:
-    """A name for content that is none of `_ORDERS` and `_PLAIN`, or has more to it than they do; None for the rest."""
+    """Return a name for content that is not in `_ORDERS` or `_PLAIN`, or has settings beyond theirs; None otherwise."""
     if isinstance(content, tuple):
         if len(content) != 2 or content[0] not in tuple(_PLAIN):
             return "a patch of another kind"
@@ -177,17 +176,17 @@ def _unknown(content: Any) -> str | None:
     if getattr(content, "row_offset", None) is not None:
         return f"a {name} of some rows of a wider layer"
     values = content.weights
-    known = all(value is None or isinstance(value, Tensor | int | float | list) for value in values[: len(order)])
-    more = [value for value in values[len(order) :] if value is not None]
-    return None if known and not more and len(values) >= len(order) else f"a {name} with settings"
+    types_match = all(value is None or isinstance(value, Tensor | int | float | list) for value in values[: len(order)])
+    extra = [value for value in values[len(order) :] if value is not None]
+    return None if types_match and not extra and len(values) >= len(order) else f"a {name} with settings"
 
 
 def _applies(content: Any, shape: Sequence[int]) -> bool:
-    """True where ComfyUI's reader changes a weight of this shape; tried on meta tensors."""
+    """Return whether ComfyUI's reader changes a weight of this shape; tried on meta tensors."""
     if isinstance(content, OFTAdapter | BOFTAdapter):
-        # A limit is compared with numbers; whatever it is, the shapes are the same.
-        blocks, rescale, alpha, *more = content.weights
-        content = type(content)(set(), (blocks, rescale, None if alpha is None else 0.0, *more))
+        # The constraint (alpha) is compared with values, which meta tensors lack; it does not affect the shapes.
+        blocks, rescale, alpha, *rest = content.weights
+        content = type(content)(set(), (blocks, rescale, None if alpha is None else 0.0, *rest))
     try:
         return Patch(content).apply(torch.empty(tuple(shape), device="meta"))[1]
     except Exception:
@@ -195,7 +194,7 @@ def _applies(content: Any, shape: Sequence[int]) -> bool:
 
 
 def _lengths_fit(lengths: Tensor | None, shape: Sequence[int]) -> bool:
-    """True where a dora_scale is one number for each row or each column of a weight, as the reader divides by them."""
+    """Return whether a dora_scale has one number per row or per column of a weight, as the reader divides by it."""
     if lengths is None:
         return True
     if lengths.dim() == 0 or len(shape) != 2:
@@ -207,18 +206,18 @@ def _lengths_fit(lengths: Tensor | None, shape: Sequence[int]) -> bool:
         return False
 
 
-def _size(named: Mapping[str, Tensor]) -> tuple[int, int] | None:
-    """(out, in) of a LoHa or LoKr of matrices; None for another layout."""
+def _size(tensors: Mapping[str, Tensor]) -> tuple[int, int] | None:
+    """Return (out, in) of a LoHa or LoKr of matrices; None for another layout."""
     plain = {"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", ALPHA, DORA}
     plain |= {f"lokr_{w}{part}" for w in ("w1", "w2") for part in ("", "_a", "_b")}
-    matrices = {suffix: tensor for suffix, tensor in named.items() if suffix not in (ALPHA, DORA)}
-    if not named.keys() <= plain or any(tensor.dim() != 2 for tensor in matrices.values()):
+    matrices = {suffix: tensor for suffix, tensor in tensors.items() if suffix not in (ALPHA, DORA)}
+    if not tensors.keys() <= plain or any(tensor.dim() != 2 for tensor in matrices.values()):
         return None
-    if "hada_w1_a" in named:
-        return len(named["hada_w1_a"]), named["hada_w1_b"].shape[1]
+    if "hada_w1_a" in tensors:
+        return len(tensors["hada_w1_a"]), tensors["hada_w1_b"].shape[1]
     rows, columns = 1, 1
     for w in ("lokr_w1", "lokr_w2"):
-        first, last = (named.get(w, named.get(f"{w}{part}")) for part in ("_a", "_b"))
+        first, last = (tensors.get(w, tensors.get(f"{w}{part}")) for part in ("_a", "_b"))
         if first is None or last is None:
             return None
         rows, columns = rows * len(first), columns * last.shape[1]
@@ -232,11 +231,11 @@ def _text(shape: Sequence[int]) -> str:
 def delta_of(
     patches: Sequence[Patch], shape: Sequence[int], device: torch.device, read: Callable[[], Tensor]
 ) -> Tensor:
-    """Compute delta W, of this shape, fp32 on `device`: the weight as ComfyUI's reader patches it, less the weight.
+    """Compute delta W, of this shape, fp32 on `device`: the weight patched by ComfyUI's reader, minus the weight.
 
-    read: gives W, fp32, which is only asked for where delta W depends on it (BOFT, OFT, GLoRA, DoRA's lengths, a whole
-    weight); else the patches go on zeros, so that nothing is rounded to W's size. Raises ValueError where the reader
-    leaves a patch out, and where the numbers overflow.
+    read: returns W, fp32; called only if delta W depends on it (BOFT, OFT, GLoRA, DoRA's lengths, a whole weight).
+        Otherwise the patches are applied to zeros, so that nothing is rounded to W's magnitude. Raises ValueError if
+        the reader skips a patch, or if the values overflow.
     """
     weight = read().to(device) if any(patch.needs_weight for patch in patches) else None
     delta = torch.zeros(*shape, device=device) if weight is None else weight.clone()
@@ -254,12 +253,12 @@ def delta_of(
 
 
 def truncate_to_rank(delta: Tensor, rank: int, scale: float, source: torch.Generator) -> tuple[Tensor, Tensor, float]:
-    """Truncate delta W by SVD to (down, up, ‖lost‖ / ‖delta W‖): scale·up·down are its `rank` largest singular parts,
-    or as many as there are."""
-    left, sizes, right = largest_parts(delta, rank, source)
-    there = int((sizes > EMPTY * sizes[0]).sum())
-    left, sizes, right = left[:, :there], sizes[:there], right[:there]
-    root = (sizes / scale).sqrt()
+    """Truncate delta W by SVD to (down, up, ‖lost‖ / ‖delta W‖): scale·up·down is the sum of its `rank` largest
+    singular components, or of as many as there are."""
+    u, singular_values, vh = largest_parts(delta, rank, source)
+    effective_rank = int((singular_values > EMPTY * singular_values[0]).sum())
+    u, singular_values, vh = u[:, :effective_rank], singular_values[:effective_rank], vh[:effective_rank]
+    root = (singular_values / scale).sqrt()
     total = float(delta.double().square().sum())
-    lost = math.sqrt(max(0.0, 1.0 - float(sizes.double().square().sum()) / total)) if total else 0.0
-    return right * root[:, None], left * root, lost
+    loss = math.sqrt(max(0.0, 1.0 - float(singular_values.double().square().sum()) / total)) if total else 0.0
+    return vh * root[:, None], u * root, loss

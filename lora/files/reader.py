@@ -1,7 +1,7 @@
 """Read a LoRA of any naming that ComfyUI or this pack knows, as updates of the model's own modules.
 
-Names and layouts are ComfyUI's (`comfy.lora`), and those of our tables (`models.name_table`), which know more of what
-diffusers and PEFT write. Layers that ComfyUI holds as one (q, k and v) are put together again, exactly.
+Names and layouts are ComfyUI's (`comfy.lora`), and those of our tables (`models.name_table`), which cover more of the
+names that diffusers and PEFT write. Layers that ComfyUI fuses (q, k and v) are joined exactly.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ Parts = dict[str, Tensor]
 """The tensors of one module by their suffix in kohya's names, fp32."""
 
 _TEXT_ENCODER = ("lora_te", "text_encoder", "text_encoders.", "clip_l.", "t5xxl.")
-# What the reader takes beside the tensors of adapters.
+# Suffixes that the reader accepts besides those of adapters.
 _SCALARS = (ALPHA, "row_offset")
 _WHOLE = ("diff", "diff_b", "set_weight", "w_norm", "b_norm", ALPHA, "dora_scale")
 
@@ -34,12 +34,11 @@ _WHOLE = ("diff", "diff_b", "set_weight", "w_norm", "b_norm", ALPHA, "dora_scale
 class ReadLora:
     """The content of a LoRA file for one model.
 
-    modules: tensors by suffix of the layers whose patches are those of one adapter, or all low-rank.
-    patches: of the weight of each layer that can be trained, by its native name, in the order in which ComfyUI applies
-        them.
-    others: other weights (norms, biases, convolutions of what is no U-Net).
+    modules: tensors by suffix, of the layers whose patches are those of one adapter or all low-rank.
+    patches: of the weight of each trainable layer, by its native name, in the order in which ComfyUI applies them.
+    others: other weights (norms, biases, convolutions outside U-Nets).
     text_encoder: the number of keys for the text encoder.
-    unknown: keys of no module of this model.
+    unknown: keys that match no module of this model.
     """
 
     modules: dict[str, Parts]
@@ -50,8 +49,8 @@ class ReadLora:
 
 
 def read_patches(lora: Mapping[str, Tensor], family: Family, model: Any) -> tuple[Patches, list[str]]:
-    """Read (the LoRA as ComfyUI's weight patches of this model, the keys that are of no module of it). Raises
-    DoesNotFit where a part of an update is missing, or is nothing that this pack knows."""
+    """Return (the LoRA as ComfyUI's weight patches of this model, the keys that match no module of it). Raises
+    DoesNotFit if a part of an update is missing, or is of a kind that this pack does not know."""
     plain = comfy.lora_convert.convert_lora({uncompiled(key): tensor for key, tensor in lora.items()})
     names = _key_map(family, model)
     for key, tensor in plain.items():
@@ -67,43 +66,43 @@ def read_patches(lora: Mapping[str, Tensor], family: Family, model: Any) -> tupl
     for target, content in patches.items():
         key, patch = Patch.of(target, content)
         patch.check_known(name_of(key))
-    # All adapters share one set, in which ComfyUI collects whatever key it has taken.
-    known: set[str] = next((patch.loaded_keys for patch in patches.values() if hasattr(patch, "loaded_keys")), set())
+    # All adapters share one set, in which ComfyUI collects the keys that it has read.
+    used: set[str] = next((patch.loaded_keys for patch in patches.values() if hasattr(patch, "loaded_keys")), set())
     whole = {key for key in plain for name, _, suffix in (key.rpartition("."),) if name in names and suffix in _WHOLE}
-    return patches, [key for key in plain if key not in known | whole]
+    return patches, [key for key in plain if key not in used | whole]
 
 
 def read_lora(lora: Mapping[str, Tensor], family: Family, model: Any) -> ReadLora:
-    """Read the updates that a LoRA holds for the layers of this model. Nothing is left out silently."""
-    found, unknown = read_patches(lora, family, model)
+    """Read the updates that a LoRA holds for the layers of this model. Nothing is dropped silently."""
+    weight_patches, unknown = read_patches(lora, family, model)
     shapes = layer_shapes(model)
     patches: dict[str, list[Patch]] = {}
-    others: list[str] = []
-    for target, content in found.items():
+    other_names: list[str] = []
+    for target, content in weight_patches.items():
         key, patch = Patch.of(target, content)
         name = layer_of(key)
         if key.endswith(".weight") and name in shapes:
             patches.setdefault(name, []).append(patch)
         else:
-            others.append(name_of(key))
-    modules = {name: parts for name, own in patches.items() if (parts := _as_one(own, name, shapes[name]))}
+            other_names.append(name_of(key))
+    modules = {name: parts for name, group in patches.items() if (parts := _as_one(group, name, shapes[name]))}
     encoder = [key for key in unknown if key.startswith(_TEXT_ENCODER)]
     rest = tuple(key for key in unknown if key not in set(encoder))
-    return ReadLora(modules, patches, tuple(others), len(encoder), rest)
+    return ReadLora(modules, patches, tuple(other_names), len(encoder), rest)
 
 
 def layer_of(key: str) -> str:
-    """The native name of the module whose weight a key of the model is."""
+    """Return the native name of the module that a weight key of the model belongs to."""
     return key.removeprefix("diffusion_model.").removesuffix(".weight")
 
 
 def name_of(key: str) -> str:
-    """A key of the model for people; ComfyUI has none for the bias of a part of a layer."""
+    """Format a key of the model for messages; ComfyUI has no key for the bias of a part of a layer."""
     return "the bias of a part of a layer" if key == "().bias" else key.removeprefix("diffusion_model.")
 
 
 def _as_one(patches: list[Patch], layer: str, shape: tuple[int, int]) -> Parts | None:
-    """The patches of a layer (out, in) as the tensors of one adapter, exactly; None where they are of no such kind."""
+    """Return the patches of a layer (out, in) as the tensors of one adapter, exactly; None if they can't be joined."""
     if len(patches) == 1 and patches[0].is_complete:
         return _parts(patches[0])
     pieces: list[tuple[int, LowRank]] = []
@@ -119,9 +118,9 @@ def _as_one(patches: list[Patch], layer: str, shape: tuple[int, int]) -> Parts |
 
 
 def join_rows(pieces: list[tuple[int, LowRank]], rows: int) -> LowRank:
-    """Join updates of some rows, each with the row that it begins at, to one of `rows` rows; delta W is the same.
+    """Join updates of some rows, each with its first row, into one of `rows` rows; delta W is the same.
 
-    Pieces over one and the same `down` keep its rank; others stand below each other, so that the ranks add up.
+    Pieces that share one `down` keep its rank; others are stacked, so that the ranks add up.
     """
     pieces = sorted(pieces, key=lambda piece: piece[0])
     first = pieces[0][1].down
@@ -139,13 +138,13 @@ def join_rows(pieces: list[tuple[int, LowRank]], rows: int) -> LowRank:
 
 
 def _key_map(family: Family, model: Any) -> dict[str, Target]:
-    """ComfyUI's names of this model's weights, and what they miss of diffusers' and PEFT's."""
-    known: dict[str, Target] = comfy.lora.model_lora_keys_unet(model, {})
+    """Return ComfyUI's names of this model's weights, plus names of diffusers and PEFT that they lack."""
+    key_map: dict[str, Target] = comfy.lora.model_lora_keys_unet(model, {})
     table = family.names
     for name, (rows, columns) in layer_shapes(model).items():
         key = f"diffusion_model.{name}.weight"
         for prefix in ("", "transformer.", "base_model.model."):
-            known.setdefault(f"{prefix}{name}", key)
+            key_map.setdefault(f"{prefix}{name}", key)
         targets, start = table.diffusers(name), 0
         for target, size in zip(targets, table.diffusers_rows(name, rows, columns) if targets else (), strict=True):
             place: Target = key if len(targets) == 1 else (key, (0, start, size))
@@ -154,14 +153,14 @@ def _key_map(family: Family, model: Any) -> dict[str, Target]:
             start += size
             flat = flat_name(target)
             for alias in (target, f"transformer.{target}", f"diffusion_model.{target}", f"base_model.model.{target}"):
-                known.setdefault(alias, place)
+                key_map.setdefault(alias, place)
             for alias in (f"lora_transformer_{flat}", f"lora_unet_{flat}", f"lycoris_{flat}"):
-                known.setdefault(alias, place)
-    return known
+                key_map.setdefault(alias, place)
+    return key_map
 
 
 def _parts(patch: Patch) -> Parts | None:
-    """The tensors of an adapter by suffix; None for what is none."""
+    """Return the tensors of an adapter by suffix; None for a patch that is not an adapter."""
     if isinstance(patch.content, tuple):
         return None
     parts = {suffix: tensor.to("cpu", torch.float32) for suffix, tensor in patch.tensors().items()}

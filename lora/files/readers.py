@@ -1,4 +1,4 @@
-"""Sentences on who reads a LoRA file of each format: ComfyUI and diffusers, by what the families' names say of them."""
+"""Notes on the programs (ComfyUI, diffusers) that read a LoRA file of each format, from the families' name tables."""
 
 from collections.abc import Mapping
 
@@ -13,18 +13,18 @@ _PAIR = {DOWN, UP, ALPHA}
 
 
 def reader_notes(lora: Mapping[str, Tensor], format: str) -> list[str]:
-    """Say which of PROGRAMS take a file of this LoRA in this format, a sentence for each that leaves something out.
+    """Name the PROGRAMS that read a file of this LoRA in this format, with a sentence for each that omits something.
 
-    Raises ValueError as `convert` does, for what is no LoRA.
+    Raises ValueError as `convert` does, for input that is not a LoRA.
     """
     model = normalised(lora)
     table, parts = model.table(), model.parts()
     if table is None:
         return ["It's not known which programs read this file, because its model can't be trained here."]
     names = [name for flat in parts if (name := model.name(flat))]
-    # Of other tensors diffusers' converters fail, or drop the layers that have them.
-    others = sorted({suffix for own in parts.values() for suffix in own} - _PAIR)
-    programs, formats = (("ComfyUI",), ("kohya", "comfyui")) if others else (PROGRAMS, FORMATS)
+    # On other tensors diffusers' converters fail, or drop the layers that have them.
+    extra_suffixes = sorted({suffix for tensors in parts.values() for suffix in tensors} - _PAIR)
+    programs, formats = (("ComfyUI",), ("kohya", "comfyui")) if extra_suffixes else (PROGRAMS, FORMATS)
     left_out = {
         program: {f: table.left_out(program, f, names) for f in formats if table.knows(program, f)}
         for program in programs
@@ -34,9 +34,11 @@ def reader_notes(lora: Mapping[str, Tensor], format: str) -> list[str]:
     notes = [f"{joined(readers)} read{'s' if len(readers) == 1 else ''} this file."] if readers else []
     for program, by_format in left_out.items():
         if missing := by_format[format]:
-            what = "nothing of it" if len(missing) == len(names) else f"it without {shortlist(missing)}"
-            whole = [repr(other) for other, gone in by_format.items() if not gone]
-            notes.append(f"{program} reads {what}; for {program} set format to {' or '.join(whole)}.")
-    if others:
-        notes.append(f"diffusers reads plain LoRA only, and this one has {shortlist(others)}; use it in ComfyUI.")
+            extent = "nothing of it" if len(missing) == len(names) else f"it without {shortlist(missing)}"
+            whole = [repr(other) for other, omitted in by_format.items() if not omitted]
+            notes.append(f"{program} reads {extent}; for {program} set format to {' or '.join(whole)}.")
+    if extra_suffixes:
+        notes.append(
+            f"diffusers reads plain LoRA only, and this one has {shortlist(extra_suffixes)}; use it in ComfyUI."
+        )
     return notes
