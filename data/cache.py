@@ -34,18 +34,18 @@ class Cache:
         return self.folder / key[:2] / f"{key}.safetensors"
 
     def holds(self, key: str, shapes: Mapping[str, Shape] | None) -> bool:
-        """Check for an intact file with tensors of exactly these names and shapes (None matches any length), or with
-        any tensors for None.
+        """Return whether there is an intact file with tensors of exactly these names and shapes.
 
+        A length of None matches any length, and None for `shapes` any tensors.
         Reads only the header; safetensors validates it against the length of the file.
         """
-        found = self.shapes(key)
+        stored = self.shapes(key)
         if shapes is None:
-            return bool(found)
-        return found.keys() == shapes.keys() and all(_fits(found[name], shape) for name, shape in shapes.items())
+            return bool(stored)
+        return stored.keys() == shapes.keys() and all(_fits(stored[name], shape) for name, shape in shapes.items())
 
     def shapes(self, key: str) -> dict[str, tuple[int, ...]]:
-        """Read names and shapes of the tensors in the file; an empty dict where there is no intact file."""
+        """Read names and shapes of the tensors in the file; an empty dict if there is no intact file."""
         try:
             with open_tensors(self.path(key)) as file:
                 return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
@@ -59,7 +59,7 @@ class Cache:
     def write(self, key: str, tensors: Mapping[str, Tensor]) -> None:
         """Write the tensors under the key.
 
-        Raises OSError with a message for the user where the disk is full or not writable.
+        Raises OSError with a message for the user if the disk is full or not writable.
         """
         on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         write_atomically(self.path(key), lambda file: save_file(on_host, file))
@@ -68,7 +68,7 @@ class Cache:
         """Read the tensors to the host in their stored dtype.
 
         The tensors are ordinary ones (no inference tensors), so autograd can save them for backward.
-        Raises FileNotFoundError where there is no intact file.
+        Raises FileNotFoundError if there is no intact file.
         """
         try:
             return read_tensors(self.path(key))[0]
@@ -78,11 +78,11 @@ class Cache:
 
 @dataclass(frozen=True)
 class EncodeJob:
-    """One tensor file to be encoded where the cache lacks it.
+    """One tensor file to encode if the cache lacks it.
 
     key: cache key.
-    shapes: name and shape of each tensor in the file; None for a length that is known only after encoding, and as a
-        whole where the names are, too.
+    shapes: name and shape of each tensor in the file; None for a length known only after encoding, and as a whole if
+        the names are, too.
     bytes: approximate size on disk.
     encode: computes the tensors.
     name: the encoded file or caption, for messages.
@@ -103,33 +103,33 @@ def missing_jobs(cache: Cache, jobs: Iterable[EncodeJob]) -> list[EncodeJob]:
 def check_space(folder: Path, jobs: Iterable[EncodeJob]) -> None:
     """Check that the disk of the cache folder has room for the output of the jobs.
 
-    Raises ValueError where it has not.
+    Raises ValueError if it has not.
     """
-    wanted = sum(job.bytes for job in jobs)
+    required_bytes = sum(job.bytes for job in jobs)
     # The cache folder itself may not exist yet; disk_usage needs a path that does.
-    there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(there).free
-    if wanted > free:
+    existing_folder = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing_folder).free
+    if required_bytes > free:
         raise ValueError(
-            f"Encoding the pictures takes about {wanted / 1e9:.2f} GB, but the disk with the cache folder "
+            f"Encoding the pictures takes about {required_bytes / 1e9:.2f} GB, but the disk with the cache folder "
             f"({folder.parent.name}/{folder.name} in ComfyUI's user folder) has {free / 1e9:.2f} GB free; free some "
             "space, or start ComfyUI with --user-directory on a larger disk."
         )
 
 
-def run_jobs(cache: Cache, jobs: list[EncodeJob], what: str, progress: Progress, interrupted: Interrupted) -> None:
+def run_jobs(cache: Cache, jobs: list[EncodeJob], noun: str, progress: Progress, interrupted: Interrupted) -> None:
     """Run the jobs one by one and write each result at once, so that an interrupted run continues where it stopped.
 
-    what: plural noun of the encoded things, for the progress text.
-    Raises ValueError where an encoder returns NaN or infinity.
+    noun: plural noun of the encoded inputs, for the progress text.
+    Raises ValueError if an encoder returns NaN or infinity.
     """
     if jobs:
         sweep_unfinished(cache.folder)
     start = time.monotonic()
-    for done, job in enumerate(jobs):
+    for completed, job in enumerate(jobs):
         interrupted()
-        left = _time_left(start, done, len(jobs))
-        progress(done, len(jobs), f"Encoding {what}: {done} of {len(jobs)}{left}")
+        remaining_time = _time_left(start, completed, len(jobs))
+        progress(completed, len(jobs), f"Encoding {noun}: {completed} of {len(jobs)}{remaining_time}")
         tensors = job.encode()
         if not all(torch.isfinite(tensor).all() for tensor in tensors.values()):
             raise ValueError(
@@ -139,15 +139,17 @@ def run_jobs(cache: Cache, jobs: list[EncodeJob], what: str, progress: Progress,
         cache.write(job.key, tensors)
         assert cache.holds(job.key, job.shapes), (job.name, {n: tuple(t.shape) for n, t in tensors.items()}, job.shapes)
     if jobs:
-        progress(len(jobs), len(jobs), f"Encoding {what}: {len(jobs)} of {len(jobs)}")
+        progress(len(jobs), len(jobs), f"Encoding {noun}: {len(jobs)} of {len(jobs)}")
 
 
-def _fits(found: tuple[int, ...], wanted: Shape) -> bool:
-    return len(found) == len(wanted) and all(w is None or f == w for f, w in zip(found, wanted, strict=True))
+def _fits(shape: tuple[int, ...], expected: Shape) -> bool:
+    return len(shape) == len(expected) and all(
+        expected_size is None or size == expected_size for size, expected_size in zip(shape, expected, strict=True)
+    )
 
 
-def _time_left(start: float, done: int, total: int) -> str:
-    if done == 0:
+def _time_left(start: float, completed: int, total: int) -> str:
+    if completed == 0:
         return ""
-    seconds = (time.monotonic() - start) / done * (total - done)
+    seconds = (time.monotonic() - start) / completed * (total - completed)
     return f", about {seconds:.0f} s left" if seconds < 90 else f", about {seconds / 60:.0f} min left"

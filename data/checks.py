@@ -57,7 +57,7 @@ def check_items(
 ) -> None:
     """Check that the model family can train on the items: videos, control images, and start images.
 
-    Raises ValueError that names up to five items which it can't take.
+    Raises ValueError naming up to five items that it can't train on.
     """
     clips = [item.name for item in items if item.pixels.frames > 1]
     if clips and text.pictures_only:
@@ -134,19 +134,19 @@ def plan_notes(
 
 
 def fit_to_models(fit: str, text: TextPolicy, latents: LatentPolicy) -> tuple[str, tuple[str, ...]]:
-    """Return the fit that the models of these encoders take, and a note where it is another one."""
+    """Return the fit that the models of these encoders support, and a note if it differs from the requested one."""
     if fit != RAGGED_EDGE or not (text.whole_grids or latents.whole_grids):
         return fit, ()
-    of = text.family if text.whole_grids else latents.family
+    family = text.family if text.whole_grids else latents.family
     note = (
-        f"fit is {WHOLE_GRIDS} here, because {of} doesn't support a ragged edge. If the plan shows a lot of cropping, "
-        "raise max_graphs."
+        f"fit is {WHOLE_GRIDS} here, because {family} doesn't support a ragged edge. If the plan shows a lot of "
+        "cropping, raise max_graphs."
     )
     return WHOLE_GRIDS, (note,)
 
 
 def cut_to_latent_frames(items: tuple[Item, ...], latents: LatentPolicy) -> tuple[tuple[Item, ...], tuple[str, ...]]:
-    """Cut each clip to frames that fill latent frames, as this VAE counts them, and note which lost some."""
+    """Truncate each clip to a number of frames that fills this VAE's latent frames, and note which clips lost some."""
     cut, shorter = [], []
     for item in items:
         count = latents.whole_frames(item.pixels.frames)
@@ -174,7 +174,7 @@ def start_notes(items: Sequence[Item], latents: LatentPolicy, image_to_video: bo
 
 
 def length_notes(samples: Sequence[Sample]) -> Iterator[str]:
-    """Yield a note on captions that a model sees at the lengths that they are encoded to."""
+    """Yield a note on caption lengths, for a model that takes captions at their encoded length."""
     lengths = sorted({length for sample in samples for _, _, length in sample.graph_keys})
     if len(lengths) < 2:
         return
@@ -191,27 +191,27 @@ def length_notes(samples: Sequence[Sample]) -> Iterator[str]:
 
 def regularisation_notes(samples: Sequence[Sample]) -> Iterator[str]:
     """Yield a note on the ratio at which regularisation samples are shown."""
-    kept = [sample for sample in samples if sample.regularisation]
-    if not kept:
+    reg_samples = [sample for sample in samples if sample.regularisation]
+    if not reg_samples:
         return
     learnt = shown_per_epoch(samples) // 2
-    shown = sum(sample.repeats for sample in kept)
+    showings = sum(sample.repeats for sample in reg_samples)
     yield (
-        f"Regularisation: every second showing is one of {len(kept)} regularisation pictures or clips. That is "
-        f"{learnt} per epoch, or {learnt / shown:.3g} times all of them with their repeats."
+        f"Regularisation: every second showing is one of {len(reg_samples)} regularisation pictures or clips. That is "
+        f"{learnt} per epoch, or {learnt / showings:.3g} times all of them with their repeats."
     )
 
 
-def shapes_text(keys: Sequence[GraphKey], what: str) -> str:
-    """Say how often a model is compiled for these token counts, (latent, references, caption) each."""
-    names = "image" if what == "pictures" else "video"
+def shapes_text(keys: Sequence[GraphKey], noun: str) -> str:
+    """Describe how often a model is compiled for these token counts, (latent, references, caption) each."""
+    names = "image" if noun == "pictures" else "video"
     if len(keys) == 1:
         ((tokens, references, length),) = keys
         control = f" + {sum(references)} control" if references else ""
         shape = f"{tokens} {names}{control} + {length} text tokens"
-        return f"All {what} share one shape ({shape}), so the model is compiled once."
+        return f"All {noun} share one shape ({shape}), so the model is compiled once."
     counts = (" + ".join(map(str, (tokens, *references, length))) for tokens, references, length in keys)
     parts = f"{names} + control + text" if any(references for _, references, _ in keys) else f"{names} + text"
     return (
-        f"The {what} have {len(keys)} shapes (tokens of {parts}: {', '.join(counts)}); the model is compiled for each."
+        f"The {noun} have {len(keys)} shapes (tokens of {parts}: {', '.join(counts)}); the model is compiled for each."
     )

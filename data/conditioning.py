@@ -12,7 +12,7 @@ def read_entry(entry: Any, name: str) -> tuple[Tensor, dict[str, Any]]:
     name: of the entry, in messages.
     """
     cond, conditioning = entry[0], dict(entry[1])
-    if cond.ndim == 4:  # as some text encoders give it, with an axis of one beside that of the batch
+    if cond.ndim == 4:  # some text encoders add an axis of size 1 next to the batch axis
         cond = next((cond.squeeze(axis) for axis in (1, 2) if cond.shape[axis] == 1), cond)
     if cond.ndim != 3 or cond.shape[0] != 1:
         raise ValueError(f"{name} has the shape {tuple(cond.shape)}; it must be (1, tokens, width).")
@@ -29,7 +29,7 @@ def check_finite(tensor: Tensor, name: str) -> None:
 
 
 def own(tensor: Tensor) -> Tensor:
-    """Copy a tensor to the host as an ordinary tensor: autograd rejects those of inference mode, in which nodes run."""
+    """Copy a tensor to the host as an ordinary tensor: autograd rejects inference tensors, which nodes create."""
     with torch.inference_mode(False):
         return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
@@ -38,4 +38,4 @@ def own_all(value: Any) -> Any:
     """Copy the tensors of a conditioning's value."""
     if isinstance(value, Tensor):
         return own(value)
-    return [own_all(one) for one in value] if isinstance(value, list) else value
+    return [own_all(element) for element in value] if isinstance(value, list) else value

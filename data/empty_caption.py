@@ -10,20 +10,20 @@ from .conditioning import check_finite, own, own_all, read_entry
 from .from_latents import ON_THE_GRID
 from .samples import FIRST_VARIANT, Prompt, Sample, SampleTensors, SampleVariant, TrainingData
 
-# What comes from a sample's images and not from its caption.
+# Conditioning entries that come from a sample's images and not from its caption.
 OF_IMAGES = ("reference_latents", "reference_latents_method", "clip_vision_output", *ON_THE_GRID)
 
 
 def with_empty_caption(data: TrainingData, empty: Sequence[Any]) -> TrainingData:
     """Add the empty caption, one CONDITIONING of one entry, to each sample.
 
-    Raises ValueError for more than one entry, and for what is no caption.
+    Raises ValueError for more than one entry, and for an entry that is not a caption.
     """
     if len(empty) != 1:
         raise ValueError(f"empty has {len(empty)} conditionings; connect one CLIP Text Encode without text.")
     cond, rest = read_entry(empty[0], "empty")
     check_finite(cond, "empty")
-    # What is of a picture comes from each sample's own: a node for edit models puts its reference on the empty one too.
+    # Image entries come from each sample's own: a node for edit models puts its reference on the empty caption too.
     prompt = Prompt(own(cond), {name: own_all(value) for name, value in rest.items() if name not in OF_IMAGES})
     samples = tuple(replace(s, load=partial(_load, s, prompt), empty_length=prompt.text.shape[1]) for s in data.samples)
     return replace(
@@ -35,8 +35,9 @@ def _load(sample: Sample, empty: Prompt, choice: SampleVariant = FIRST_VARIANT) 
     tensors = sample.load(choice)
     if not choice.empty_caption:
         return tensors
-    own = tensors.conditioning
-    # Tensors and flags of the caption, such as its mask, are not those of the empty one; numbers such as a frame rate
-    # hold for both.
-    shared = {k: v for k, v in own.items() if k in OF_IMAGES or isinstance(v, bool | int | float | str)}
-    return replace(tensors, empty_prompt=Prompt(empty.text, {**shared, **empty.conditioning}))
+    conditioning = tensors.conditioning
+    # Tensors of the caption, such as its mask, do not apply to the empty one; plain values such as a frame rate do.
+    common_entries = {
+        k: v for k, v in conditioning.items() if k in OF_IMAGES or isinstance(v, bool | int | float | str)
+    }
+    return replace(tensors, empty_prompt=Prompt(empty.text, {**common_entries, **empty.conditioning}))

@@ -68,26 +68,26 @@ def latents_to_data(
     An odd side loses one row or column of latent cells, with a note. A noise mask that marks the first frames of a
     Wan 2.2 5B video as clean sets the sample's `clean_frames` instead. Tensors are copied to the host, so that
     autograd can save them for backward.
-    Raises ValueError where counts or shapes do not match, and for values that are not finite.
+    Raises ValueError if counts or shapes do not match, and for values that are not finite.
     """
     batches = [_split(latent, index) for index, latent in enumerate(latents)]
-    given = [
-        _Latent(f"latent {index + 1}", *one) for index, one in enumerate(one for batch in batches for one in batch)
+    single_latents = [
+        _Latent(f"latent {index + 1}", *pair) for index, pair in enumerate(pair for batch in batches for pair in batch)
     ]
-    if not given:
+    if not single_latents:
         raise ValueError("latents is empty; connect the latents of Make Training Dataset or VAE Encode.")
-    policy = _check_channels([latent.tensor for latent in given])
+    policy = _check_channels([latent.tensor for latent in single_latents])
     entries = _match(positive, [len(batch) for batch in batches])
-    grids = [_grid(latent.tensor, index, policy.patch) for index, latent in enumerate(given)]
-    most = max(max_graphs, len(given)) if policy.whole_grids and max_graphs >= 1 else max_graphs
-    placements = place_latents(grids, most)
+    grids = [_grid(latent.tensor, index, policy.patch) for index, latent in enumerate(single_latents)]
+    graph_limit = max(max_graphs, len(single_latents)) if policy.whole_grids and max_graphs >= 1 else max_graphs
+    placements = place_latents(grids, graph_limit)
     samples, names, odd, whole = [], [], [], []
-    for latent, entry, grid, placement in zip(given, entries, grids, placements, strict=True):
+    for latent, entry, grid, placement in zip(single_latents, entries, grids, placements, strict=True):
         tensors = _tensors(latent, entry, grid, placement.grid, policy.patch)
         references = _references(tensors.conditioning, latent, grid, placement, policy)
         odd += [latent.name] * references.odd
         whole += [latent.name] * references.whole
-        known = frozenset(key for key, value in tensors.conditioning.items() if value is not None)
+        conditioning_keys = frozenset(key for key, value in tensors.conditioning.items() if value is not None)
         clean = latent.clean_frames(policy)
         if masked_loss and latent.mask is not None and not clean:
             height, width = latent.tensor.shape[-2:]
@@ -101,7 +101,7 @@ def latents_to_data(
             load=partial(_given, tensors),
             references=references.tokens,
             clean_frames=clean,
-            conditioning=known,
+            conditioning=conditioning_keys,
         )
         samples.append(sample)
         parts = (placement.tokens, references.tokens, clean)
@@ -109,10 +109,11 @@ def latents_to_data(
         names.append(fingerprint(tensors.latent, tensors.text, _named(tensors.conditioning), *parts, *weighed))
     notes = (
         *noise_mask_notes(
-            [of.name for of in given if of.mask is not None and not of.clean_frames(policy)], masked_loss
+            [latent.name for latent in single_latents if latent.mask is not None and not latent.clean_frames(policy)],
+            masked_loss,
         ),
         *_reference_notes(samples, odd, whole, max_graphs),
-        *_notes(given, grids, placements, samples, max_graphs, policy),
+        *_notes(single_latents, grids, placements, samples, max_graphs, policy),
     )
     return TrainingData(tuple(samples), fingerprint(names), notes)
 
@@ -132,8 +133,10 @@ def _split(latent: Mapping[str, Any], index: int) -> list[tuple[Tensor, Tensor |
         )
     batch = samples[None] if samples.ndim == 3 else samples
     # A batch of masks that is shorter than the latents repeats its last mask.
-    masks = [None] * len(batch) if mask is None else [mask[min(one, len(mask) - 1)] for one in range(len(batch))]
-    pictures = [one.squeeze(1) if one.ndim == 4 and one.shape[1] == 1 else one for one in batch]
+    masks = (
+        [None] * len(batch) if mask is None else [mask[min(position, len(mask) - 1)] for position in range(len(batch))]
+    )
+    pictures = [picture.squeeze(1) if picture.ndim == 4 and picture.shape[1] == 1 else picture for picture in batch]
     return list(zip(pictures, masks, strict=True))
 
 
@@ -199,8 +202,8 @@ def _tensors(latent: _Latent, entry: Any, grid: Grid, target: Grid, patch: int) 
                     f"({name}) is {_sides(value)}; give WanImageToVideo the width, height and length of the clip."
                 )
             conditioning[name] = _cut(value, grid, target, patch)
-    if (seen := conditioning.get("clip_vision_output")) is not None:
-        conditioning["clip_vision_output"] = vision_output(own(hidden_states(seen)))
+    if (vision := conditioning.get("clip_vision_output")) is not None:
+        conditioning["clip_vision_output"] = vision_output(own(hidden_states(vision)))
     return SampleTensors(
         own(_cut(latent.tensor, grid, target, patch)),
         own(cond),
@@ -230,7 +233,7 @@ class _References:
 def _references(
     conditioning: Mapping[str, Any], latent: _Latent, grid: Grid, placement: Placement, policy: LatentPolicy
 ) -> _References:
-    """Crop the reference latents in place to whole tokens, and along with the latent where both have the same size."""
+    """Crop the reference latents in-place to whole tokens, and along with the latent if both have the same size."""
     references = conditioning.get("reference_latents") or []
     tokens, odd, whole = [], False, False
     for index, reference in enumerate(references):
@@ -247,13 +250,13 @@ def _references(
                 f"of {policy.channels} channels, encoded with the VAE of latents."
             )
         odd |= (height * policy.patch, width * policy.patch) != reference.shape[-2:]
-        kept = Grid(height, width)
+        target = Grid(height, width)
         if placement.crop > 0 and reference.shape[-2:] == latent.tensor.shape[-2:]:
-            kept = Grid(placement.grid.height, placement.grid.width)
+            target = Grid(placement.grid.height, placement.grid.width)
         elif placement.crop > 0:
             whole = True
-        references[index] = own(_cut(reference, Grid(height, width), kept, policy.patch))
-        tokens.append(kept.tokens)
+        references[index] = own(_cut(reference, Grid(height, width), target, policy.patch))
+        tokens.append(target.tokens)
     return _References(tuple(tokens), odd, whole)
 
 

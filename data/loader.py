@@ -21,24 +21,24 @@ def batch_order(samples: Sequence[Sample], batch_size: int, seed: int) -> Iterat
     """Infinite seeded batch sampler; yields batches of `batch_size` sample indices that share one `graph_key`.
 
     Each epoch is a new shuffle of all samples, each repeated `repeats` times. Samples of different aspect ratio share a
-    batch where their token count, reference tokens and text length agree. Incomplete batches carry over to the next
+    batch if their token count, reference tokens and text length agree. Incomplete batches carry over to the next
     epoch, so no sample is dropped and no batch is short. The same arguments give the same order.
 
     Of a folder with a `sample_ratio` below 1 an epoch shows that part, and the next epoch goes on with the rest: the
-    folder has a shuffle of its own, which starts anew when all of it was shown. OneTrainer does so with a concept whose
+    folder has a shuffle of its own, which restarts when all of it was shown. OneTrainer does so with a concept whose
     `balancing` by repeats is below 1, without the shuffle (mgds, VariationSorting).
 
     Regularisation samples are shown as often as all training samples together, as in kohya-ss/sd-scripts. An epoch
     takes as many of them as it has training samples, from a shuffle of their own that continues across epochs, each
-    repeated `repeats` times. (sd-scripts restarts with the first ones in each epoch; where there are more, the rest is
+    repeated `repeats` times. (sd-scripts restarts with the first ones in each epoch; if there are more, the rest is
     never shown.)
     """
-    assert not all(one.regularisation for one in samples)
-    preserved = [index for index, one in enumerate(samples) if one.regularisation for _ in range(one.repeats)]
-    kept = _turns(preserved, seed, "regularisation")
+    assert not all(sample.regularisation for sample in samples)
+    preserved = [index for index, sample in enumerate(samples) if sample.regularisation for _ in range(sample.repeats)]
+    preserved_turns = _turns(preserved, seed, "regularisation")
     waiting: dict[GraphKey, deque[int]] = defaultdict(deque)
     for epoch, training in enumerate(_epochs(samples, seed)):
-        for index in _shuffled([*training, *islice(kept, len(training))], seed, "epoch", epoch):
+        for index in _shuffled([*training, *islice(preserved_turns, len(training))], seed, "epoch", epoch):
             queue = waiting[samples[index].graph_key]
             queue.append(index)
             if len(queue) == batch_size:
@@ -47,7 +47,7 @@ def batch_order(samples: Sequence[Sample], batch_size: int, seed: int) -> Iterat
 
 
 def skip_batches(order: Iterator[tuple[int, ...]], count: int, check_interrupted: Callable[[], None]) -> None:
-    """Take `count` batches, as a resumed run has shown them. Asks for Cancel: there may be millions."""
+    """Take `count` batches, as a resumed run has shown them. Checks for cancellation, as there may be millions."""
     for number in range(count):
         if number % _BETWEEN_CHECKS == 0:
             check_interrupted()
@@ -55,20 +55,23 @@ def skip_batches(order: Iterator[tuple[int, ...]], count: int, check_interrupted
 
 
 def _epochs(samples: Sequence[Sample], seed: int) -> Iterator[list[int]]:
-    """Yield, for each epoch, the indices of the training samples that it shows, each as often as it does."""
+    """Yield the indices of the training samples that each epoch shows, each repeated as often as it is shown."""
     parts = [
-        (shown, _turns(pool, seed, "sample ratio", folder)) for folder, (pool, shown) in folder_parts(samples).items()
+        (part_size, _turns(pool, seed, "sample ratio", folder))
+        for folder, (pool, part_size) in folder_parts(samples).items()
     ]
-    whole = {i: one.repeats for i, one in enumerate(samples) if one.sample_ratio == 1 and not one.regularisation}
+    whole = {
+        i: sample.repeats for i, sample in enumerate(samples) if sample.sample_ratio == 1 and not sample.regularisation
+    }
     while True:
         times = Counter(whole)
-        for shown, turns in parts:
-            times.update(islice(turns, shown))
+        for part_size, turns in parts:
+            times.update(islice(turns, part_size))
         yield [index for index in range(len(samples)) for _ in range(times[index])]
 
 
 def _turns(pool: Sequence[int], seed: int, *keys: int | str) -> Iterator[int]:
-    """Yield the pool again and again without end, each time in another order; nothing of an empty one."""
+    """Yield the pool endlessly, shuffled again in each pass; nothing for an empty one."""
     for turn in count() if pool else ():
         yield from _shuffled(pool, seed, *keys, turn)
 
@@ -93,7 +96,7 @@ def choose_variant(sample: Sample, seed: int, step: tuple[int, int], place: int)
 
 
 def _caption(sample: Sample, seed: int, *keys: int) -> int | None:
-    """Choose the number of a caption variant; None is the empty prompt."""
+    """Choose the index of a caption variant; None is the empty prompt."""
     if sample.caption_dropout and _number(seed, "caption dropout", *keys) < sample.caption_dropout:
         return None
     if not sample.caption_weights:
@@ -122,21 +125,21 @@ class SampleReader:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tessera-reader")
         self._ahead: dict[SampleRequest, Future[SampleTensors]] = {}
 
-    def prefetch(self, wanted: Iterable[SampleRequest]) -> None:
+    def prefetch(self, requests: Iterable[SampleRequest]) -> None:
         """Start to read these samples, retain those that an earlier call requested, and drop all others."""
         ahead: dict[SampleRequest, Future[SampleTensors]] = {}
-        for shown in dict.fromkeys(wanted):
-            index, choice = shown
-            ahead[shown] = self._ahead.get(shown) or self._pool.submit(self._samples[index].load, choice)
+        for request in dict.fromkeys(requests):
+            index, choice = request
+            ahead[request] = self._ahead.get(request) or self._pool.submit(self._samples[index].load, choice)
         self._ahead = ahead
 
-    def read(self, shown: SampleRequest) -> SampleTensors:
-        """Return the tensors of a sample, if need be after waiting for the worker.
+    def read(self, request: SampleRequest) -> SampleTensors:
+        """Return the tensors of a sample, after waiting for the worker if needed.
 
-        Raises the error of the load where it failed.
+        Raises the error of the load if it failed.
         """
-        future = self._ahead.get(shown)
-        return self._samples[shown[0]].load(shown[1]) if future is None else future.result()
+        future = self._ahead.get(request)
+        return self._samples[request[0]].load(request[1]) if future is None else future.result()
 
     def close(self) -> None:
         """Cancel pending reads and drop all tensors; waits for the read in progress."""

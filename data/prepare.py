@@ -1,4 +1,4 @@
-"""Prepare Dataset: plan the buckets, encode what the cache lacks, and return samples that load lazily."""
+"""Prepare Dataset: plan the buckets, encode the inputs missing from the cache, and return samples that load lazily."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -86,7 +86,7 @@ def prepare(
     control_megapixels: float = 1.0,
     edit_prompt: str = PLUS,
     encode_empty_caption: bool = False,
-    progress: Progress = lambda done, total, text: None,
+    progress: Progress = lambda completed, total, text: None,
     interrupted: Interrupted = lambda: None,
 ) -> PreparedData:
     """Encode a data set with a ComfyUI VAE and CLIP.
@@ -96,7 +96,7 @@ def prepare(
     control images), CLIP vision model, text encoders. `interrupted` is called before each job and may raise; finished
     jobs stay in the cache.
 
-    megapixels, max_graphs, fit: as of `plan_buckets`.
+    megapixels, max_graphs, fit: see `plan_buckets`.
     max_text_length: text length in tokens of families that let the user choose it.
     cache_dir: folder of the cache.
     image_to_video: use each video's first frame as its start image, as the Wan model of this VAE does; with clip_vision
@@ -106,7 +106,7 @@ def prepare(
     encode_empty_caption: encode the empty prompt too, for the guidance-preserving loss.
     Raises ValueError for encoders of different families, unreadable files, contradicting options, values out of range
     and a disk that is too small.
-    Raises core's out-of-memory error where something does not fit through the VAE untiled.
+    Raises core's out-of-memory error if something does not fit through the VAE untiled.
     """
     text, latents = text_policy(clip), latent_policy(vae)
     check_pair(text, latents)
@@ -134,15 +134,19 @@ def prepare(
     )
     placed = control_plan.placements
     cache = Cache(cache_dir)
-    wanted = make_variants(items, plan.placements, placed, encoder)
+    requested_variants = make_variants(items, plan.placements, placed, encoder)
     # Masks come before captions: a variant that its mask leaves empty is dropped, and its captions with it.
-    variants, counted = read_masks(items, plan.placements, wanted, cache, progress, interrupted)
-    # Text encoders that see control images encode the captions anew for each variant of those.
-    shown = [(item, variant.controls) for item, of in zip(items, variants, strict=True) for variant in of]
+    variants, counted = read_masks(items, plan.placements, requested_variants, cache, progress, interrupted)
+    # Text encoders that see control images encode the captions again for each variant of those.
+    caption_inputs = [
+        (item, variant.controls)
+        for item, item_variants in zip(items, variants, strict=True)
+        for variant in item_variants
+    ]
     of_forms = iter(
         tokenize_captions(
-            [item for item, _ in shown],
-            [controls for _, controls in shown],
+            [item for item, _ in caption_inputs],
+            [controls for _, controls in caption_inputs],
             clip,
             text,
             max_text_length if text.lengths else None,
@@ -152,31 +156,41 @@ def prepare(
             encode_empty_caption,
         )
     )
-    captions = [tuple(next(of_forms) for _ in of) for of in variants]
+    captions = [tuple(next(of_forms) for _ in item_variants) for item_variants in variants]
 
     jobs = variant_jobs(variants, encoder, image_to_video and latents is WAN21, clip_vision)
-    every = [one for of in jobs for one in of]
-    caption_jobs = [caption.job for of in captions for one in of for caption in one.all]
+    flat_jobs = [variant for item_jobs in jobs for variant in item_jobs]
+    caption_jobs = [
+        caption.job
+        for item_captions in captions
+        for variant_captions in item_captions
+        for caption in variant_captions.all
+    ]
     work = [
-        (missing_jobs(cache, [job for one in every for job in one.vae_jobs]), _what(items)),
-        (missing_jobs(cache, [one.vision for one in every if one.vision]), "start frames for CLIP vision"),
+        (missing_jobs(cache, [job for variant in flat_jobs for job in variant.vae_jobs]), _what(items)),
+        (
+            missing_jobs(cache, [variant.vision for variant in flat_jobs if variant.vision]),
+            "start frames for CLIP vision",
+        ),
         (missing_jobs(cache, caption_jobs), "captions"),
     ]
     # Both checks come before the first encoder is loaded, so that a full disk or a damaged file fails early.
     check_space(cache_dir, [job for jobs, _ in work for job in jobs])
-    check_images(images_to_encode(every, {job.key for job in work[0][0]}), progress, interrupted)
-    for lacked, what in work:
-        run_jobs(cache, lacked, what, progress, interrupted)
+    check_images(images_to_encode(flat_jobs, {job.key for job in work[0][0]}), progress, interrupted)
+    for missing, noun in work:
+        run_jobs(cache, missing, noun, progress, interrupted)
 
-    keys = [tuple(one.keys() for one in of) for of in jobs]
-    texts = [tuple(one.keys() for one in of) for of in captions]
+    keys = [tuple(variant.keys() for variant in item_jobs) for item_jobs in jobs]
+    texts = [tuple(caption.keys() for caption in item_captions) for item_captions in captions]
     clean = image_to_video and latents is WAN22
-    rate_told = latents.tells_frame_rate
+    takes_frame_rate = latents.tells_frame_rate
     samples = tuple(
-        _sample(cache, item, placement, of, one, words, text, clean, rate_told)
-        for item, placement, of, one, words in zip(items, plan.placements, placed, keys, texts, strict=True)
+        _sample(cache, item, placement, control_placements, item_keys, words, text, clean, takes_frame_rate)
+        for item, placement, control_placements, item_keys, words in zip(
+            items, plan.placements, placed, keys, texts, strict=True
+        )
     )
-    first = [of[0] for of in captions]
+    first = [item_captions[0] for item_captions in captions]
     notes = (
         *dataset.notes,
         *item_notes,
@@ -188,7 +202,13 @@ def prepare(
         *start_notes(items, latents, image_to_video, clip_vision),
         *mask_notes(counted),
         *regularisation_notes(samples),
-        *view_notes(items, *([[variant.view for variant in of] for of in made] for made in (wanted, variants))),
+        *view_notes(
+            items,
+            *(
+                [[variant.view for variant in item_variants] for item_variants in selection]
+                for selection in (requested_variants, variants)
+            ),
+        ),
         *encoding_notes(
             [item.caption_variants for item in items], {job.key: cache.size(job.key) for job in caption_jobs}
         ),
@@ -197,7 +217,9 @@ def prepare(
     made_with |= {"image_to_video": image_to_video, "control_megapixels": control_megapixels}
     made_with |= {"edit_prompt": edit_prompt, "folders": list(dataset.folders)}
     data = TrainingData(samples, _fingerprint(items, samples, keys, texts), notes, made_with, text.family)
-    return PreparedData(data, plan, sizes, notes, tuple(variant.crop for of in variants for variant in of))
+    return PreparedData(
+        data, plan, sizes, notes, tuple(variant.crop for item_variants in variants for variant in item_variants)
+    )
 
 
 def _fingerprint(
@@ -208,28 +230,45 @@ def _fingerprint(
 ) -> str:
     """Fingerprint the data set; options at their default are left out, so a new option renames no existing data set."""
     plain = [
-        {"latent": of[0].latent, "text": words[0].forms[0], "references": of[0].references, "start": of[0].start}
-        | {"vision": of[0].vision}
-        for of, words in zip(keys, texts, strict=True)
+        {
+            "latent": item_keys[0].latent,
+            "text": words[0].forms[0],
+            "references": item_keys[0].references,
+            "start": item_keys[0].start,
+        }
+        | {"vision": item_keys[0].vision}
+        for item_keys, words in zip(keys, texts, strict=True)
     ]
     parts = [(s.grid, s.tokens, s.repeats, s.references, s.clean_frames) for s in samples]
-    more = [
-        (place, [changed_fields(one) for one in of], [one.forms[0] for one in words], changed_fields(item.options))
-        for place, (item, of, words) in enumerate(zip(items, keys, texts, strict=True))
-        if len(of) > 1 or of[0].mask or item.options != UNCHANGED
+    variant_parts = [
+        (
+            place,
+            [changed_fields(image_keys) for image_keys in item_keys],
+            [caption_keys.forms[0] for caption_keys in words],
+            changed_fields(item.options),
+        )
+        for place, (item, item_keys, words) in enumerate(zip(items, keys, texts, strict=True))
+        if len(item_keys) > 1 or item_keys[0].mask or item.options != UNCHANGED
     ]
     captions = [
-        (place, [changed_fields(one) for one in shown], item.caption_variants.weights, item.caption_variants.dropout)
+        (
+            place,
+            [changed_fields(caption_keys) for caption_keys in used_keys],
+            item.caption_variants.weights,
+            item.caption_variants.dropout,
+        )
         for place, (item, words) in enumerate(zip(items, texts, strict=True))
-        # The empty prompt follows from the encoder; it is part of the data where training shows it.
-        for shown in [words if item.caption_variants.dropout else [replace(one, empty=None) for one in words]]
+        # The empty prompt follows from the encoder; it is part of the data if training shows it.
+        for used_keys in [
+            words if item.caption_variants.dropout else [replace(caption_keys, empty=None) for caption_keys in words]
+        ]
         if not item.caption_variants.plain
     ]
     rates = [item.frame_rate for item, s in zip(items, samples, strict=True) if "frame_rate" in s.conditioning]
     folders = [(place, item.folder) for place, item in enumerate(items) if item.options.sample_ratio < 1]
-    added = {"captions": captions, "frame rates": rates, "folders": folders}
-    named = [part for name, value in added.items() if value for part in (name, value)]
-    return fingerprint(plain, parts, *([more] if more else []), *named)
+    optional_parts = {"captions": captions, "frame rates": rates, "folders": folders}
+    named_parts = [part for name, value in optional_parts.items() if value for part in (name, value)]
+    return fingerprint(plain, parts, *([variant_parts] if variant_parts else []), *named_parts)
 
 
 def summary(prepared: PreparedData) -> str:
@@ -263,19 +302,21 @@ def _sample(
     texts: tuple[CaptionKeys, ...],
     text: TextPolicy,
     clean: bool,
-    rate_told: bool,
+    takes_frame_rate: bool,
 ) -> Sample:
     """Make the lazy sample of one item; text length and conditioning are read from the headers of the cached files."""
     grid = placement.grid
-    forms = texts if item.caption_variants.dropout else [replace(one, empty=None) for one in texts]
-    encoded = [cache.shapes(key) for key in dict.fromkeys(key for one in forms for key in one.all)]
-    empties = [cache.shapes(key)["cond"][1] for key in dict.fromkeys(one.empty for one in texts) if key]
+    forms = texts if item.caption_variants.dropout else [replace(caption_keys, empty=None) for caption_keys in texts]
+    encoded = [cache.shapes(key) for key in dict.fromkeys(key for caption_keys in forms for key in caption_keys.all)]
+    empties = [
+        cache.shapes(key)["cond"][1] for key in dict.fromkeys(caption_keys.empty for caption_keys in texts) if key
+    ]
     lengths = sorted({shapes["cond"][1] for shapes in encoded})
     carried = {*set[str]().union(*encoded) - {"cond"}}
     carried |= {"reference_latents"} if keys[0].references else set()
     carried |= {"concat_latent_image", "concat_mask"} if keys[0].start else set()
     carried |= {"clip_vision_output"} if keys[0].vision else set()
-    rate = item.frame_rate if rate_told and grid.frames > 1 else None
+    rate = item.frame_rate if takes_frame_rate and grid.frames > 1 else None
     carried |= {"frame_rate"} if rate else set()
     return Sample(
         name=item.name,
@@ -313,33 +354,33 @@ def _load(
 ) -> SampleTensors:
     """Read the tensors of one variant of a sample from the cache.
 
-    Raises ValueError where a cached file was deleted since Prepare Dataset ran.
+    Raises ValueError if a cached file was deleted since Prepare Dataset ran.
     """
     keys, words = variants[variant.image], texts[variant.image]
     try:
         latent, text = cache.read(keys.latent)["latent"], cache.read(words.key(variant.caption))
-        shown: dict[str, Any] = {"frame_rate": frame_rate} if frame_rate else {}
+        image_conditioning: dict[str, Any] = {"frame_rate": frame_rate} if frame_rate else {}
         if keys.references:
-            shown["reference_latents"] = [cache.read(key)["latent"][None] for key in keys.references]
+            image_conditioning["reference_latents"] = [cache.read(key)["latent"][None] for key in keys.references]
         if keys.start:
-            shown |= cache.read(keys.start)
+            image_conditioning |= cache.read(keys.start)
         if keys.vision:
-            shown["clip_vision_output"] = vision_output(cache.read(keys.vision)[HIDDEN_STATES])
+            image_conditioning["clip_vision_output"] = vision_output(cache.read(keys.vision)[HIDDEN_STATES])
         mask = cache.read(keys.mask)[TOKENS] if keys.mask else None
         class_key = words.class_key(variant.caption) if variant.class_caption else None
-        of_class = None if class_key is None else _prompt(cache.read(class_key), shown)
-        empty = _prompt(cache.read(words.key(None)), shown) if variant.empty_caption else None
+        of_class = None if class_key is None else _prompt(cache.read(class_key), image_conditioning)
+        empty = _prompt(cache.read(words.key(None)), image_conditioning) if variant.empty_caption else None
     except FileNotFoundError as error:
         raise ValueError(
             f"The encoded data of {item.name!r} is gone from the cache folder; free ComfyUI's node cache (or restart "
             "ComfyUI) and queue again, so that Prepare Dataset encodes it again."
         ) from error
     weights = None if mask is None else token_weights(mask, placement, item.options.unmasked_weight)
-    own = _prompt(text, shown)
-    return SampleTensors(latent, own.text, own.conditioning, weights, of_class, empty)
+    prompt = _prompt(text, image_conditioning)
+    return SampleTensors(latent, prompt.text, prompt.conditioning, weights, of_class, empty)
 
 
-def _prompt(encoded: dict[str, Tensor], shown: dict[str, Any]) -> Prompt:
+def _prompt(encoded: dict[str, Tensor], image_conditioning: dict[str, Any]) -> Prompt:
     """Join an encoded caption with the conditioning that comes from the images. Numbers are stored without axes."""
     parts = {part: tensor if tensor.ndim else tensor.item() for part, tensor in encoded.items() if part != "cond"}
-    return Prompt(encoded["cond"], parts | shown)
+    return Prompt(encoded["cond"], parts | image_conditioning)

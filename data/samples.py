@@ -17,8 +17,8 @@ GraphKey = tuple[int, tuple[int, ...], int]
 class SampleVariant:
     """Variant of a sample.
 
-    image: number of the image variant.
-    caption: number of the caption variant; None for the empty prompt.
+    image: index of the image variant.
+    caption: index of the caption variant; None for the empty prompt.
     class_caption: also read the class caption of that caption variant.
     empty_caption: also read the empty caption.
     """
@@ -52,8 +52,8 @@ class SampleTensors:
     text: (1, L, D), the `cond` of ComfyUI's conditioning.
     conditioning: the dict of ComfyUI's conditioning (`pooled_output`, …).
     weights: (tokens,) fp32, weight of each kept token in the loss; None for equal weights.
-    class_prompt: the class caption, where the requested variant asks for it.
-    empty_prompt: the empty caption, where the requested variant asks for it.
+    class_prompt: the class caption, if the requested variant asks for it.
+    empty_prompt: the empty caption, if the requested variant asks for it.
     """
 
     latent: Tensor
@@ -79,18 +79,18 @@ class Sample:
     clean_frames: leading latent frames that stay without noise and are excluded from the loss.
     conditioning: keys of `SampleTensors.conditioning`.
     image_variants: number of image variants; all share the grid.
-    caption_variants: number of caption variants; all share the text length, but for those of `text_lengths`.
+    caption_variants: number of caption variants; all share the text length, unless `text_lengths` lists several.
     loss_weight: factor of the sample's loss.
-    regularisation: the sample shows what the model is to preserve.
+    regularisation: the sample shows content that the model should preserve.
     class_caption: there is a caption with the class word in place of the trigger words.
-    file: image or video file that the sample was taken from, where `name` says more than that.
+    file: image or video file that the sample was taken from; empty if `name` is that file.
     caption_weights: probability of each caption variant, 1 in sum; empty for equal probabilities.
     caption_dropout: probability that the empty prompt replaces the caption.
-    empty_length: tokens of the empty prompt after the model's padding; 0 where it was not encoded.
-    sample_ratio: part of its folder that an epoch shows, see `batch_order`.
-    folder: number of its folder.
-    text_lengths: every length that its captions have, where the model sees them as they are encoded; empty where all
-        have `text_length`.
+    empty_length: tokens of the empty prompt after the model's padding; 0 if it was not encoded.
+    sample_ratio: fraction of its folder that an epoch shows, see `batch_order`.
+    folder: index of its folder.
+    text_lengths: every length of its captions, if the model takes them as they are encoded; empty if all have
+        `text_length`.
     """
 
     name: str
@@ -118,8 +118,8 @@ class Sample:
     def __post_init__(self) -> None:
         assert len(self.caption_weights) in (0, self.caption_variants), (self.caption_weights, self.caption_variants)
         frames, height, width = self.grid
-        kept, rest = divmod(self.tokens, frames)
-        assert rest == 0 and height * width - width < kept <= height * width, (self.grid, self.tokens)
+        frame_tokens, rest = divmod(self.tokens, frames)
+        assert rest == 0 and height * width - width < frame_tokens <= height * width, (self.grid, self.tokens)
         assert 0 <= self.clean_frames < frames or self.clean_frames == 0, (self.clean_frames, frames)
 
     @property
@@ -159,7 +159,7 @@ class TrainingData:
     def graph_keys(self, empty: bool = False) -> list[GraphKey]:
         """List the distinct graph keys; each kind of block is compiled once for each.
 
-        empty: with those of the empty prompt.
+        empty: include those of the empty prompt.
         """
         empties = {(s.tokens, s.references, s.empty_length) for s in self.samples if empty and s.empty_length}
         return sorted({key for sample in self.samples for key in sample.graph_keys} | empties)
@@ -168,16 +168,18 @@ class TrainingData:
 def shown_per_epoch(samples: Sequence[Sample]) -> int:
     """Count the showings of an epoch, with repeats and parts of folders.
 
-    Where there are regularisation samples, the epoch shows as many of them as training samples.
+    If there are regularisation samples, the epoch shows as many of them as training samples.
     """
     whole = sum(sample.repeats for sample in samples if sample.sample_ratio == 1 and not sample.regularisation)
-    training = whole + sum(shown for _, shown in folder_parts(samples).values())
+    training = whole + sum(part_size for _, part_size in folder_parts(samples).values())
     return 2 * training if any(sample.regularisation for sample in samples) else training
 
 
 def folder_parts(samples: Sequence[Sample]) -> dict[int, tuple[list[int], int]]:
-    """List the folders of which an epoch shows a part, by number: (indices of its samples, each repeated `repeats`
-    times; number of these that an epoch shows, at least 1)."""
+    """List the folders of which an epoch shows a part, by index: (sample indices, number shown).
+
+    Each sample index is repeated `repeats` times; an epoch shows that number of them, at least 1.
+    """
     pools: dict[int, list[int]] = defaultdict(list)
     for index, sample in enumerate(samples):
         if sample.sample_ratio < 1:
@@ -186,7 +188,7 @@ def folder_parts(samples: Sequence[Sample]) -> dict[int, tuple[list[int], int]]:
 
 
 def check_training_samples(regularisation: Iterable[bool]) -> None:
-    """Check that the data has a sample to learn from; raises ValueError where all are regularisation samples."""
+    """Check that the data has a sample to learn from; raises ValueError if all are regularisation samples."""
     if all(regularisation):
         raise ValueError(
             "All pictures are regularisation pictures, so there is nothing to learn; chain a folder with "

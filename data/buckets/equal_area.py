@@ -1,4 +1,4 @@
-"""Crop loss of the usual equal-area buckets, to compare the plan with."""
+"""Crop loss of the usual equal-area buckets, as a baseline for the plan."""
 
 from collections.abc import Sequence
 
@@ -18,8 +18,8 @@ def equal_area_crop(
     """Compute the mean crop (0 to 1) and the number of token counts of the usual equal-area buckets.
 
     Bucket sides are multiples of `step` pixels. Widths run from a quarter of to twice the side of a square of the
-    wanted area; each has the largest height that stays within the area. Each grid exists in both orientations. An image
-    goes to the bucket of the nearest aspect; a video of `frames` latent frames takes that many times its tokens.
+    requested area; each has the largest height within the area. Each grid exists in both orientations. An image goes to
+    the bucket of the nearest aspect; a video of `frames` latent frames takes that many times its tokens.
 
     sizes: (height, width) in pixels.
     pixels_per_token: along a side.

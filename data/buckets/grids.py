@@ -39,12 +39,12 @@ class Grid:
 
 @dataclass(frozen=True)
 class Placement:
-    """Place of one image or video in the plan.
+    """Grid and crop of one image or video in the plan.
 
     grid: its grid.
     tokens: tokens of the grid that are kept, equally many of each frame, counted from the frame's start; a ragged edge
         keeps up to width - 1 fewer of each frame.
-    crop: part of the image's area that is lost to the grid's aspect and to the ragged edge together, 0 to 1.
+    crop: fraction of the image's area lost to the grid's aspect and the ragged edge together, 0 to 1.
     scale: target pixels per source pixel along a side; above 1 the image is enlarged.
     """
 
@@ -54,9 +54,9 @@ class Placement:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        kept, rest = divmod(self.tokens, self.grid.frames)
+        frame_tokens, rest = divmod(self.tokens, self.grid.frames)
         whole = self.grid.height * self.grid.width
-        assert rest == 0 and whole - self.grid.width < kept <= whole, (self.grid, self.tokens)
+        assert rest == 0 and whole - self.grid.width < frame_tokens <= whole, (self.grid, self.tokens)
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Bucket:
     def _turns(self) -> Floats:
         """Log aspects at which the next grid becomes the better one: (grids - 1,).
 
-        In logs a grid's loss is |image - grid| + surplus: cones of one slope, none of which lies inside another. The
+        In logs a grid's loss is |image - grid| + surplus: cones of one slope, none of which is inside another. The
         best cone therefore changes only between neighbours, where their flanks meet.
         """
         rising = self._log_aspect - self._log_surplus
@@ -91,17 +91,17 @@ class Bucket:
         return (rising[:-1] + falling[1:]) / 2
 
     def best(self, log_aspects: Floats) -> NDArray[np.intp]:
-        """Find the index of the grid that loses least, for each image: (images,) → (images,)."""
+        """Find the index of the grid with the least loss for each image: (images,) → (images,)."""
         return np.searchsorted(self._turns, log_aspects)
 
     def crop(self, log_aspects: Floats) -> Floats:
-        """Compute the part of each image's area that its best grid loses: (images,), 0 to 1."""
+        """Compute the fraction of each image's area lost on its best grid: (images,), 0 to 1."""
         index = self.best(log_aspects)
         return -np.expm1(-np.abs(log_aspects - self._log_aspect[index]) - self._log_surplus[index])
 
 
 def find_bucket(tokens: int, fit: str, max_aspect: float) -> Bucket | None:
-    """Find all grids of a token count between 1 : max_aspect and max_aspect : 1; None where there is none.
+    """Find all grids of a token count between 1 : max_aspect and max_aspect : 1; None if there is none.
 
     Whole grids are the factor pairs. With a ragged edge there is one grid for each width, with the fewest rows that
     hold the tokens.
@@ -127,9 +127,9 @@ def place(size: tuple[int, int], grid: Grid, tokens: int, pixels_per_token: int)
     """Place an image or video of `size` (height, width) in pixels on a grid of which `tokens` are kept."""
     height, width = size
     picture, target = width / height, grid.width / grid.height
-    kept = min(picture / target, target / picture) * tokens / grid.tokens
+    retained = min(picture / target, target / picture) * tokens / grid.tokens
     scale = max(grid.height / height, grid.width / width) * pixels_per_token
-    return Placement(grid, tokens, 1 - kept, scale)
+    return Placement(grid, tokens, 1 - retained, scale)
 
 
 def crop_box(
@@ -137,13 +137,13 @@ def crop_box(
     grid: Grid,
     pixels_per_token: int,
     zoom: float = 1.0,
-    at: tuple[float, float] = (0.5, 0.5),
+    position: tuple[float, float] = (0.5, 0.5),
 ) -> tuple[tuple[float, float, float, float], tuple[int, int]]:
     """Compute the crop of an image for its grid.
 
     size: (height, width) of the image in pixels.
     zoom: ratio, 1 or more, of the side of the largest box with the grid's aspect to the side of this box.
-    at: position of the box within the free space, (across, down): 0 is left or top, 1 is right or bottom.
+    position: of the box within the free space, (across, down): 0 is left or top, 1 is right or bottom.
 
     Returns the box and the grid's (height, width) in pixels. The box is (left, top, right, bottom) in source pixels, as
     Pillow's `resize(box=…)` takes it; by default the largest centered rectangle of the grid's exact aspect. It is
@@ -153,11 +153,11 @@ def crop_box(
     target_height, target_width = grid.height * pixels_per_token, grid.width * pixels_per_token
     scale = max(target_height / height, target_width / width)
     box_height, box_width = min(height, target_height / scale) / zoom, min(width, target_width / scale) / zoom
-    left, top = (width - box_width) * at[0], (height - box_height) * at[1]
+    left, top = (width - box_width) * position[0], (height - box_height) * position[1]
     return (left, top, left + box_width, top + box_height), (target_height, target_width)
 
 
 def find_buckets(counts: Sequence[int], fit: str, max_aspect: float) -> list[Bucket]:
-    """Find the buckets of these token counts, without counts that have no grid."""
-    found = (find_bucket(n, fit, max_aspect) for n in counts)
-    return [bucket for bucket in found if bucket is not None]
+    """Find the buckets of these token counts; counts without a grid are skipped."""
+    buckets = (find_bucket(n, fit, max_aspect) for n in counts)
+    return [bucket for bucket in buckets if bucket is not None]

@@ -1,13 +1,13 @@
 """Bucket planner: token counts for a data set, and the grid of each image or video.
 
 Every image of a bucket becomes exactly N tokens, so one compiled graph and one batch serve all aspect ratios. The
-planner knows the images: of all N near the wanted size it chooses those whose grids lose least of these images. A
+planner knows the images: among all N near the requested size it chooses those whose grids crop these images least. A
 video of T latent frames takes T times the tokens of one frame, N = T · n. Videos of different lengths therefore share
-an N that is a multiple of both lengths if both n are near the wanted size.
+an N that is a multiple of both lengths if both n are near the requested size.
 
-The cost, in parts of an image's area, is the mean crop
+The cost, in fractions of an image's area, is the mean crop
 + 0.005 for each further graph (a second N has to save half a percentage point to be worth its compilation)
-+ 0.01 · |ln(n / wanted)| (of counts that crop alike, the one nearest to the wanted size wins).
++ 0.01 · |ln(n / wanted_tokens)| (of counts that crop alike, the one nearest to the requested size wins).
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ MOST_MEGAPIXELS = 64
 LEAST, MOST = 7 / 8, 17 / 16
 PRICE_OF_A_GRAPH = 0.005
 PRICE_OF_ANOTHER_SIZE = 0.01
-# Limits of the search: ragged counts that are tried, entries of the (images, counts) table for one count and for
+# Limits of the search: ragged counts tried, entries of the (images, counts) table for one count and for
 # several, and rows of images evaluated over all subsets of counts.
 RAGGED_LIMIT = 1500
 TABLE_LIMIT = 10_000_000
@@ -41,9 +41,9 @@ class BucketPlan:
     fit: one of FITS.
     pixels_per_token: along a side.
     token_counts: the N of each bucket in use, sorted.
-    placements: one for each size, in the given order.
-    mean_crop: mean part of an image's area that is lost, weighted by showings, 0 to 1.
-    worst_crop: largest such part.
+    placements: one for each size, in the order of the sizes.
+    mean_crop: mean fraction of an image's area lost, weighted by showings, 0 to 1.
+    worst_crop: largest such fraction.
     wanted_tokens: tokens of one frame at the requested megapixels.
     upscaled: number of images smaller than their grid (`scale` of their placement above 1).
     equal_area_crop: mean crop of the same images in the usual equal-area buckets, in steps of 64 pixels.
@@ -66,7 +66,7 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """Token count with its bucket of one frame for each frame count that can have it.
+    """Token count with the one-frame bucket of each frame count that can have it.
 
     tokens: N.
     buckets: bucket of n = N / T tokens, by T.
@@ -90,15 +90,15 @@ def plan_buckets(
     """Choose the token counts of a data set and place each image or video on a grid.
 
     sizes: (height, width) in pixels, after EXIF orientation.
-    megapixels: wanted area of one frame; 1 is 1024 · 1024 pixels. The n of a frame lie between 7/8 and 17/16 of it.
+    megapixels: requested area of one frame; 1 is 1024 · 1024 pixels. The n of a frame are between 7/8 and 17/16 of it.
     pixels_per_token: along a side (16 for FLUX: 8 by the VAE, 2 by the patches).
     max_graphs: at most that many token counts, or `least_graphs` if that is more. A ragged edge serves every aspect
         with one count, and uses as few as the frame counts allow.
     fit: one of FITS.
     weights: mean showings of each image per epoch; equal by default.
-    max_aspect: grids lie between 1 : max_aspect and max_aspect : 1; a more extreme image is cropped to it.
+    max_aspect: grids are between 1 : max_aspect and max_aspect : 1; a more extreme image is cropped to it.
     frames: latent frames of each; 1 for all by default.
-    Raises ValueError for values out of range, and where sizes is empty or holds an empty image.
+    Raises ValueError for values out of range, and if sizes is empty or holds an empty image.
     """
     if fit not in FITS:
         raise ValueError(f"fit is {shown(fit)}; choose one of {', '.join(FITS)}.")
@@ -117,7 +117,7 @@ def plan_buckets(
     assert weights is None or (len(weights) == len(sizes) and min(weights) > 0)
     assert len(frames) == len(sizes) and min(frames) >= 1
 
-    wanted = max(1, round(megapixels * MEGAPIXEL / pixels_per_token**2))
+    wanted_tokens = max(1, round(megapixels * MEGAPIXEL / pixels_per_token**2))
     keys = np.array([(count, np.log(width / height)) for count, (height, width) in zip(frames, sizes, strict=True)])
     kinds, kind_of = np.unique(keys, axis=0, return_inverse=True)
     kind_of = kind_of.reshape(-1)
@@ -126,13 +126,13 @@ def plan_buckets(
     shares = shares / shares.sum()
 
     counts = sorted(set(frames_of.tolist()))
-    candidates = _candidates(wanted, fit, max_aspect, counts, len(kinds))
+    candidates = _candidates(wanted_tokens, fit, max_aspect, counts, len(kinds))
     cover = _least_cover(candidates, counts)
-    table = _table(candidates, frames_of, log_aspects, wanted, unserved=2 / float(shares.min()))
-    most = 1 if fit == RAGGED_EDGE else max_graphs
-    chosen = _choose(table, shares, _start(table, shares, candidates, frames_of, cover), frames_of, most)
+    table = _table(candidates, frames_of, log_aspects, wanted_tokens, unserved=2 / float(shares.min()))
+    graph_limit = 1 if fit == RAGGED_EDGE else max_graphs
+    columns = _choose(table, shares, _start(table, shares, candidates, frames_of, cover), frames_of, graph_limit)
 
-    column_of = np.asarray(chosen)[table[:, chosen].argmin(axis=1)]
+    column_of = np.asarray(columns)[table[:, columns].argmin(axis=1)]
     grid_of: list[Grid] = [
         replace(bucket.grids[int(bucket.best(log_aspects[kind : kind + 1])[0])], frames=int(frames_of[kind]))
         for kind, column in enumerate(column_of.tolist())
@@ -151,7 +151,7 @@ def plan_buckets(
         placements=placements,
         mean_crop=float(np.average(crops, weights=weights)),
         worst_crop=float(crops.max()),
-        wanted_tokens=wanted,
+        wanted_tokens=wanted_tokens,
         upscaled=sum(placement.scale > 1 for placement in placements),
         equal_area_crop=other_crop,
         equal_area_counts=other_counts,
@@ -159,33 +159,37 @@ def plan_buckets(
     )
 
 
-def _candidates(wanted: int, fit: str, max_aspect: float, counts: Sequence[int], kinds: int) -> list[_Candidate]:
-    """List the token counts whose frames lie in the window around the wanted size, for these frame counts.
+def _candidates(wanted_tokens: int, fit: str, max_aspect: float, counts: Sequence[int], kinds: int) -> list[_Candidate]:
+    """List the token counts whose frames are in the window around the requested size, for these frame counts.
 
-    Where the table of kinds and counts would grow too large, the counts with the most grids are kept. Ragged counts of
+    If the table of kinds and counts would grow too large, the counts with the most grids are kept. Ragged counts of
     a large window all have about as many grids, so they are tried at even steps.
     """
-    least, most = max(1, ceil(wanted * LEAST)), max(wanted, int(wanted * MOST))
-    step = ceil((most - least) / RAGGED_LIMIT) if fit == RAGGED_EDGE and most > least and len(counts) == 1 else 1
-    found = find_buckets(range(least, most + 1, step), fit, max_aspect)
-    while not found:
-        least -= 1
-        found = find_buckets([least], fit, max_aspect)
+    smallest, largest = max(1, ceil(wanted_tokens * LEAST)), max(wanted_tokens, int(wanted_tokens * MOST))
+    step = (
+        ceil((largest - smallest) / RAGGED_LIMIT)
+        if fit == RAGGED_EDGE and largest > smallest and len(counts) == 1
+        else 1
+    )
+    frame_buckets = find_buckets(range(smallest, largest + 1, step), fit, max_aspect)
+    while not frame_buckets:
+        smallest -= 1
+        frame_buckets = find_buckets([smallest], fit, max_aspect)
     by_tokens: dict[int, dict[int, Bucket]] = {}
     for frames in counts:
-        for bucket in found:
+        for bucket in frame_buckets:
             by_tokens.setdefault(frames * bucket.tokens, {})[frames] = bucket
-    candidates = [_Candidate(tokens, of) for tokens, of in by_tokens.items()]
+    candidates = [_Candidate(tokens, buckets) for tokens, buckets in by_tokens.items()]
     limit = max(64, TABLE_LIMIT // kinds)
     if len(candidates) > limit:
-        kept: dict[int, _Candidate] = {}
+        selection: dict[int, _Candidate] = {}
         for frames in counts:
             serving = [
                 (candidate, candidate.buckets[frames]) for candidate in candidates if frames in candidate.buckets
             ]
-            serving.sort(key=lambda c: (-len(c[0].buckets), -len(c[1].grids), abs(c[1].tokens - wanted)))
-            kept |= {candidate.tokens: candidate for candidate, _ in serving[: max(64, limit // len(counts))]}
-        candidates = list(kept.values())
+            serving.sort(key=lambda c: (-len(c[0].buckets), -len(c[1].grids), abs(c[1].tokens - wanted_tokens)))
+            selection |= {candidate.tokens: candidate for candidate, _ in serving[: max(64, limit // len(counts))]}
+        candidates = list(selection.values())
     return sorted(candidates, key=lambda c: c.tokens)
 
 
@@ -195,18 +199,24 @@ def _least_cover(candidates: Sequence[_Candidate], counts: Sequence[int]) -> lis
     groups = {group for group in groups if not any(group < other for other in groups)}
 
     @cache
-    def cover(left: frozenset[int]) -> tuple[frozenset[int], ...]:
-        if not left:
+    def cover(uncovered: frozenset[int]) -> tuple[frozenset[int], ...]:
+        if not uncovered:
             return ()
-        first = min(left)
-        ways = [(group & left, *cover(left - group)) for group in sorted(groups, key=sorted) if first in group]
+        first = min(uncovered)
+        ways = [
+            (group & uncovered, *cover(uncovered - group)) for group in sorted(groups, key=sorted) if first in group
+        ]
         return min(ways, key=len)
 
     return list(cover(frozenset(counts)))
 
 
 def _table(
-    candidates: Sequence[_Candidate], frames_of: NDArray[np.int_], log_aspects: Floats, wanted: int, unserved: float
+    candidates: Sequence[_Candidate],
+    frames_of: NDArray[np.int_],
+    log_aspects: Floats,
+    wanted_tokens: int,
+    unserved: float,
 ) -> Floats:
     """Compute the cost of each kind of image with each count, price of the size included: (kinds, counts).
 
@@ -218,13 +228,13 @@ def _table(
         for column, candidate in enumerate(candidates):
             if frames in candidate.buckets:
                 bucket = candidate.buckets[frames]
-                table[rows, column] = bucket.crop(log_aspects[rows]) + _price_of_size(bucket, wanted)
+                table[rows, column] = bucket.crop(log_aspects[rows]) + _price_of_size(bucket, wanted_tokens)
     return table
 
 
-def _price_of_size(bucket: Bucket, wanted: int) -> float:
-    """Compute the price of a token count that differs from the wanted one."""
-    return PRICE_OF_ANOTHER_SIZE * abs(np.log(bucket.tokens / wanted))
+def _price_of_size(bucket: Bucket, wanted_tokens: int) -> float:
+    """Compute the price of a token count that differs from the requested one."""
+    return PRICE_OF_ANOTHER_SIZE * abs(np.log(bucket.tokens / wanted_tokens))
 
 
 def _start(
@@ -278,8 +288,8 @@ def _cost(table: Floats, shares: Floats, columns: list[int]) -> float:
 def _best_subset(table: Floats, shares: Floats, start: list[int], size: int) -> list[int]:
     """Choose the `size` columns whose row minimum has the least mean.
 
-    Exact where there are few subsets. Otherwise a local search: it begins with `start` (and the best addition where
-    that is one short) and exchanges single columns as long as the cost falls.
+    Exact if there are few subsets. Otherwise a local search: it begins with `start` (and the best addition if that is
+    one short) and swaps single columns while the cost falls.
     """
     pictures, counts = table.shape
     if comb(counts, size - 1) <= 3000 and comb(counts, size) * pictures <= EXHAUSTIVE_LIMIT:
@@ -290,11 +300,11 @@ def _best_subset(table: Floats, shares: Floats, start: list[int], size: int) -> 
     while improved:
         improved = False
         for position in range(size):
-            others = subset[:position] + subset[position + 1 :]
-            other_cost, column = _best_addition(table, shares, others)
-            # The margin keeps rounding from exchanging equal columns forever.
+            remaining = subset[:position] + subset[position + 1 :]
+            other_cost, column = _best_addition(table, shares, remaining)
+            # The margin keeps rounding from swapping equal columns forever.
             if other_cost < cost - 1e-9:
-                subset, cost, improved = [*others, column], other_cost, True
+                subset, cost, improved = [*remaining, column], other_cost, True
     return subset
 
 

@@ -128,9 +128,9 @@ def _plot_grids(canvas: Canvas, plan: BucketPlan) -> None:
     """Plot each grid in its proportions, with its size in pixels, its number of images, and their mean crop."""
     left, top, right, bottom = GRIDS
     use = _use(plan)
-    lost: dict[tuple[Grid, int], float] = dict.fromkeys(use, 0.0)
+    crop_sums: dict[tuple[Grid, int], float] = dict.fromkeys(use, 0.0)
     for placement in plan.placements:
-        lost[placement.grid, plan.token_counts.index(placement.tokens)] += placement.crop
+        crop_sums[placement.grid, plan.token_counts.index(placement.tokens)] += placement.crop
     canvas.text(left, top - 46, "Grids", TEXT)
     step = min(280.0, (right - left - 120) / len(plan.token_counts))
     for bucket, tokens in enumerate(plan.token_counts if step >= 160 else ()):
@@ -139,12 +139,12 @@ def _plot_grids(canvas: Canvas, plan: BucketPlan) -> None:
         canvas.box(x, top - 40, x + 24, top - 16, fill=_colour(bucket))
         canvas.text(x + 34, top - 46, f"{tokens}: {count:,}", TEXT, SOFT, room=step - 50)
 
-    shown = sorted(use, key=lambda entry: -use[entry])[: MOST_GRIDS if len(use) <= MOST_GRIDS else MOST_GRIDS - 1]
-    shown.sort(key=lambda entry: (entry[1], entry[0].width / entry[0].height))
-    cell, base = (right - left) / (len(shown) + (len(shown) < len(use))), bottom - 68
+    entries = sorted(use, key=lambda entry: -use[entry])[: MOST_GRIDS if len(use) <= MOST_GRIDS else MOST_GRIDS - 1]
+    entries.sort(key=lambda entry: (entry[1], entry[0].width / entry[0].height))
+    cell, base = (right - left) / (len(entries) + (len(entries) < len(use))), bottom - 68
     space = min(cell - 16, base - top)
-    longest = max(max(grid.width, grid.height) for grid, _ in shown)
-    for index, (grid, bucket) in enumerate(shown):
+    longest = max(max(grid.width, grid.height) for grid, _ in entries)
+    for index, (grid, bucket) in enumerate(entries):
         middle = left + (index + 0.5) * cell
         width, height = grid.width / longest * space, grid.height / longest * space
         canvas.box(
@@ -155,11 +155,11 @@ def _plot_grids(canvas: Canvas, plan: BucketPlan) -> None:
         size = f"{grid.width * pixels}x{grid.height * pixels}{frames}"
         canvas.text(middle, base + 4, size, TEXT, SOFT, "ma", cell - 8)
         canvas.text(middle - 6, base + 34, f"{use[grid, bucket]:,}", TEXT, INK, "ra")
-        cropped = f"{-lost[grid, bucket] / use[grid, bucket]:.0%}"
+        cropped = f"{-crop_sums[grid, bucket] / use[grid, bucket]:.0%}"
         canvas.text(middle + 6, base + 34, cropped.replace("-0%", "0%"), TEXT, LOST, "la")
-    if len(shown) < len(use):
-        middle = left + (len(shown) + 0.5) * cell
-        canvas.text(middle, base - space / 2, f"{len(use) - len(shown)} more", TEXT, SOFT, "mm")
+    if len(entries) < len(use):
+        middle = left + (len(entries) + 0.5) * cell
+        canvas.text(middle, base - space / 2, f"{len(use) - len(entries)} more", TEXT, SOFT, "mm")
 
 
 def _use(plan: BucketPlan) -> Counter[tuple[Grid, int]]:

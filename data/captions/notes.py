@@ -21,17 +21,21 @@ def variant_notes(
     texts: contents of the caption files.
     variants: caption variants by image name, in the same order.
     """
-    more = [
-        f"{name} ({sum(map(bool, of.weights))} of {of.possible}{' or more' * (of.possible == MOST_VARIANTS)})"
-        for name, of in variants.items()
-        if of.possible
+    sampled_captions = [
+        f"{name} ({sum(map(bool, forms.weights))} of {forms.possible}{' or more' * (forms.possible == MOST_VARIANTS)})"
+        for name, forms in variants.items()
+        if forms.possible
     ]
-    drawn = (
+    note = (
         "These captions have more variants than caption_variants allows, so some were picked at random: "
-        f"{shortlist(more)}."
+        f"{shortlist(sampled_captions)}."
     )
     read = dict(zip(variants, texts, strict=True))
-    return (*[drawn] * bool(more), *_without_effect(options, folder, texts), *_sentences(options, folder, read))
+    return (
+        *[note] * bool(sampled_captions),
+        *_without_effect(options, folder, texts),
+        *_sentences(options, folder, read),
+    )
 
 
 def _without_effect(options: CaptionOptions, folder: str, texts: Sequence[str]) -> Iterator[str]:
@@ -80,32 +84,32 @@ def _sentences(options: CaptionOptions, folder: str, texts: Mapping[str, str]) -
     rules = options.tags
     if not rules.on or options.caption_dropout == 1:
         return
-    named = [name for name, text in texts.items() if any(map(_reads_as_sentence, split_tags(text, rules).free))]
-    if named:
-        on = joined([name for name in ("shuffle_tags", "tag_dropout") if getattr(options, name)])
+    names = [name for name, text in texts.items() if any(map(_reads_as_sentence, split_tags(text, rules).free))]
+    if names:
+        switches = joined([name for name in ("shuffle_tags", "tag_dropout") if getattr(options, name)])
         yield (
-            f"Some captions of {folder!r} look like sentences, but {on} treats the parts between commas as tags: "
-            f"{shortlist(named)}; switch it off for them."
+            f"Some captions of {folder!r} look like sentences, but {switches} treats the parts between commas as tags: "
+            f"{shortlist(names)}; switch it off for them."
         )
 
 
 def _reads_as_sentence(tag: str) -> bool:
-    """Test for what can't be a tag: it has a full stop inside, or a dozen words."""
+    """Return whether a text can't be a tag, as it has a full stop inside, or a dozen words."""
     return len(tag.split(None, _SENTENCE_WORDS - 1)) == _SENTENCE_WORDS or _FULL_STOP.search(tag) is not None
 
 
 def encoding_notes(variants: Sequence[CaptionVariants], sizes: Mapping[str, int]) -> Iterator[str]:
-    """Yield a note on the number and size of the encoded texts where captions have variants.
+    """Yield a note on the number and size of the encoded texts if captions have variants.
 
     sizes: bytes of each encoded text, by its cache key.
     """
-    if all(of.plain for of in variants):
+    if all(forms.plain for forms in variants):
         return
-    rates = sorted({of.dropout for of in variants})
+    rates = sorted({forms.dropout for forms in variants})
     dropped = " to ".join(f"{rate:.4g}" for rate in dict.fromkeys((rates[0] * 100, rates[-1] * 100)))
     empty = f" The empty prompt takes a caption's place in {dropped} % of showings." if rates[-1] else ""
-    most = max(len(of.texts) for of in variants)
+    max_forms = max(len(forms.texts) for forms in variants)
     yield (
-        f"The {len(variants)} captions have up to {most} form{'s' * (most > 1)} each: {len(sizes)} texts, each encoded "
-        f"once, about {sum(sizes.values()) / 1e9:.2g} GB on disk.{empty}"
+        f"The {len(variants)} captions have up to {max_forms} form{'s' * (max_forms > 1)} each: {len(sizes)} texts, "
+        f"each encoded once, about {sum(sizes.values()) / 1e9:.2g} GB on disk.{empty}"
     )

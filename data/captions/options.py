@@ -48,10 +48,10 @@ class CaptionOptions:
             )
         if not 1 <= self.caption_variants <= MOST_VARIANTS:
             raise ValueError(f"caption_variants is {self.caption_variants}; set it between 1 and {MOST_VARIANTS}.")
-        if self.caption_variants == 1 and (drawn := self.sampled()):
+        if self.caption_variants == 1 and (options := self.sampled()):
             raise ValueError(
-                f"caption_variants is 1, so {joined(drawn)} would always show the same version of each caption; set "
-                f"it to 2 or more, or switch {joined(drawn)} off."
+                f"caption_variants is 1, so {joined(options)} would always show the same version of each caption; set "
+                f"it to 2 or more, or switch {joined(options)} off."
             )
         if self.caption_dropout == 1 and (unseen := [*self.sampled(), *["caption_per_line"] * self.caption_per_line]):
             raise ValueError(
@@ -66,5 +66,5 @@ class CaptionOptions:
 
     def sampled(self) -> list[str]:
         """List the names of the options that are on and make variants to sample from."""
-        on = {"shuffle_tags": self.shuffle_tags, "tag_dropout": self.tag_dropout, "wildcards": self.wildcards}
-        return [name for name, value in on.items() if value]
+        switches = {"shuffle_tags": self.shuffle_tags, "tag_dropout": self.tag_dropout, "wildcards": self.wildcards}
+        return [name for name, value in switches.items() if value]

@@ -27,7 +27,7 @@ class TagRules:
 
     @property
     def on(self) -> bool:
-        """True where the rules make variants."""
+        """True if the rules make variants."""
         return self.shuffle or self.dropout > 0
 
 
@@ -57,11 +57,11 @@ class Tags:
     def all(self, rules: TagRules) -> Iterator[tuple[str, float]]:
         """Yield the text of each variant with its probability; the caption as written comes first."""
         free = len(self.free)
-        for kept in range(free, -1 if rules.dropout else free - 1, -1):
-            likely = (1 - rules.dropout) ** kept * rules.dropout ** (free - kept)
-            for some in combinations(self.free, kept):
-                orders = permutations(some) if rules.shuffle else (some,)
-                share = likely / (factorial(kept) if rules.shuffle else 1)
+        for size in range(free, -1 if rules.dropout else free - 1, -1):
+            likely = (1 - rules.dropout) ** size * rules.dropout ** (free - size)
+            for selection in combinations(self.free, size):
+                orders = permutations(selection) if rules.shuffle else (selection,)
+                share = likely / (factorial(size) if rules.shuffle else 1)
                 for order in orders:
                     yield self.text(order), share
 
@@ -69,9 +69,9 @@ class Tags:
         """Sample one variant; returns the indices of its free tags in their order, and its text."""
         free = len(self.free)
         order = torch.randperm(free, generator=generator).tolist() if rules.shuffle else range(free)
-        drawn = torch.rand(free, generator=generator, dtype=torch.float64).tolist() if rules.dropout else [1.0] * free
-        kept = tuple(index for index in order if drawn[index] >= rules.dropout)
-        return kept, self.text(tuple(self.free[index] for index in kept))
+        draws = torch.rand(free, generator=generator, dtype=torch.float64).tolist() if rules.dropout else [1.0] * free
+        indices = tuple(index for index in order if draws[index] >= rules.dropout)
+        return indices, self.text(tuple(self.free[index] for index in indices))
 
 
 def split_tags(caption: str, rules: TagRules) -> Tags:

@@ -20,11 +20,11 @@ class CaptionVariants:
     """Variants of one image's caption.
 
     texts: distinct texts. Validation uses the first; of tags it is the caption as written.
-    weights: probability of each text in training, 1 in sum; 0 for the first text where it was not sampled.
+    weights: probability of each text in training, 1 in sum; 0 for the first text if it was not sampled.
     dropout: probability of the empty prompt in place of any text.
-    possible: number of variants to sample from, at most MOST_VARIANTS; 0 where all are taken.
+    possible: number of variants to sample from, at most MOST_VARIANTS; 0 if all are taken.
     class_texts: each text with the class word in place of the trigger words, None for a text without trigger words;
-        empty where no class captions are requested.
+        empty if no class captions are requested.
     """
 
     texts: tuple[str, ...]
@@ -51,11 +51,11 @@ def make_caption_variants(text: str, options: CaptionOptions, trigger_words: str
     """Make the caption variants of a caption file.
 
     text: content of the file.
-    trigger_words: put before each variant, with a comma.
+    trigger_words: prepended to each variant, with a comma.
     name: file name in messages.
 
     A caption with at most `caption_variants` variants gets all of them. Of others that many are sampled; the sample
-    depends on the text only, and a larger number extends it. Where tags are sampled, the caption with all tags in their
+    depends on the text only, and a larger number extends it. If tags are sampled, the caption with all tags in their
     written order comes first, with the probability at which it was sampled. All captions of a file are equally likely.
     Raises ValueError for unmatched braces, with their position, and for trigger words that would never be shown.
     """
@@ -68,37 +68,44 @@ def make_caption_variants(text: str, options: CaptionOptions, trigger_words: str
             )
         return CaptionVariants(("",))
     captions = list(_captions(text, options, name)) or [_Caption("", Wildcards(("",)))]
-    shown: dict[str, float] = {}
-    possible, drawn = 0, False
+    weights: dict[str, float] = {}
+    possible, any_sampled = 0, False
     for caption in captions:
         _check_sizes(caption, options.tags, name)
         count = _count(caption.read, options.tags)
-        taken = _all if count <= options.caption_variants else _drawn
-        written = [(_written(caption, options.tags), 0.0)] if taken is _drawn and options.tags.on and not shown else []
-        for form, likely in (*written, *taken(caption, options)):
+        variants_of = _all if count <= options.caption_variants else _drawn
+        as_written = (
+            [(_written(caption, options.tags), 0.0)]
+            if variants_of is _drawn and options.tags.on and not weights
+            else []
+        )
+        for form, likely in (*as_written, *variants_of(caption, options)):
             shown_form = ", ".join(filter(None, (words, form.strip())))
-            shown[shown_form] = shown.get(shown_form, 0.0) + likely / len(captions)
-        check_size(CAPTION_FORMS, f"The caption file {name!r}", items=len(shown))
+            weights[shown_form] = weights.get(shown_form, 0.0) + likely / len(captions)
+        check_size(CAPTION_FORMS, f"The caption file {name!r}", items=len(weights))
         possible += count
-        drawn |= taken is _drawn
+        any_sampled |= variants_of is _drawn
     return CaptionVariants(
-        tuple(shown), tuple(shown.values()), options.caption_dropout, min(possible, MOST_VARIANTS) if drawn else 0
+        tuple(weights),
+        tuple(weights.values()),
+        options.caption_dropout,
+        min(possible, MOST_VARIANTS) if any_sampled else 0,
     )
 
 
 def _check_sizes(caption: _Caption, rules: TagRules, name: str) -> None:
     """Raise OverBudget for a caption whose variants would be too long, or of too many tags."""
-    where = f"A caption of {name!r}"
-    check_size(CAPTION_FILE, where, characters=caption.read.longest)
+    subject = f"A caption of {name!r}"
+    check_size(CAPTION_FILE, subject, characters=caption.read.longest)
     if rules.on:
-        check_size(TAGS, where, items=caption.written.count(","))
+        check_size(TAGS, subject, items=caption.written.count(","))
 
 
 def _captions(text: str, options: CaptionOptions, name: str) -> Iterator[_Caption]:
     """Yield the captions of a file, without blank ones."""
     for number, line in enumerate(caption_lines(text, options)):
-        if written := line.strip():
-            yield _Caption(written, _read(line, name, number) if options.wildcards else Wildcards((written,)))
+        if caption := line.strip():
+            yield _Caption(caption, _read(line, name, number) if options.wildcards else Wildcards((caption,)))
 
 
 def caption_lines(text: str, options: CaptionOptions) -> list[str]:
@@ -111,8 +118,8 @@ def _read(text: str, name: str, lines_before: int) -> Wildcards:
     try:
         return parse_wildcards(text)
     except WildcardError as error:
-        before = text[: error.place].split("\n")
-        place = f"line {lines_before + len(before)}, column {len(before[-1]) + 1}"
+        lines = text[: error.place].split("\n")
+        place = f"line {lines_before + len(lines)}, column {len(lines[-1]) + 1}"
         raise ValueError(f"The caption file {name!r} has in {place} {error}, or switch wildcards off.") from error
 
 
@@ -144,19 +151,19 @@ def _draws_of(caption: _Caption) -> torch.Generator:
 
 def _drawn(caption: _Caption, options: CaptionOptions) -> Iterator[tuple[str, float]]:
     """Sample as many variants as allowed, each with the same probability."""
-    rules, most = options.tags, options.caption_variants
+    rules, limit = options.tags, options.caption_variants
     # Equally likely variants are sampled without replacement. Otherwise with replacement: a variant that comes twice
     # has to count twice, or the sample would distort the probabilities.
     alike = caption.read.even and not rules.dropout and (caption.read.count == 1 or not rules.shuffle)
     draws = _draws_of(caption)
-    seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+    samples_seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     number = 0
-    while number < most:
+    while number < limit:
         way, text = caption.read.sample(draws)
-        kept: tuple[int, ...] = ()
+        tag_indices: tuple[int, ...] = ()
         if rules.on:
-            kept, text = split_tags(text, rules).sample(rules, draws)
-        if not alike or (way, kept) not in seen:
-            seen.add((way, kept))
+            tag_indices, text = split_tags(text, rules).sample(rules, draws)
+        if not alike or (way, tag_indices) not in samples_seen:
+            samples_seen.add((way, tag_indices))
             number += 1
-            yield text, 1 / most
+            yield text, 1 / limit

@@ -42,23 +42,27 @@ class Wildcards:
     @cached_property
     def count(self) -> int:
         """Number of ways to choose the alternatives; ways that give the same text count separately."""
-        return prod(sum(one.count for one in part) for part in self.parts if not isinstance(part, str))
+        return prod(sum(choice.count for choice in part) for part in self.parts if not isinstance(part, str))
 
     @cached_property
     def longest(self) -> int:
         """Characters of the longest text, trigger words left out."""
-        return sum(len(part) if isinstance(part, str) else max(one.longest for one in part) for part in self.parts)
+        return sum(
+            len(part) if isinstance(part, str) else max(choice.longest for choice in part) for part in self.parts
+        )
 
     @cached_property
     def even(self) -> bool:
-        """True where all ways are equally likely, unlike in `{a|{b|c}}`, where a has one half."""
+        """True if all ways are equally likely, unlike in `{a|{b|c}}`, where a has one half."""
         choices = [part for part in self.parts if not isinstance(part, str)]
-        return all(len({one.count for one in part}) == 1 and all(one.even for one in part) for part in choices)
+        return all(
+            len({choice.count for choice in part}) == 1 and all(choice.even for choice in part) for part in choices
+        )
 
     def all(self) -> Iterator[tuple[str, float]]:
         """Yield the text of each way with its probability."""
         options = [
-            [(part, 1.0)] if isinstance(part, str) else [(t, p / len(part)) for one in part for t, p in one.all()]
+            [(part, 1.0)] if isinstance(part, str) else [(t, p / len(part)) for choice in part for t, p in choice.all()]
             for part in self.parts
         ]
         for way in product(*options):
@@ -66,17 +70,17 @@ class Wildcards:
 
     def sample(self, generator: torch.Generator) -> tuple[tuple[int, ...], str]:
         """Sample one way; returns the indices of the chosen alternatives, and the text."""
-        taken: list[int] = []
+        indices: list[int] = []
         text = ""
         for part in self.parts:
             if isinstance(part, str):
                 text += part
                 continue
-            chosen = int(torch.randint(len(part), (), generator=generator))
-            inner, more = part[chosen].sample(generator)
-            taken += (chosen, *inner)
-            text += more
-        return tuple(taken), text
+            index = int(torch.randint(len(part), (), generator=generator))
+            inner, inner_text = part[index].sample(generator)
+            indices += (index, *inner)
+            text += inner_text
+        return tuple(indices), text
 
 
 def parse_wildcards(text: str) -> Wildcards:

@@ -61,17 +61,17 @@ def _windows(
     key: Any, size: tuple[int, int], placement: Placement, pixels_per_token: int, options: FolderOptions
 ) -> tuple[View, ...]:
     """Make the views without flips."""
-    most = min(options.crop_zoom, 1 / placement.scale)
-    if options.crops > 1 and most > 1:
+    max_zoom = min(options.crop_zoom, 1 / placement.scale)
+    if options.crops > 1 and max_zoom > 1:
         name = fingerprint(key)
-        drawn = (
+        draws = (
             torch.rand(3, dtype=torch.float64, generator=generator(0, "crop", name, index)).tolist()
             for index in range(1, options.crops)
         )
-        return (PLAIN_VIEW, *(View(1 + (most - 1) * zoom, (x, y)) for zoom, x, y in drawn))
+        return (PLAIN_VIEW, *(View(1 + (max_zoom - 1) * zoom, (x, y)) for zoom, x, y in draws))
     (left, top, right, bottom), _ = crop_box(size, placement.grid, pixels_per_token)
     room = max(size[1] - (right - left), size[0] - (bottom - top)) * placement.scale / pixels_per_token
-    # The margin keeps rounding from losing a window where the room is a whole number of tokens.
+    # The margin keeps rounding from losing a window if the room is a whole number of tokens.
     count = min(options.crops, 1 + int(room + 1e-9))
     if count == 1:
         return (PLAIN_VIEW,)
@@ -81,39 +81,48 @@ def _windows(
     return (first, *spread)
 
 
-def view_notes(items: Sequence[Item], views: Sequence[Sequence[View]], kept: Sequence[Sequence[View]]) -> Iterator[str]:
+def view_notes(
+    items: Sequence[Item], views: Sequence[Sequence[View]], remaining_views: Sequence[Sequence[View]]
+) -> Iterator[str]:
     """Yield notes on effects of crops and flips that a user may not expect.
 
     views: requested views of each item.
-    kept: those of them that are not entirely masked out.
+    remaining_views: those of them that are not entirely masked out.
     """
-    several = [len(of) for of in kept if len(of) > 1]
+    several = [len(item_views) for item_views in remaining_views if len(item_views) > 1]
     if several:
         yield (
             f"{len(several)} pictures or clips are encoded mirrored or in several crops, {sum(several)} versions in "
             "total."
         )
     mirrored = [item for item in items if item.options.flip == HORIZONTAL]
-    named = [item.name for item in mirrored if any(map(_SIDES.search, item.caption_variants.texts))]
-    if named:
+    names = [item.name for item in mirrored if any(map(_SIDES.search, item.caption_variants.texts))]
+    if names:
         yield (
-            f"These captions say left or right, but their pictures are also shown mirrored: {shortlist(named)}; set "
+            f"These captions say left or right, but their pictures are also shown mirrored: {shortlist(names)}; set "
             "flip to off for them, or remove the words."
         )
-    wanted = [(item, of) for item, of in zip(items, views, strict=True) if item.options.crops > 1]
-    whole = [item for item, of in wanted if len({view.at for view in of}) == 1]
+    multi_crop = [(item, item_views) for item, item_views in zip(items, views, strict=True) if item.options.crops > 1]
+    whole = [item for item, item_views in multi_crop if len({view.at for view in item_views}) == 1]
     if unzoomed := [item.name for item in whole if item.options.crop_zoom == 1]:
         yield (
             f"These are hardly cropped, so several crops would be the same: {shortlist(unzoomed)}; set crop_zoom "
             "above 1 to show smaller parts of them."
         )
-    if small := [item.name for item, of in wanted if item.options.crop_zoom > 1 and all(v.zoom == 1 for v in of)]:
+    if small := [
+        item.name
+        for item, item_views in multi_crop
+        if item.options.crop_zoom > 1 and all(v.zoom == 1 for v in item_views)
+    ]:
         yield (
             f"crop_zoom has no effect on {shortlist(small)}, which are too small to zoom into at this size; lower "
             "megapixels, or use larger files."
         )
-    lost = [(item.name, len(of) - len(left)) for item, of, left in zip(items, views, kept, strict=True)]
-    if masked := [f"{name} ({count})" for name, count in lost if count]:
+    drop_counts = [
+        (item.name, len(requested) - len(remaining))
+        for item, requested, remaining in zip(items, views, remaining_views, strict=True)
+    ]
+    if masked := [f"{name} ({count})" for name, count in drop_counts if count]:
         yield f"Some crops or mirrored versions are left out, because the mask covers all of them: {shortlist(masked)}."
     still = [item.name for item in items if item.options.crop_zoom > 1 and item.options.crops == 1]
     if still:

@@ -25,10 +25,10 @@ def check_vision(clip_vision: Any) -> None:
         )
 
 
-def vision_output(seen: Tensor) -> comfy.clip_vision.Output:
+def vision_output(states: Tensor) -> comfy.clip_vision.Output:
     """Build core's CLIP vision output from hidden states (1, tokens, width)."""
     output = comfy.clip_vision.Output()
-    output[HIDDEN_STATES] = seen
+    output[HIDDEN_STATES] = states
     return output
 
 

@@ -38,7 +38,7 @@ class _Control:
 
     @property
     def fits(self) -> bool:
-        """True where the control image has the aspect of its target."""
+        """True if the control image has the aspect of its target."""
         return abs(_shape(*self.pixels.size) - _shape(*self.item.pixels.size)) <= SAME_SHAPE
 
     @property
@@ -58,7 +58,7 @@ def place_controls(
     """Place each control image on a whole grid.
 
     plan: plan of the target images, at `megapixels`.
-    control_megapixels: wanted area of control images.
+    control_megapixels: requested area of control images.
 
     A control image with the aspect of its target takes the target's grid, and so loses the same edges, if both sizes
     are equal and that makes at most MOST_COUNTS token counts (or max_graphs; with whole grids there are no more than
@@ -73,25 +73,27 @@ def place_controls(
         return ControlPlan(((),) * len(items))
     fitting = [control for control in controls if control.fits]
     counts = len({control.own_grid.tokens for control in fitting})
-    few = plan.fit == WHOLE_GRIDS or counts <= max(max_graphs, MOST_COUNTS)
-    together = few and control_megapixels == megapixels
-    others = iter(_plan([c for c in controls if not (together and c.fits)], control_megapixels, plan.pixels_per_token))
+    within_limit = plan.fit == WHOLE_GRIDS or counts <= max(max_graphs, MOST_COUNTS)
+    together = within_limit and control_megapixels == megapixels
+    other_placements = iter(
+        _plan([c for c in controls if not (together and c.fits)], control_megapixels, plan.pixels_per_token)
+    )
     placed = [
         place(c.pixels.size, c.own_grid, c.own_grid.tokens, plan.pixels_per_token)
         if together and c.fits
-        else next(others)
+        else next(other_placements)
         for c in controls
     ]
-    each = iter(placed)
-    placements = tuple(tuple(next(each) for _ in item.controls) for item in items)
+    remaining = iter(placed)
+    placements = tuple(tuple(next(remaining) for _ in item.controls) for item in items)
     notes = [_crop_note(controls, placed)]
     if any(c.fits and not _alike(c.result.grid, p.grid) for c, p in zip(controls, placed, strict=True)):
-        notes.append(_apart_note(plan, megapixels, control_megapixels, counts, few))
+        notes.append(_apart_note(plan, megapixels, control_megapixels, counts, within_limit))
     return ControlPlan(placements, tuple(notes))
 
 
 def _plan(controls: Sequence[_Control], megapixels: float, pixels_per_token: int) -> Sequence[Placement]:
-    """Plan control images of their own, on whole grids of one token count."""
+    """Plan control images separately from their targets, on whole grids of one token count."""
     if not controls:
         return ()
     return plan_buckets(
@@ -122,16 +124,16 @@ def _crop_note(controls: Sequence[_Control], placed: Sequence[Placement]) -> str
     )
 
 
-def _apart_note(plan: BucketPlan, megapixels: float, control_megapixels: float, counts: int, few: bool) -> str:
+def _apart_note(plan: BucketPlan, megapixels: float, control_megapixels: float, counts: int, within_limit: bool) -> str:
     return (
         f"Control pictures are cropped differently from their results (which lose {plan.mean_crop:.2%} on average and "
         f"{plan.worst_crop:.2%} at worst), so the parts that an edit doesn't change shift a little. To crop both the "
-        f"same way, {' and '.join(_remedies(megapixels, control_megapixels, counts, few))}."
+        f"same way, {' and '.join(_remedies(megapixels, control_megapixels, counts, within_limit))}."
     )
 
 
-def _remedies(megapixels: float, control_megapixels: float, counts: int, few: bool) -> Iterator[str]:
+def _remedies(megapixels: float, control_megapixels: float, counts: int, within_limit: bool) -> Iterator[str]:
     if control_megapixels != megapixels:
         yield f"set control_megapixels to {megapixels:g}, like megapixels"
-    if not few:
+    if not within_limit:
         yield f"choose fit {WHOLE_GRIDS} (with {RAGGED_EDGE} they would take {counts} token counts, each compiled)"

@@ -89,18 +89,23 @@ def make_variants(
 ) -> list[tuple[ImageVariant, ...]]:
     """Make the variants of each item.
 
-    controls: placements of its control images, which are cropped and mirrored along.
+    controls: placements of its control images, which are cropped and mirrored the same way.
     """
-    made = []
-    for item, placement, of in zip(items, placements, controls, strict=True):
+    variants_per_item = []
+    for item, placement, control_placements in zip(items, placements, controls, strict=True):
         size, pixels_per_token = item.pixels.size, encoder.policy.pixels_per_token
         variants = []
         for view in make_views(item.pixels.key, size, placement, pixels_per_token, item.options):
             crop = encoder.crop(item.pixels, placement, view)
-            seen = tuple(encoder.crop(pixels, where, view) for pixels, where in zip(item.controls, of, strict=True))
-            variants.append(ImageVariant(view, crop, seen, item.mask.job(crop, placement) if item.mask else None))
-        made.append(tuple(variants))
-    return made
+            control_crops = tuple(
+                encoder.crop(pixels, control_placement, view)
+                for pixels, control_placement in zip(item.controls, control_placements, strict=True)
+            )
+            variants.append(
+                ImageVariant(view, crop, control_crops, item.mask.job(crop, placement) if item.mask else None)
+            )
+        variants_per_item.append(tuple(variants))
+    return variants_per_item
 
 
 def read_masks(
@@ -114,28 +119,30 @@ def read_masks(
     """Drop the variants that are entirely masked out.
 
     Returns the remaining variants of each item, and for each masked item the mean token weight of its first variant.
-    Raises ValueError that names masks which leave nothing of any variant, and masks that are nowhere bright.
+    Raises ValueError naming masks that leave nothing of any variant, and masks that are nowhere bright.
     """
-    jobs = missing_jobs(cache, [variant.mask for of in variants for variant in of if variant.mask])
+    jobs = missing_jobs(
+        cache, [variant.mask for item_variants in variants for variant in item_variants if variant.mask]
+    )
     run_jobs(cache, jobs, "masks", progress, interrupted)
-    kept, counted = [], []
+    remaining, counted = [], []
     empty: list[str] = []
     faint: list[str] = []
-    for item, placement, of in zip(items, placements, variants, strict=True):
+    for item, placement, item_variants in zip(items, placements, variants, strict=True):
         if item.mask is None:
-            kept.append(of)
+            remaining.append(item_variants)
             continue
-        masks = [cache.read(variant.mask.key)[TOKENS] for variant in of if variant.mask]
-        # `faint` decodes the mask file again, so the cached token means are asked first.
+        masks = [cache.read(variant.mask.key)[TOKENS] for variant in item_variants if variant.mask]
+        # `faint` decodes the mask file again, so the cached token means are checked first.
         if all(mask.max() < FAINT for mask in masks) and item.mask.faint:
             faint.append(item.mask.name)
         means = [float(token_weights(mask, placement, item.options.unmasked_weight).mean()) for mask in masks]
-        left = tuple(variant for variant, mean in zip(of, means, strict=True) if mean > 0)
-        empty += [] if left else [item.mask.name]
-        kept.append(left)
+        visible = tuple(variant for variant, mean in zip(item_variants, means, strict=True) if mean > 0)
+        empty += [] if visible else [item.mask.name]
+        remaining.append(visible)
         counted.append(means[0])
     check_masks(faint, empty)
-    return kept, counted
+    return remaining, counted
 
 
 def variant_jobs(
@@ -148,17 +155,17 @@ def variant_jobs(
 
     def jobs(variant: ImageVariant) -> VariantJobs:
         references = tuple(encoder.latent(crop) for crop in variant.controls)
-        given = encoder.start(variant.crop) if start else None
+        start_job = encoder.start(variant.crop) if start else None
         vision = vision_job(clip_vision, variant.crop) if start and clip_vision else None
-        return VariantJobs(variant, encoder.latent(variant.crop), references, given, vision)
+        return VariantJobs(variant, encoder.latent(variant.crop), references, start_job, vision)
 
-    return [tuple(map(jobs, of)) for of in variants]
+    return [tuple(map(jobs, item_variants)) for item_variants in variants]
 
 
 def images_to_encode(jobs: Sequence[VariantJobs], keys: Collection[str]) -> list[ImagePixels]:
     """List the image files, each once, that jobs under these cache keys encode."""
-    shown = (crop.pixels for one in jobs for job, crop in one.encoded_crops if job.key in keys)
-    return list({pixels.path: pixels for pixels in shown if isinstance(pixels, ImagePixels)}.values())
+    images = (crop.pixels for variant in jobs for job, crop in variant.encoded_crops if job.key in keys)
+    return list({pixels.path: pixels for pixels in images if isinstance(pixels, ImagePixels)}.values())
 
 
 def _key(job: EncodeJob | None) -> str | None:

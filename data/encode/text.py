@@ -25,7 +25,7 @@ class TokenizedCaption:
     """Caption that may have to be encoded.
 
     job: its job.
-    tokens: None where it is encoded together with control images; its length is then known only after encoding.
+    tokens: None if it is encoded together with control images; its length is then known only after encoding.
     """
 
     job: EncodeJob
@@ -37,7 +37,7 @@ class CaptionKeys:
     """Cache keys of an item's captions. Fingerprints of data contain the field names, which must therefore not change.
 
     forms: of each variant.
-    empty: of the empty prompt, where there is caption dropout or it was asked for.
+    empty: of the empty prompt, if there is caption dropout or it was requested.
     of_class: of the class caption of each variant, None for a variant without one.
     """
 
@@ -46,7 +46,7 @@ class CaptionKeys:
     of_class: tuple[str | None, ...] = ()
 
     def key(self, caption: int | None) -> str:
-        """Return the key of the variant with this number, or of the empty prompt for None."""
+        """Return the key of the variant with this index, or of the empty prompt for None."""
         if caption is not None:
             return self.forms[caption]
         assert self.empty is not None
@@ -67,7 +67,7 @@ class ItemCaptions:
     """All captions of an item.
 
     variants: caption variants.
-    empty: empty prompt, where there is caption dropout or it was asked for.
+    empty: empty prompt, if there is caption dropout or it was requested.
     class_captions: class caption of each variant, None for a variant without trigger words.
     """
 
@@ -84,7 +84,7 @@ class ItemCaptions:
         """Cache keys of the captions."""
         of_class = tuple(caption.job.key if caption else None for caption in self.class_captions)
         empty = self.empty.job.key if self.empty else None
-        return CaptionKeys(tuple(one.job.key for one in self.variants), empty, of_class)
+        return CaptionKeys(tuple(caption.job.key for caption in self.variants), empty, of_class)
 
     @property
     def longest(self) -> int:
@@ -93,7 +93,7 @@ class ItemCaptions:
 
     @property
     def dropped(self) -> int:
-        """Tokens cut off at the end of a caption, the most of any."""
+        """Largest number of tokens cut off at the end of a caption."""
         return max((caption.tokens.dropped for caption in self.all if caption.tokens), default=0)
 
 
@@ -115,43 +115,46 @@ def tokenize_captions(
     style: prompt template for control images, one of EDIT_PROMPTS.
     empty: tokenize the empty prompt of each item too, as caption dropout does.
 
-    Where a family has several text lengths, all captions of an item take the length of the longest, so that they share
+    If a family has several text lengths, all captions of an item take the length of the longest, so that they share
     a graph.
     Raises ValueError for captions with a text at which the encoder stops.
     """
     encoder = (weights_fingerprint(clip.patcher), clip.layer_idx, *policy.key(clip))
     forms = [item.caption_variants for item in items]
-    texts = [_texts(of, empty) for of in forms]
-    wanted = [
-        [(text, seen if policy.sees_controls else ()) for text in of] for of, seen in zip(texts, controls, strict=True)
+    texts = [_texts(form, empty) for form in forms]
+    requests = [
+        [(text, crops if policy.sees_controls else ()) for text in item_texts]
+        for item_texts, crops in zip(texts, controls, strict=True)
     ]
-    made: dict[tuple[str, tuple[Crop, ...]], TokenizedCaption] = {}
-    distinct = dict.fromkeys(one for of in wanted for one in of)
+    tokenized: dict[tuple[str, tuple[Crop, ...]], TokenizedCaption] = {}
+    distinct = dict.fromkeys(request for item_requests in requests for request in item_requests)
     stops: dict[str, str] = {}
-    for index, (text, seen) in enumerate(distinct):
+    for index, (text, crops) in enumerate(distinct):
         interrupted()
         progress(index, len(distinct), f"Reading captions: {index} of {len(distinct)}")
         if (stop := policy.stop_text(clip, text)) is not None:
             stops[text] = stop
-        if seen:
-            made[text, seen] = _seeing(clip, policy, text, seen, style, encoder)
+        if crops:
+            tokenized[text, crops] = _seeing(clip, policy, text, crops, style, encoder)
         else:
-            made[text, seen] = _read(clip, policy, text, policy.tokenize(clip, text, max_length), encoder)
+            tokenized[text, crops] = _read(clip, policy, text, policy.tokenize(clip, text, max_length), encoder)
     if stops:
-        named = [item.name for item, of in zip(items, texts, strict=True) if not stops.keys().isdisjoint(of)]
+        names = [
+            item.name for item, item_texts in zip(items, texts, strict=True) if not stops.keys().isdisjoint(item_texts)
+        ]
         raise ValueError(
-            f"The captions of {shortlist(named)} hold the text {shown(next(iter(stops.values())))}, at which "
+            f"The captions of {shortlist(names)} hold the text {shown(next(iter(stops.values())))}, at which "
             f"{policy.family}'s text encoder stops; remove it from them."
         )
     read = []
-    for form, of in zip(forms, wanted, strict=True):
-        captions = [made[one] for one in of]
+    for form, item_requests in zip(forms, requests, strict=True):
+        captions = [tokenized[request] for request in item_requests]
         if policy.lengths:
-            captions = _of_one_length(clip, policy, [text for text, _ in of], captions, encoder)
-        by_text = {text: caption for (text, _), caption in zip(of, captions, strict=True)}
+            captions = _of_one_length(clip, policy, [text for text, _ in item_requests], captions, encoder)
+        by_text = {text: caption for (text, _), caption in zip(item_requests, captions, strict=True)}
         of_class = tuple(None if text is None else by_text[text] for text in form.class_texts)
-        own = tuple(by_text[text] for text in form.texts)
-        read.append(ItemCaptions(own, by_text[""] if form.dropout or empty else None, of_class))
+        variants = tuple(by_text[text] for text in form.texts)
+        read.append(ItemCaptions(variants, by_text[""] if form.dropout or empty else None, of_class))
     return read
 
 
@@ -180,10 +183,12 @@ def _of_one_length(
     """Pad the captions of one item to the length of the longest."""
     tokens = [caption.tokens for caption in captions if caption.tokens]
     assert len(tokens) == len(captions), texts
-    length = max(of.length or 0 for of in tokens)
+    length = max(caption_tokens.length or 0 for caption_tokens in tokens)
     return [
-        caption if of.length == length else _read(clip, policy, text, policy.lengthened(clip, of, length), encoder)
-        for text, caption, of in zip(texts, captions, tokens, strict=True)
+        caption
+        if caption_tokens.length == length
+        else _read(clip, policy, text, policy.lengthened(clip, caption_tokens, length), encoder)
+        for text, caption, caption_tokens in zip(texts, captions, tokens, strict=True)
     ]
 
 
@@ -209,8 +214,8 @@ def _seeing(
     length = _tokens(tokens) + len(controls) * policy.control_tokens(style)
 
     def encode() -> dict[str, Tensor]:
-        seen = [policy.resize_control(crop.load(), style) for crop in controls]
-        return encode_caption(clip, policy.tokenize_edit(clip, text, len(controls), style, seen), policy)
+        images = [policy.resize_control(crop.load(), style) for crop in controls]
+        return encode_caption(clip, policy.tokenize_edit(clip, text, len(controls), style, images), policy)
 
     key = fingerprint("edit caption", VERSION, style, json.dumps(tokens.tokens), keys, encoder)
     shapes = policy.outputs(None)

@@ -96,7 +96,7 @@ def vision_job(clip_vision: Any, crop: Crop) -> EncodeJob:
 
 
 class _NoTiles(Exception):
-    """The VAE ran out of memory, upon which core would encode in tiles."""
+    """Out of memory in the VAE, upon which core would encode in tiles."""
 
 
 def _without_tiles(vae: Any) -> Any:
@@ -136,7 +136,7 @@ def _encode_vision(clip_vision: Any, crop: Crop) -> dict[str, Tensor]:
 
 @contextmanager
 def _told_out_of_memory(crop: Crop) -> Iterator[None]:
-    """Turn what loading or encoding a crop untiled raises where it does not fit into core's out-of-memory error."""
+    """Convert the errors of a crop too large to load or encode untiled into core's out-of-memory error."""
     try:
         yield
     except (_NoTiles, MemoryError, RuntimeError) as error:

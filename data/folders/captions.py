@@ -28,15 +28,15 @@ def checked_extension(extension: str) -> str:
 
 
 def read_caption(picture: Path, extension: str) -> str:
-    """Read the caption of an image; raises ValueError where the file is not readable as UTF-8."""
+    """Read the caption of an image; raises ValueError if the file is not readable as UTF-8."""
     file = caption_file(picture, extension)
     try:
         return read_regular(file, CAPTION_FILE).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except OverBudget as error:
-        size, most = file.stat().st_size / 1e6, CAPTION_FILE.bytes / 1e6
+        size, limit = file.stat().st_size / 1e6, CAPTION_FILE.bytes / 1e6
         raise ValueError(
             f"The caption file {file.name!r} has {size:.1f} MB, too much for a caption; shorten it to at most "
-            f"{most:.0f} MB."
+            f"{limit:.0f} MB."
         ) from error
     except UnicodeDecodeError as error:
         raise ValueError(f"The caption file {file.name!r} is not UTF-8 text; save it as UTF-8.") from error
@@ -74,15 +74,15 @@ def scan_captions(
         name = relative_name(folder, file)
         texts.append(read_caption(file, extension))
         caption_name = relative_name(folder, caption_file(file, extension))
-        made = make_caption_variants(texts[-1], options, trigger_words, caption_name)
-        if (longest := max(map(len, made.texts))) > CAPTION_FILE.characters:
+        caption_variants = make_caption_variants(texts[-1], options, trigger_words, caption_name)
+        if (longest := max(map(len, caption_variants.texts))) > CAPTION_FILE.characters:
             raise ValueError(
                 f"The caption of {name!r} has {longest} characters with its trigger_words, but text encoders read only "
                 f"a few thousand; shorten it to at most {CAPTION_FILE.characters}."
             )
-        characters += sum(map(len, made.texts))
+        characters += sum(map(len, caption_variants.texts))
         check_size(CAPTION_FORMS, f"The folder {folder.name!r}", characters=characters)
-        variants[name] = made
+        variants[name] = caption_variants
     return texts, variants
 
 

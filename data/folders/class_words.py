@@ -19,7 +19,7 @@ class ClassWord:
     of_class: str
 
     def caption(self, text: str) -> str | None:
-        """Replace each of the words, as whole words in any case; None where the caption has none of them."""
+        """Replace each of the words, as whole words in any case; None if the caption has none of them."""
         longest_first = sorted(self.words, key=len, reverse=True)
         pattern = "|".join(rf"(?<!\w){re.escape(word)}(?!\w)" for word in longest_first)
         replaced, count = re.subn(pattern, lambda _: self.of_class, text, flags=re.IGNORECASE)
@@ -30,13 +30,13 @@ def read_class_word(class_word: str, trigger_words: str) -> ClassWord:
     """Parse the class_word option.
 
     `man` replaces the trigger words, as a whole and each of their comma-separated parts; `ohwx=man` replaces ohwx.
-    Raises ValueError where there is no word to replace.
+    Raises ValueError if there is no word to replace.
     """
-    word, equals, named = (part.strip() for part in class_word.partition("="))
-    if equals and not (word and named):
+    word, equals, class_name = (part.strip() for part in class_word.partition("="))
+    if equals and not (word and class_name):
         raise ValueError(f"class_word is {shown(class_word)}; write it as word=class, such as ohwx=man.")
     if equals:
-        return ClassWord((word,), named)
+        return ClassWord((word,), class_name)
     whole = trigger_words.strip().rstrip(",").rstrip()
     if not whole:
         raise ValueError(
@@ -53,7 +53,7 @@ def check_class_captions(rule: ClassWord, folder: str, with_class: int, without:
 
     with_class: number of captions that have them.
     without: names of the images whose captions have none.
-    Raises ValueError where no caption has them.
+    Raises ValueError if no caption has them.
     """
     if not with_class:
         raise ValueError(

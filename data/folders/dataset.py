@@ -33,7 +33,7 @@ class ImageEntry:
     mask: image of the weights of its parts in the loss.
     options: options of its folder.
     variants: caption variants; None for a single caption.
-    folder: number of its folder among those that are chained.
+    folder: index of its folder among the chained ones.
     """
 
     path: Path
@@ -123,30 +123,30 @@ def scan_images(
 
     caption_extension: the caption of `a.jpg` is the text of `a.txt` (UTF-8).
     repeats: showings of each image per epoch.
-    trigger_words: put before each caption, with a comma.
-    control_folder: folder of control images, which may lie within the folder, see `match_controls`.
+    trigger_words: prepended to each caption, with a comma.
+    control_folder: folder of control images, which may be within the folder, see `match_controls`.
     mask_folder: folder of masks, see `match_masks`.
     options: options of the folder.
     captions: caption options; with them a caption may have several variants.
     interrupted: called between captions; raises to stop.
 
     An empty caption file is an empty caption. Image files of formats that are not read are listed in a note.
-    Raises ValueError where captions are missing, naming up to five images, and for contradicting options.
+    Raises ValueError if captions are missing, naming up to five images, and for contradicting options.
     """
 
     def make(path: Path, caption: str, name: str) -> ImageEntry:
         return ImageEntry(path, caption, repeats, name, options=options)
 
     without = separate_folders(folder, control_folder=control_folder, mask_folder=mask_folder)
-    found = _scan(folder, IMAGES, make, caption_extension, repeats, trigger_words, captions, interrupted, without)
-    found = _with_masks(_with_class(found, folder, options, trigger_words), mask_folder, options)
+    dataset = _scan(folder, IMAGES, make, caption_extension, repeats, trigger_words, captions, interrupted, without)
+    dataset = _with_masks(_with_class(dataset, folder, options, trigger_words), mask_folder, options)
     if control_folder is not None:
-        controls, notes = match_controls([entry.name for entry in found.entries], control_folder)
-        pictures = [entry for entry in found.entries if isinstance(entry, ImageEntry)]
-        with_controls = (replace(picture, controls=of) for picture, of in zip(pictures, controls, strict=True))
-        found = Dataset(tuple(with_controls), found.notes + notes)
-    others = {"controls": control_folder is not None, "masks": mask_folder is not None}
-    return _described(found, folder, repeats, trigger_words, options, captions, others)
+        controls, notes = match_controls([entry.name for entry in dataset.entries], control_folder)
+        pictures = [entry for entry in dataset.entries if isinstance(entry, ImageEntry)]
+        with_controls = (replace(picture, controls=paths) for picture, paths in zip(pictures, controls, strict=True))
+        dataset = Dataset(tuple(with_controls), dataset.notes + notes)
+    extras = {"controls": control_folder is not None, "masks": mask_folder is not None}
+    return _described(dataset, folder, repeats, trigger_words, options, captions, extras)
 
 
 def scan_videos(
@@ -169,28 +169,28 @@ def scan_videos(
     def make(path: Path, caption: str, name: str) -> VideoEntry:
         return VideoEntry(path, caption, repeats, name, extraction, options=options)
 
-    found = _scan(folder, VIDEOS, make, caption_extension, repeats, trigger_words, captions, interrupted)
-    others = {"masks": mask_folder is not None, "extraction": asdict(extraction)}
-    found = _with_masks(_with_class(found, folder, options, trigger_words), mask_folder, options)
-    found = replace(found, notes=(*found.notes, *extraction_notes(extraction)))
-    return _described(found, folder, repeats, trigger_words, options, captions, others)
+    dataset = _scan(folder, VIDEOS, make, caption_extension, repeats, trigger_words, captions, interrupted)
+    extras = {"masks": mask_folder is not None, "extraction": asdict(extraction)}
+    dataset = _with_masks(_with_class(dataset, folder, options, trigger_words), mask_folder, options)
+    dataset = replace(dataset, notes=(*dataset.notes, *extraction_notes(extraction)))
+    return _described(dataset, folder, repeats, trigger_words, options, captions, extras)
 
 
 def _described(
-    found: Dataset,
+    dataset: Dataset,
     folder: Path,
     repeats: int,
     trigger_words: str,
     options: FolderOptions,
     captions: CaptionOptions | None,
-    others: Mapping[str, Any],
+    extras: Mapping[str, Any],
 ) -> Dataset:
     """Add the folder's options as plain values, and notes on options without effect."""
-    masked = others["masks"] or options.alpha_mask
-    notes = (*found.notes, *folder_notes(folder.name, options, trigger_words, masked))
-    said = {"files": len(found.entries), "repeats": repeats, "trigger_words": trigger_words, **others}
-    said |= {"treatment": asdict(options), "captions": asdict(captions or CaptionOptions())}
-    return replace(found, notes=notes, folders=(said,))
+    masked = extras["masks"] or options.alpha_mask
+    notes = (*dataset.notes, *folder_notes(folder.name, options, trigger_words, masked))
+    facts = {"files": len(dataset.entries), "repeats": repeats, "trigger_words": trigger_words, **extras}
+    facts |= {"treatment": asdict(options), "captions": asdict(captions or CaptionOptions())}
+    return replace(dataset, notes=notes, folders=(facts,))
 
 
 def folder_fingerprint(
@@ -212,27 +212,27 @@ def folder_fingerprint(
         for file in (picture, caption_file(picture, extension)):
             entries.append((relative_name(folder, file), file_state(file)))
     entries += [(relative_name(folder, file), "unread") for file in files_in(folder, kind.unread, without)]
-    for what, other in (("control", control_folder), ("mask", mask_folder)):
+    for role, other in (("control", control_folder), ("mask", mask_folder)):
         if other is not None:
-            entries += [(f"{what} {relative_name(other, file)}", file_state(file)) for file in image_files(other)]
+            entries += [(f"{role} {relative_name(other, file)}", file_state(file)) for file in image_files(other)]
     return fingerprint(entries)
 
 
-def _with_class(found: Dataset, folder: Path, options: FolderOptions, trigger_words: str) -> Dataset:
-    """Add class captions where class_word is set, or empty ones for blank prompt preservation."""
+def _with_class(dataset: Dataset, folder: Path, options: FolderOptions, trigger_words: str) -> Dataset:
+    """Add class captions if class_word is set, or empty ones for blank prompt preservation."""
     if options.blank_prompt_preservation:
-        return replace(found, entries=tuple(_with_blank(entry) for entry in found.entries))
+        return replace(dataset, entries=tuple(_with_blank(entry) for entry in dataset.entries))
     if not options.class_word.strip():
-        return found
+        return dataset
     rule = read_class_word(options.class_word, trigger_words)
     entries, without = [], []
-    for entry in found.entries:
+    for entry in dataset.entries:
         variants = entry.variants or CaptionVariants((entry.caption,))
         of_class = tuple(map(rule.caption, variants.texts))
         without += [] if any(of_class) else [entry.name]
         entries.append(replace(entry, variants=replace(variants, class_texts=of_class)) if any(of_class) else entry)
     notes = check_class_captions(rule, folder.name, len(entries) - len(without), without)
-    return Dataset(tuple(entries), found.notes + notes)
+    return Dataset(tuple(entries), dataset.notes + notes)
 
 
 def _with_blank(entry: ImageEntry | VideoEntry) -> ImageEntry | VideoEntry:
@@ -241,19 +241,19 @@ def _with_blank(entry: ImageEntry | VideoEntry) -> ImageEntry | VideoEntry:
     return replace(entry, variants=replace(variants, class_texts=("",) * len(variants.texts)))
 
 
-def _with_masks(found: Dataset, mask_folder: Path | None, options: FolderOptions) -> Dataset:
-    """Add the masks of the mask folder; raises ValueError where alpha_mask is on as well."""
+def _with_masks(dataset: Dataset, mask_folder: Path | None, options: FolderOptions) -> Dataset:
+    """Add the masks of the mask folder; raises ValueError if alpha_mask is on as well."""
     if mask_folder is None:
         unread = options.unmasked_weight > 0 and not options.alpha_mask
         note = "unmasked_weight has no effect without masks; set mask_folder or alpha_mask to use some."
-        return replace(found, notes=(*found.notes, note)) if unread else found
+        return replace(dataset, notes=(*dataset.notes, note)) if unread else dataset
     if options.alpha_mask:
         raise ValueError(
             "mask_folder is set and alpha_mask is on, but a picture can have only one mask; use one of the two."
         )
-    masks, notes = match_masks([entry.name for entry in found.entries], mask_folder)
-    entries = (replace(entry, mask=mask) for entry, mask in zip(found.entries, masks, strict=True))
-    return Dataset(tuple(entries), found.notes + notes)
+    masks, notes = match_masks([entry.name for entry in dataset.entries], mask_folder)
+    entries = (replace(entry, mask=mask) for entry, mask in zip(dataset.entries, masks, strict=True))
+    return Dataset(tuple(entries), dataset.notes + notes)
 
 
 def _scan(
@@ -274,16 +274,16 @@ def _scan(
     files, unread = files_in(folder, kind.read, without), files_in(folder, kind.unread, without)
     if not files:
         kinds = ", ".join(sorted(kind.read))
-        there = f" that can be read (there is {list_files(folder, unread)})" if unread else ""
+        unread_hint = f" that can be read (there is {list_files(folder, unread)})" if unread else ""
         raise ValueError(
-            f"The folder {folder.name!r} holds no {kind.noun}s{there}; put {kind.noun}s ({kinds}) into it."
+            f"The folder {folder.name!r} holds no {kind.noun}s{unread_hint}; put {kind.noun}s ({kinds}) into it."
         )
     caption_options = caption_options or CaptionOptions()
     check_captions_exist(folder, files, extension, kind.noun)
     texts, variants = scan_captions(folder, files, extension, caption_options, trigger_words, interrupted)
     entries = (
-        replace(make(file, of.texts[0], name), variants=of)
-        for file, (name, of) in zip(files, variants.items(), strict=True)
+        replace(make(file, caption_variants.texts[0], name), variants=caption_variants)
+        for file, (name, caption_variants) in zip(files, variants.items(), strict=True)
     )
     left_out = (
         f"Left out, because these file types can't be read: {list_files(folder, unread)}; save them as {kind.format}."

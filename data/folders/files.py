@@ -34,37 +34,39 @@ def files_in(folder: Path, endings: frozenset[str], without: Sequence[Path] = ()
     """List the files with one of these extensions, sorted by their path below the folder.
 
     Hidden files and folders, and the folders `without`, are left out. Links to folders are followed last, unless they
-    lead to a folder that was already read or to a parent of their own.
+    lead to a folder that was already read or to one of their own parents.
     """
-    seen = {os.path.realpath(other) for other in without}
-    found: list[Path] = []
+    visited = {os.path.realpath(other) for other in without}
+    matches: list[Path] = []
     starts = [folder]
     while starts:
         links: list[Path] = []
         for start in starts:
             for parent, names, files in os.walk(start):
-                here = os.path.realpath(parent)
-                if here in seen:
+                real_parent = os.path.realpath(parent)
+                if real_parent in visited:
                     names.clear()
                     continue
-                seen.add(here)
-                found += [Path(parent, name) for name in files if has_ending(name, endings)]
+                visited.add(real_parent)
+                matches += [Path(parent, name) for name in files if has_ending(name, endings)]
                 names[:] = [name for name in names if not name.startswith(".")]
                 # Links come last, so a file that is reachable both ways is listed under its own path.
-                linked = [name for name in names if os.path.realpath(Path(parent, name)) != os.path.join(here, name)]
+                linked = [
+                    name for name in names if os.path.realpath(Path(parent, name)) != os.path.join(real_parent, name)
+                ]
                 links += [Path(parent, name) for name in linked if not _leads_back(Path(parent, name))]
                 names[:] = [name for name in names if name not in linked]
         starts = sorted(links)
-    return sorted(found, key=lambda path: relative_name(folder, path))
+    return sorted(matches, key=lambda path: relative_name(folder, path))
 
 
 def file_below(folder: Path, name: str, endings: frozenset[str]) -> Path | None:
     """Find a file by its path below the folder, if its name is one that `files_in` would list; None otherwise.
 
-    Links are not resolved: the caller checks where the file lies.
+    Links are not resolved: the caller checks the file's real location.
     """
     parts = name.split("/")
-    # On Windows these would begin another folder, a drive or a stream of a file.
+    # On Windows these would start another folder, a drive or a stream of a file.
     stray = "\0" in name or (os.name == "nt" and any(mark in name for mark in "\\:"))
     if stray or any(not part or part.startswith(".") for part in parts) or not has_ending(parts[-1], endings):
         return None

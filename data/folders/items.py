@@ -27,10 +27,10 @@ class Item:
     controls: control images of an edit model.
     mask: weights of its parts in the loss.
     options: options of its folder.
-    file: video file that it was taken from, where `name` says more than that.
+    file: video file that it was taken from; empty if `name` is the file.
     variants: caption variants; None for a single caption.
     frame_rate: frames per second of a clip; 0 for an image.
-    folder: number of its folder among those that are chained.
+    folder: index of its folder among the chained ones.
     """
 
     name: str
@@ -69,20 +69,20 @@ def find_items(
     lacking: dict[int, list[str]] = {}
     slow: list[str] = []
     hdr: list[str] = []
-    what = "clips" if all(isinstance(entry, VideoEntry) for entry in dataset.entries) else "pictures"
+    noun = "clips" if all(isinstance(entry, VideoEntry) for entry in dataset.entries) else "pictures"
     for index, entry in enumerate(dataset.entries):
         interrupted()
-        progress(index, len(dataset.entries), f"Reading {what}: {index} of {len(dataset.entries)}")
+        progress(index, len(dataset.entries), f"Reading {noun}: {index} of {len(dataset.entries)}")
         if isinstance(entry, ImageEntry):
             items.append(_picture(entry))
             continue
         facts = inspect_video(entry.path, entry.name)
-        shown = facts.frames_at(entry.extraction.fps, entry.name)
-        windows = entry.extraction.windows(len(shown))
+        stamps = facts.frames_at(entry.extraction.fps, entry.name)
+        windows = entry.extraction.windows(len(stamps))
         if not windows:
-            short.append((entry, len(shown)))
-        for count in entry.extraction.too_long(len(shown)) if windows else ():
-            lacking.setdefault(count, []).append(f"{entry.name} ({len(shown)} frames)")
+            short.append((entry, len(stamps)))
+        for count in entry.extraction.too_long(len(stamps)) if windows else ():
+            lacking.setdefault(count, []).append(f"{entry.name} ({len(stamps)} frames)")
         # Five percent below still counts as equal, such as 23.976 for 24.
         if facts.fps < entry.extraction.fps * 0.95:
             slow.append(f"{entry.name} ({facts.fps:.4g})")
@@ -90,7 +90,7 @@ def find_items(
             hdr.append(entry.name)
         for start, count in windows:
             interrupted()
-            items.append(_clip(entry, facts, shown[start : start + count], start))
+            items.append(_clip(entry, facts, stamps[start : start + count], start))
     if short:
         raise ValueError(_too_short(short))
     _check_alpha(dataset.entries)
@@ -106,18 +106,18 @@ def _picture(picture: ImageEntry) -> Item:
 
     controls = tuple(pixels(path, f"{path.name} (control)") for path in picture.controls)
     alpha = picture.options.alpha_mask
-    own = pixels(picture.path, picture.name, opaque=alpha)
-    mask = find_mask(picture.path, picture.mask, picture.name, own.size) if alpha or picture.mask else None
+    image = pixels(picture.path, picture.name, opaque=alpha)
+    mask = find_mask(picture.path, picture.mask, picture.name, image.size) if alpha or picture.mask else None
     options, variants, folder = picture.options, picture.variants, picture.folder
     return Item(
-        picture.name, picture.caption, picture.repeats, own, controls, mask, options, variants=variants, folder=folder
+        picture.name, picture.caption, picture.repeats, image, controls, mask, options, variants=variants, folder=folder
     )
 
 
 def _clip(film: VideoEntry, facts: VideoFacts, stamps: Sequence[int], start: int) -> Item:
     """Make the item of one clip of a video: the frames with these time stamps, from frame `start` on."""
-    of = f"frame {start + 1}" if len(stamps) == 1 else f"frames {start + 1} to {start + len(stamps)}"
-    name = f"{film.name}, {of}"
+    frame_range = f"frame {start + 1}" if len(stamps) == 1 else f"frames {start + 1} to {start + len(stamps)}"
+    name = f"{film.name}, {frame_range}"
     mask = find_mask(film.path, film.mask, film.name, facts.size) if film.mask else None
     pixels = VideoPixels(film.path, name, facts, tuple(stamps))
     rate = (film.extraction.fps or facts.fps) if len(stamps) > 1 else 0.0
@@ -173,6 +173,6 @@ def _film_notes(lacking: dict[int, list[str]], slow: list[str], hdr: list[str]) 
 
 
 def _chunk_notes(entries: Sequence[ImageEntry | VideoEntry]) -> Iterator[str]:
-    films = [entry.extraction for entry in entries if isinstance(entry, VideoEntry)]
-    if any(of.method == "chunk" and 1 in of.target_frames for of in films):
+    extractions = [entry.extraction for entry in entries if isinstance(entry, VideoEntry)]
+    if any(extraction.method == "chunk" and 1 in extraction.target_frames for extraction in extractions):
         yield "chunk with 1 in target_frames takes every frame of every clip as a picture."

@@ -14,15 +14,15 @@ class FolderOptions:
     """Options of a folder.
 
     alpha_mask: the alpha channel of the images is their mask.
-    unmasked_weight: loss weight of what a mask leaves out, 0 to 1.
+    unmasked_weight: loss weight of the parts that a mask leaves out, 0 to 1.
     flip: "horizontal" shows each image mirrored as well.
     crops: number of crop windows of each image, all on its one grid.
     crop_zoom: largest ratio of the side of the largest window to that of another, 1 or more (see `make_views`).
     loss_weight: factor of the loss of each image.
-    regularisation: the images show what the model is to preserve (see `batch_order` for how often).
+    regularisation: the images show content that the model should preserve (see `batch_order` for how often).
     class_word: class word in place of the trigger words, for differential output preservation (see `read_class_word`).
     blank_prompt_preservation: preserve the output for the empty prompt instead.
-    sample_ratio: part of the folder that an epoch shows, above 0 to 1 (see `batch_order`).
+    sample_ratio: fraction of the folder that an epoch shows, above 0 to 1 (see `batch_order`).
     Raises ValueError for values out of range and for options that contradict each other.
     """
 

@@ -1,4 +1,4 @@
-"""Pages of a folder's files with their captions, to look at before anything is trained."""
+"""Pages of a folder's files with their captions, for review before training."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ class PageEntry:
 
     path: the file.
     name: its path below the folder.
-    caption: its caption as the file has it, cut if it is very long; None where there is none or it can't be read.
-    problem: why the caption can't be read; empty where it can, or where there is no caption file.
+    caption: its caption as the file has it, cut if it is very long; None if there is none or it can't be read.
+    problem: reason why the caption can't be read; empty if it can, or if there is no caption file.
     """
 
     path: Path
@@ -34,8 +34,8 @@ class FolderPage:
 
     count: files in the folder.
     missing: those of them without a caption file.
-    unread: files of kinds that are not read, in words; empty without any.
-    page, pages: number of this page from 0 on, and of all.
+    unread: names of files of kinds that are not read, as text; empty without any.
+    page, pages: index of this page, and number of pages.
     entries: files on this page.
     """
 
@@ -57,19 +57,19 @@ def read_page(
     missing_only: bool = False,
     may_read: Callable[[Path], bool],
 ) -> FolderPage:
-    """Read a page of the files that the scan of the folder lists, in its order; the last one where `page` is behind it.
+    """Read a page of the files that the scan of the folder lists, in its order; the last page if `page` is beyond it.
 
     Captions are read for this page only.
 
     without: companion folders, which are left out.
-    missing_only: list files without a caption file only.
-    may_read: test for a file that may be read, as links may lead anywhere.
-    Raises ValueError for a caption extension that is none.
+    missing_only: list only files without a caption file.
+    may_read: predicate for files that may be read, as links may lead anywhere.
+    Raises ValueError for an invalid caption extension.
     """
     extension = checked_extension(caption_extension)
-    found = files_in(folder, kind.read | kind.unread, without)
-    files = [file for file in found if has_ending(file.name, kind.read)]
-    unread = [file for file in found if not has_ending(file.name, kind.read)]
+    all_files = files_in(folder, kind.read | kind.unread, without)
+    files = [file for file in all_files if has_ending(file.name, kind.read)]
+    unread = [file for file in all_files if not has_ending(file.name, kind.read)]
     missing = [file for file in files if not caption_file(file, extension).is_file()]
     listed = missing if missing_only else files
     pages = max(1, -(-len(listed) // PER_PAGE))

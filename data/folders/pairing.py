@@ -25,7 +25,7 @@ def match_controls(names: Sequence[str], folder: Path) -> tuple[list[tuple[Path,
         if match := re.fullmatch(r"(.*)_(\d+)", stem, re.DOTALL):
             numbered.setdefault(match[1], []).append((int(match[2]), stem))
     matched = [[stem] * (stem in files) + [other for _, other in sorted(numbered.get(stem, []))] for stem in stems]
-    missing = [name for name, of in zip(names, matched, strict=True) if not of]
+    missing = [name for name, control_stems in zip(names, matched, strict=True) if not control_stems]
     if missing:
         stem = stem_of(missing[0])
         raise ValueError(
@@ -33,12 +33,12 @@ def match_controls(names: Sequence[str], folder: Path) -> tuple[list[tuple[Path,
             f"{shortlist(missing)}; put one of the same name there, such as {stem + '.png'!r} or {stem + '_0.png'!r} "
             f"for {missing[0]!r}, or take the picture out of its folder."
         )
-    spare = sorted(files.keys() - {stem for of in matched for stem in of})
+    spare = sorted(files.keys() - {stem for control_stems in matched for stem in control_stems})
     notes = (
         "These control pictures belong to no picture and are ignored: "
         f"{list_files(folder, [files[s] for s in spare])}.",
     )
-    return [tuple(files[stem] for stem in of) for of in matched], notes if spare else ()
+    return [tuple(files[stem] for stem in control_stems) for control_stems in matched], notes if spare else ()
 
 
 def match_masks(names: Sequence[str], folder: Path) -> tuple[list[Path], tuple[str, ...]]:
@@ -64,29 +64,29 @@ def match_masks(names: Sequence[str], folder: Path) -> tuple[list[Path], tuple[s
     return [files[stem_of(name)] for name in names], notes if spare else ()
 
 
-def separate_folders(folder: Path, **others: Path | None) -> tuple[Path, ...]:
-    """List the companion folders that are set, given by the names of their inputs.
+def separate_folders(folder: Path, **companions: Path | None) -> tuple[Path, ...]:
+    """List the companion folders that are set; keywords are the names of their inputs.
 
-    Raises ValueError where one of them is the folder itself.
+    Raises ValueError if one of them is the folder itself.
     """
-    for name, other in others.items():
+    for name, other in companions.items():
         if other is not None and same_folder(folder, other):
-            what = name.removesuffix("_folder")
+            role = name.removesuffix("_folder")
             raise ValueError(
-                f"{name} is {folder.name!r}, the folder of the pictures themselves; put the {what} pictures into a "
+                f"{name} is {folder.name!r}, the folder of the pictures themselves; put the {role} pictures into a "
                 f"folder of their own."
             )
-    return tuple(other for other in others.values() if other is not None)
+    return tuple(other for other in companions.values() if other is not None)
 
 
-def _by_stem(folder: Path, what: str, noun: str) -> dict[str, Path]:
+def _by_stem(folder: Path, label: str, noun: str) -> dict[str, Path]:
     """List the images of a folder by their names without extension; raises ValueError for two of one name."""
     files: dict[str, Path] = {}
     for file in image_files(folder):
         stem = stem_of(relative_name(folder, file))
         if stem in files:
             raise ValueError(
-                f"The {what} {folder.name!r} holds {files[stem].name!r} and {file.name!r}, which are the same {noun} "
+                f"The {label} {folder.name!r} holds {files[stem].name!r} and {file.name!r}, which are the same {noun} "
                 "by name; remove one."
             )
         files[stem] = file

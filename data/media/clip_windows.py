@@ -10,8 +10,8 @@ from ...common.text import shown
 
 HEAD, CHUNK, SLIDE, UNIFORM, FULL = EXTRACTIONS = ("head", "chunk", "slide", "uniform", "full")
 # Video VAEs encode the first frame by itself and then four frames to each latent frame. MiniMax H3's takes chunks of 17
-# frames and 5 behind them (ComfyUI, comfy_extras/nodes_minimax_h3.py). What another VAE leaves of such a number is cut
-# off when the clip is encoded.
+# frames followed by 5 (ComfyUI, comfy_extras/nodes_minimax_h3.py). Frames of such a number that another VAE can't use
+# are cut off when the clip is encoded.
 FRAMES_PER_LATENT = 4
 MINIMAX_CHUNK, MINIMAX_REST = 17, 5
 _DIGITS = 9  # of a number of frames
@@ -51,7 +51,7 @@ class Extraction:
     def windows(self, frames: int) -> list[tuple[int, int]]:
         """List (first frame, number of frames) of each clip of a video of `frames` frames.
 
-        The list is empty where the video is too short.
+        The list is empty if the video is too short.
         """
         if self.method == FULL:
             return [(0, round_down_frames(min(frames, self.max_frames)))]
@@ -84,7 +84,7 @@ def round_down_frames(count: int) -> int:
 def parse_target_frames(text: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Parse a list such as "1, 25, 49".
 
-    Returns the distinct counts in ascending order, and a note where one was rounded down to what a VAE takes.
+    Returns the distinct counts in ascending order, and a note if one was rounded down to a number that a VAE takes.
     Raises ValueError for anything but positive whole numbers.
     """
     parts = [part for part in re.split(r"[,;\s]+", text.strip().strip("[]")) if part]
@@ -93,11 +93,11 @@ def parse_target_frames(text: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
         raise ValueError(
             f"target_frames is {shown(text)}; write the numbers of frames with commas between them, such as 1, 25, 49."
         )
-    given = sorted({int(part) for part in parts})
-    lowered = [f"{count} to {round_down_frames(count)}" for count in given if round_down_frames(count) != count]
+    counts = sorted({int(part) for part in parts})
+    lowered = [f"{count} to {round_down_frames(count)}" for count in counts if round_down_frames(count) != count]
     notes = (
         (f"target_frames has to be 4n + 1 (for MiniMax H3 17n + 5), as the VAE takes: lowered {', '.join(lowered)}.",)
         if lowered
         else ()
     )
-    return tuple(sorted({round_down_frames(count) for count in given})), notes
+    return tuple(sorted({round_down_frames(count) for count in counts})), notes

@@ -65,8 +65,8 @@ class ImagePixels:
 
     @property
     def key(self) -> Any:
-        more = (*["opaque"] * self.opaque, *["by range"] * self.wide, *["reduced"] * is_large(self.size))
-        return (self.digest, *more) if more else self.digest
+        flags = (*["opaque"] * self.opaque, *["by range"] * self.wide, *["reduced"] * is_large(self.size))
+        return (self.digest, *flags) if flags else self.digest
 
     def load(self, box: Box, height: int, width: int) -> Tensor:
         return load_image(self.path, box, height, width, digest=self.digest, name=self.name, opaque=self.opaque)

@@ -31,7 +31,7 @@ FORMATS = {
     "BMP": (".bmp",),
     "TIFF": (".tiff", ".tif"),
 }
-EXTENSIONS = frozenset(extension for of in FORMATS.values() for extension in of)
+EXTENSIONS = frozenset(extension for extensions in FORMATS.values() for extension in extensions)
 # Extensions of image formats that can't be read; a note lists such files, so that none is missed unnoticed.
 UNREAD_EXTENSIONS = frozenset(
     {".heic", ".heif", ".jxl", ".gif", ".psd", ".raw", ".cr2", ".nef", ".dng", ".arw", ".svg"}
@@ -44,7 +44,7 @@ _PROFILE_SPACE = {"RGB": "RGB", "CMYK": "CMYK", "L": "GRAY"}
 # bytes saves decoding.
 _PNG_ORIENTATION_MARKS = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")
 
-# (least, white, most): white level of floats whose maximum lies within. Filters and HDR exceed white somewhat.
+# (least, white, most): white level of floats whose maximum is within. Filters and HDR exceed white somewhat.
 _FLOAT_WHITES = ((float("-inf"), 1, 4.0), (32.0, 255, 320.0), (4096.0, 65535, 70000.0))
 
 # Descriptions of profiles that are sRGB itself. Others contain the word but mean another curve (linear sRGB).
@@ -72,7 +72,7 @@ class ImageFacts:
 def check_pillow(version: str = PIL.__version__) -> None:
     """Check that the installed Pillow is recent enough to read images correctly.
 
-    Raises ValueError where it is not.
+    Raises ValueError if it is not.
     """
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < LEAST_PILLOW:
         least = ".".join(map(str, LEAST_PILLOW))
@@ -83,7 +83,7 @@ def check_pillow(version: str = PIL.__version__) -> None:
 
 
 def open_image(source: Path | BytesIO) -> Image.Image:
-    """Open an image of one of FORMATS, which is told by its bytes.
+    """Open an image of one of FORMATS, which is detected from its bytes.
 
     Raises UnidentifiedImageError for anything else.
     """
@@ -122,12 +122,12 @@ def _digest(data: bytes) -> str:
 
 
 def _upright_size(image: Image.Image, data: bytes) -> tuple[int, int]:
-    """Return (width, height) after `exif_transpose`, without decoding where the header suffices."""
-    if image.format == "TIFF":  # Pillow turns these itself, when it decodes or before, depending on its version
+    """Return (width, height) after `exif_transpose`, without decoding if the header suffices."""
+    if image.format == "TIFF":  # Pillow rotates these itself, when it decodes or before, depending on its version
         return decode(image, 1).size
     may_turn = image.format != "PNG" or any(mark in data for mark in _PNG_ORIENTATION_MARKS)
-    turned = may_turn and image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
-    return (image.height, image.width) if turned else image.size
+    sides_swapped = may_turn and image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
+    return (image.height, image.width) if sides_swapped else image.size
 
 
 def load_image(
@@ -151,7 +151,7 @@ def load_image(
     applied, an embedded colour profile is converted to sRGB, transparent parts become white, grey images become
     three equal channels, an animation gives its first frame. 16-bit grey retains its 16 bits; of 16-bit colour Pillow
     reads the upper 8. Floats and 32-bit integers are scaled by their range. An image of more than LARGE pixels is
-    reduced first, to no less than three times the size asked for.
+    reduced first, to no less than three times the requested size.
     Raises ValueError, naming the file, if the image can't be decoded or was changed.
     """
     name = name or path.name
@@ -170,7 +170,7 @@ def load_mask(path: Path, *, alpha: bool, digest: str | None = None, name: str |
     """Decode a mask, upright: (H, W), float32, 0 to 1; a large one reduced by `mask_factor` of its size, rounded up.
 
     alpha: take the alpha channel; otherwise the brightness, with transparent parts black.
-    digest, name: as of `load_image`, with the same errors.
+    digest, name: see `load_image`, with the same errors.
     """
     name = name or path.name
     data = _read(path, name, digest)
@@ -194,7 +194,7 @@ def _mask_strip(image: Image.Image, alpha: bool, transparent: bool, white: float
 
 
 def _read(path: Path, name: str, digest: str | None) -> bytes:
-    """Read the bytes of an image; raises ValueError where they no longer match the digest."""
+    """Read the bytes of an image; raises ValueError if they no longer match the digest."""
     with _named_errors(name, path):
         data = path.read_bytes()
     if digest is not None and _digest(data) != digest:
@@ -209,11 +209,11 @@ def _is_wide(image: Image.Image) -> bool:
 
 
 def _white_level(image: Image.Image, wide: bool) -> float:
-    """Find the number that is white: 65535 of 16-bit grey.
+    """Find the number that is white: 65535 for 16-bit grey.
 
     `wide` numbers have no white level of their own. For integers it is 255 if their maximum is at most 255, else 65535;
     for floats it is 1, 255 or 65535, by the range of their maximum in _FLOAT_WHITES.
-    Raises ValueError where none of them fits, and for integers below 0 or above white.
+    Raises ValueError if none of them fits, and for integers below 0 or above white.
     """
     if not wide:
         return 65535
@@ -222,13 +222,13 @@ def _white_level(image: Image.Image, wide: bool) -> float:
         numbers = np.asarray(strip).astype(np.float32)
         finite = numbers[np.isfinite(numbers)]
         ends += [float(finite.min()), float(finite.max())] if finite.size else []
-    least, most = (min(ends), max(ends)) if ends else (0.0, 0.0)
+    lowest, highest = (min(ends), max(ends)) if ends else (0.0, 0.0)
     if image.mode == "F":
-        white = next((white for low, white, high in _FLOAT_WHITES if low <= most <= high), None)
+        white = next((white for low, white, high in _FLOAT_WHITES if low <= highest <= high), None)
     else:
-        white = 255 if most <= 255 else 65535
-    if white is None or (image.mode == "I" and (least < 0 or most > white)):
-        raise ValueError(f"its values go from {least:g} to {most:g}, so it is unclear what is white")
+        white = 255 if highest <= 255 else 65535
+    if white is None or (image.mode == "I" and (lowest < 0 or highest > white)):
+        raise ValueError(f"its values go from {lowest:g} to {highest:g}, so it is unclear what is white")
     return white
 
 
@@ -263,7 +263,7 @@ def _plane_reader(image: Image.Image, opaque: bool, wide: bool) -> Callable[[Ima
 
 
 def _srgb_transform(mode: str, profile: bytes | None) -> ImageCms.ImageCmsTransform | None:
-    """Build the conversion to sRGB of an embedded profile, where it fits the colour mode and is not sRGB itself."""
+    """Build the conversion to sRGB of an embedded profile, if it fits the colour mode and is not sRGB itself."""
     if profile:
         try:
             source = ImageCms.ImageCmsProfile(BytesIO(profile))
@@ -293,9 +293,9 @@ def _named_errors(name: str, path: Path) -> Iterator[None]:
         raise ValueError(f"The picture {name!r} is too large to open ({error}); scale it down.") from error
     except (OSError, SyntaxError, ValueError, EOFError, KeyError, TypeError, RuntimeError, struct.error) as error:
         if isinstance(error, FileNotFoundError):
-            where = "it's a link to a missing file" if path.is_symlink() else "it is gone"
+            cause = "it's a link to a missing file" if path.is_symlink() else "it is gone"
             raise ValueError(
-                f"The picture {name!r} can't be read ({where}); put the file there, or take it out of the folder and "
+                f"The picture {name!r} can't be read ({cause}); put the file there, or take it out of the folder and "
                 f"queue again."
             ) from error
         if isinstance(error, PermissionError):

@@ -21,17 +21,17 @@ def check_images(pictures: Sequence[ImagePixels], progress: Progress, interrupte
     """Check that all images decode to their end.
 
     Files are checked on several threads, as Pillow releases the GIL while it decodes. A file that fails there is
-    decoded once more as training reads it, which decides; so are images of 32-bit numbers, whose white level may be
-    unknown.
+    decoded again as training reads it, and that result decides; so are images of 32-bit numbers, whose white level may
+    be unknown.
     Raises ValueError that names up to five truncated or damaged images.
     """
     pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
     failed: list[tuple[str, ValueError]] = []
     try:
         sound = pool.map(is_intact, [picture.path for picture in pictures])
-        for done, (picture, whole) in enumerate(zip(pictures, sound, strict=True)):
+        for completed, (picture, whole) in enumerate(zip(pictures, sound, strict=True)):
             interrupted()
-            progress(done, len(pictures), f"Checking pictures: {done} of {len(pictures)}")
+            progress(completed, len(pictures), f"Checking pictures: {completed} of {len(pictures)}")
             if whole and not picture.wide:
                 continue
             try:

@@ -20,20 +20,21 @@ def noise_mask_weights(
     grid: all tokens of the latent.
     placement: the part in the middle that is kept.
     patch: cells of a token along a side.
-    Raises ValueError for a mask of other frames than the latent's, and for one of which nothing remains.
+    Raises ValueError for a mask of neither one nor the latent's number of frames, and for one that is 0 in the whole
+    crop.
     """
     frames = mask.reshape(1, *mask.shape[-2:]) if mask.ndim < 4 else mask[0]
     if len(frames) not in (1, grid.frames):
         raise ValueError(
             f"The noise mask of {name} has {len(frames)} frames and the latent {grid.frames}; give it one, or as many."
         )
-    kept = placement.grid
-    top, left = (grid.height - kept.height) // 2, (grid.width - kept.width) // 2
+    target = placement.grid
+    top, left = (grid.height - target.height) // 2, (grid.width - target.width) // 2
     down, across = (frames.shape[1] * patch / cells[0], frames.shape[2] * patch / cells[1])
-    box = (left * across, top * down, (left + kept.width) * across, (top + kept.height) * down)
-    means = [area_mean(frame.float().cpu().numpy(), box, kept.height, kept.width).flatten() for frame in frames]
-    of_frame = placement.tokens // kept.frames
-    weights = torch.cat([means[min(frame, len(means) - 1)][:of_frame] for frame in range(kept.frames)])
+    box = (left * across, top * down, (left + target.width) * across, (top + target.height) * down)
+    means = [area_mean(frame.float().cpu().numpy(), box, target.height, target.width).flatten() for frame in frames]
+    of_frame = placement.tokens // target.frames
+    weights = torch.cat([means[min(frame, len(means) - 1)][:of_frame] for frame in range(target.frames)])
     if not float(weights.sum()) > 0:
         raise ValueError(
             f"The noise mask of {name} is 0 everywhere in the cropped latent, so there is nothing to learn; set it to "

@@ -37,7 +37,7 @@ class Mask:
     digest: hash of the file's bytes.
     size: its own (height, width) in pixels.
     alpha: the mask is the alpha channel.
-    wide: as of ImageFacts.
+    wide: see ImageFacts.
     """
 
     path: Path
@@ -113,7 +113,7 @@ def area_mean(mask: np.ndarray, box: tuple[float, float, float, float], height: 
 
 
 def _shares(start: float, end: float, parts: int, pixels: int) -> np.ndarray:
-    """Compute the part of each of `parts` equal intervals of start … end that lies in each pixel: (parts, pixels).
+    """Compute the fraction of each of `parts` equal intervals of start … end that is in each pixel: (parts, pixels).
 
     Each row sums to 1.
     """
@@ -129,22 +129,22 @@ def token_weights(mask: Tensor, placement: Placement, unmasked_weight: float) ->
 
     mask: (rows, columns) of the grid; the same for every frame of a video.
     """
-    kept = placement.tokens // placement.grid.frames
-    weights = unmasked_weight + (1.0 - unmasked_weight) * mask.flatten()[:kept]
+    frame_tokens = placement.tokens // placement.grid.frames
+    weights = unmasked_weight + (1.0 - unmasked_weight) * mask.flatten()[:frame_tokens]
     return weights.repeat(placement.grid.frames)
 
 
-def check_alpha(names: Sequence[str], of: int) -> None:
+def check_alpha(names: Sequence[str], total: int) -> None:
     """Check that all images with alpha_mask have an alpha channel.
 
     names: images without one.
-    of: number of images that need one.
-    Raises ValueError where there are such images.
+    total: number of images that need one.
+    Raises ValueError if there are such images.
     """
     if names:
         raise ValueError(
-            f"alpha_mask is on and {len(names)} of {of} pictures have no alpha channel: {shortlist(names)}; save them "
-            "as PNG with one, or use mask_folder instead."
+            f"alpha_mask is on and {len(names)} of {total} pictures have no alpha channel: {shortlist(names)}; save "
+            "them as PNG with one, or use mask_folder instead."
         )
 
 
@@ -153,24 +153,24 @@ def check_masks(faint: Sequence[str], empty: Sequence[str]) -> None:
 
     faint: masks whose brightest pixel is almost black.
     empty: masks that leave nothing to learn.
-    Raises ValueError where there are any.
+    Raises ValueError if there are any.
     """
     if faint:
-        named = shortlist(list(dict.fromkeys(faint)))
+        names = shortlist(list(dict.fromkeys(faint)))
         raise ValueError(
-            f"These masks are almost black everywhere (below {FAINT:.0%} of white): {named}; paint what should be "
+            f"These masks are almost black everywhere (below {FAINT:.0%} of white): {names}; paint what should be "
             "learnt white, 255 in 8 bits (opaque with alpha_mask), and don't use label numbers such as 1."
         )
     if empty:
-        named = shortlist(list(dict.fromkeys(empty)))
+        names = shortlist(list(dict.fromkeys(empty)))
         raise ValueError(
-            f"Once cropped, the mask covers all of these, so there is nothing to learn: {named}; paint what should be "
+            f"Once cropped, the mask covers all of these, so there is nothing to learn: {names}; paint what should be "
             "learnt white (opaque with alpha_mask), raise unmasked_weight, or take the picture out of the folder."
         )
 
 
 def mask_notes(counted: Sequence[float]) -> Iterator[str]:
-    """Yield a note on the part of the masked images that counts.
+    """Yield a note on the fraction of the masked images that counts.
 
     counted: mean token weight of each masked image or video, 0 to 1.
     """

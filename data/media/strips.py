@@ -1,4 +1,4 @@
-"""Images in strips of rows: little is held beside the decoded image, and a large one is reduced before it is scaled."""
+"""Image scaling in strips of rows: takes little memory besides the decoded image, which is reduced first if large."""
 
 from collections.abc import Callable, Iterator
 
@@ -7,15 +7,15 @@ from PIL import Image, ImageOps
 
 LARGE = 1 << 25  # pixels; smaller images are never reduced
 _STRIP = 1 << 22  # pixels of a strip
-# How much larger than asked for a reduced image stays. From 3 on the result "is indistinguishable from fair resampling
-# in most cases" (Pillow's documentation of Image.resize, reducing_gap).
+# Least ratio of a reduced image's side to the requested one. From 3 on the result "is indistinguishable from fair
+# resampling in most cases" (Pillow's documentation of Image.resize, reducing_gap).
 _GAP = 3
 
 Box = tuple[float, float, float, float]
 
 
 def is_large(size: tuple[int, int]) -> bool:
-    """Return True for a size in pixels of which an image may be reduced."""
+    """Return True if an image of this size in pixels may be reduced."""
     return size[0] * size[1] > LARGE
 
 
@@ -41,9 +41,9 @@ def decode(image: Image.Image, factor: int) -> Image.Image:
     width = image.width
     if factor > 1:
         image.draft(None, (width // factor, image.height // factor))
-    left = factor // max(1, round(width / image.width))
-    ImageOps.exif_transpose(image, in_place=True)  # otherwise it copies an image that stands upright
-    return _reduce(image, left) if left > 1 else image
+    remaining_factor = factor // max(1, round(width / image.width))
+    ImageOps.exif_transpose(image, in_place=True)  # otherwise it copies an image that is upright already
+    return _reduce(image, remaining_factor) if remaining_factor > 1 else image
 
 
 def strips(image: Image.Image, rows: int | None = None) -> Iterator[tuple[int, Image.Image]]:
@@ -61,7 +61,7 @@ def resize(
     planes: computes the planes (rows, W), float32, of a strip.
 
     Equal to Pillow's resize of the whole planes, bit for bit: that scales to the width first, row by row (newer Pillow
-    not where only the height shrinks).
+    not if only the height shrinks).
     """
     reach = 3 * max(1.0, (box[3] - box[1]) / height) + 1  # of Lanczos, in rows
     narrow: list[np.ndarray] = []
@@ -96,7 +96,7 @@ def _reduce(image: Image.Image, factor: int) -> Image.Image:
 
 
 def _averageable(image: Image.Image) -> Image.Image:
-    """Convert to a mode of which means can be taken: no palette, no bits, no 16-bit numbers."""
+    """Convert to a mode that can be averaged: no palette, no bits, no 16-bit numbers."""
     if image.mode.startswith("I;16"):
         return image.convert("I")
     if image.mode in ("1", "P", "PA") or "transparency" in image.info:

@@ -1,4 +1,4 @@
-"""Small pictures of image and video files, to look at: bounded in time and memory whatever a file claims to hold."""
+"""Thumbnails of image and video files, bounded in time and memory whatever a file claims to hold."""
 
 from io import BytesIO
 from pathlib import Path
@@ -55,12 +55,12 @@ def _scaled(image: Image.Image) -> np.ndarray:
 
 
 def video_thumbnail(path: Path, name: str | None = None) -> bytes:
-    """Make the thumbnail of a video's first frame, as `image_thumbnail` does; raises ValueError as that."""
+    """Make the thumbnail of a video's first frame, as `image_thumbnail` does, with the same errors."""
     name = name or path.name
     with _named_video_errors(name), _opened(path) as (container, stream):
         across, down = stream.codec_context.width, stream.codec_context.height
         if across * down <= THUMBNAIL_FRAME.pixels:
-            # The header may lie: the decoder keeps to the bound too.
+            # The header may be wrong, so the decoder is bounded too.
             stream.codec_context.options = {"max_pixels": str(THUMBNAIL_FRAME.pixels)}
             stream.thread_type = "NONE"  # others would decode further frames
             with page_pixels.decoding(max(0, across) * max(0, down) or THUMBNAIL_FRAME.pixels):
@@ -73,7 +73,7 @@ def video_thumbnail(path: Path, name: str | None = None) -> bytes:
 
 
 def _first_frame(container: Any, stream: Any) -> Any:
-    """Decode the first frame; raises ValueError where the beginning of the file holds none."""
+    """Decode the first frame; raises ValueError if the beginning of the file holds none."""
     for packet, _ in zip(container.demux(), range(THUMBNAIL_FRAME.items), strict=False):
         for frame in packet.decode() if packet.stream.index == stream.index else ():
             return frame

@@ -26,7 +26,7 @@ from torch import Tensor
 _SLACK = 0.0006
 # A clip may last so many seconds, or so many for each of its frames, before its stamps are taken as wrong.
 _LONGEST, _LONGEST_STAY = 600.0, 60.0
-# FFmpeg goes by what a file holds, not by its name, and knows lists that name other files to read.
+# FFmpeg detects a format by content, not by file name, and knows playlists that name other files to read.
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,gif,avi"
 # Codecs with packets that show no frame of their own; their frames are known only after decoding.
 _HIDDEN_FRAMES = frozenset({"vp8"})
@@ -73,7 +73,7 @@ class VideoFacts:
         At a higher rate than the file's own, frames are repeated.
 
         name: name in messages.
-        Raises ValueError where frames stay so long that their stamps must be wrong.
+        Raises ValueError if frames stay so long that their stamps must be wrong.
         """
         if fps == 0:
             return self.stamps
@@ -87,7 +87,7 @@ class VideoFacts:
 
 
 class _FramesAt(Sequence[int]):
-    """Stamps of the frames on show at a constant rate, found as they are asked for: a still may stand for minutes."""
+    """Stamps of the frames shown at a constant rate, looked up on access, as a still may last for minutes."""
 
     def __init__(self, facts: VideoFacts, fps: float, count: int) -> None:
         self._stamps, self._fps, self._count = facts.stamps, fps, count
@@ -104,7 +104,7 @@ class _FramesAt(Sequence[int]):
 
     def __getitem__(self, index: int | slice) -> int | list[int]:
         if isinstance(index, slice):
-            return [self[one] for one in range(self._count)[index]]
+            return [self[position] for position in range(self._count)[index]]
         place = range(self._count)[index]
         return self._stamps[bisect_right(self._seconds, place / self._fps + _SLACK) - 1]
 
@@ -122,7 +122,7 @@ def inspect_video(path: Path, name: str | None = None) -> VideoFacts:
         return _inspect(path, stat.st_size, stat.st_mtime_ns)
 
 
-# Each clip has a name of its own and asks for the facts of the same file, so the name is no part of the cache key. The
+# Clips of one file have different names and ask for the same facts, so the name is not part of the cache key. The
 # cache is small, as an hour of video has 86000 stamps.
 @lru_cache(maxsize=1024)
 def _inspect(path: Path, size: int, mtime_ns: int) -> VideoFacts:
@@ -160,14 +160,14 @@ def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
 def _timeline(container: Any, stream: Any) -> tuple[list[int], int]:
     """List the stamps of all frames, ascending, and the end of the last one, from the packets without decoding."""
     if stream.codec_context.name in _HIDDEN_FRAMES:
-        shown: Iterator[Any] = container.decode(stream)
+        entries: Iterator[Any] = container.decode(stream)
     else:
-        shown = (packet for packet in container.demux(stream) if packet.size and not packet.is_discard)
+        entries = (packet for packet in container.demux(stream) if packet.size and not packet.is_discard)
     lengths: dict[int, int] = {}
-    for one in shown:
-        if one.pts is None:
+    for entry in entries:
+        if entry.pts is None:
             raise ValueError("its frames have no time stamps; save it again as MP4")
-        lengths[one.pts] = max(one.duration or 0, 0)
+        lengths[entry.pts] = max(entry.duration or 0, 0)
     if not lengths:
         raise ValueError("it has no frames")
     stamps = sorted(lengths)
@@ -220,11 +220,11 @@ def _scaled(
 
 
 class _StartsLater(Exception):
-    """The first decoded frame comes after the wanted one."""
+    """The first decoded frame comes after the requested one."""
 
 
 def _shown(path: Path, stamps: Sequence[int]) -> Iterator[Any]:
-    """Yield for each of the ascending stamps the frame on show: the last one with a stamp up to it."""
+    """Yield the frame shown at each of the ascending stamps: the last one with a stamp up to it."""
     try:
         with _opened(path) as (container, stream):
             container.seek(stamps[0], stream=stream)
@@ -236,9 +236,9 @@ def _shown(path: Path, stamps: Sequence[int]) -> Iterator[Any]:
 
 
 def _pick(frames: Iterator[Any], stamps: Sequence[int]) -> Iterator[Any]:
-    """Pick for each of the ascending stamps the frame on show.
+    """Yield the frame shown at each of the ascending stamps.
 
-    Raises _StartsLater where the first frame is later than the first stamp.
+    Raises _StartsLater if the first frame is later than the first stamp.
     """
     previous = next(frames, None)
     if previous is None or previous.pts > stamps[0]:
@@ -285,12 +285,17 @@ def _scale(
 ) -> np.ndarray:
     """Crop and scale one frame (H, W, 3) from 0 to 255: (height, width, 3), 0 to 1.
 
-    The frame is narrower or wider than `size` where its pixels are not square.
+    The frame is narrower or wider than `size` if its pixels are not square.
     """
     down, across = pixels.shape[0] / size[0], pixels.shape[1] / size[1]
-    own = (box[0] * across, box[1] * down, min(box[2] * across, pixels.shape[1]), min(box[3] * down, pixels.shape[0]))
+    frame_box = (
+        box[0] * across,
+        box[1] * down,
+        min(box[2] * across, pixels.shape[1]),
+        min(box[3] * down, pixels.shape[0]),
+    )
     planes = [Image.fromarray(np.ascontiguousarray(pixels[..., c], dtype=np.float32) / 255) for c in range(3)]
-    scaled = [np.asarray(p.resize((width, height), Image.Resampling.LANCZOS, box=own)) for p in planes]
+    scaled = [np.asarray(p.resize((width, height), Image.Resampling.LANCZOS, box=frame_box)) for p in planes]
     return np.stack(scaled, axis=-1).clip(0.0, 1.0)
 
 
@@ -305,7 +310,7 @@ def _named_errors(name: str) -> Iterator[None]:
                 f"The clip {name!r} can't be read (it's gone, or a link to a missing file); put the file there, or "
                 "take it out of the folder and queue again."
             ) from error
-        told = isinstance(error, (OSError, ValueError)) and not isinstance(error, av.error.FFmpegError)
-        reason = error if told else "it's damaged or not a video"
+        has_reason = isinstance(error, (OSError, ValueError)) and not isinstance(error, av.error.FFmpegError)
+        reason = error if has_reason else "it's damaged or not a video"
         fix = "save it again as MP4 (H.264), or take it out of the folder"
         raise ValueError(f"The clip {name!r} can't be read ({reason}); {fix}.") from error
