@@ -1,1 +1,1 @@
-"""Model families: how the weights that ComfyUI holds are run for training."""
+"""Model families: training forwards over the weights that ComfyUI holds."""

@@ -1,4 +1,4 @@
-"""Conditioning of one sample, processed by the MODEL's own `extra_conds` exactly as ComfyUI does when it samples."""
+"""Conditioning of one sample, processed by the MODEL's own `extra_conds` exactly as in ComfyUI's sampling."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from comfy.model_base import BaseModel
 from torch import Tensor
 
-# What other nodes put on a conditioning to steer sampling; a training step has no use for it.
+# Keys that other nodes set on a conditioning to steer sampling; a training step has no use for them.
 SAMPLING_ONLY = {"start_percent", "end_percent", "clip_start_percent", "clip_end_percent", "strength", "area", "mask"}
 
 
@@ -21,29 +21,29 @@ def model_conditioning(
     lists: Collection[str] | None = (),
 ) -> dict[str, Any]:
     """Build the keyword arguments of `apply_model` for one sample: tensors in the inference dtype on the device, lists
-    of them where `lists` names the argument or is None, and plain values (the method for reference latents).
+    of them if `lists` names the argument or is None, and plain values (the method for reference latents).
 
-    noisy: (C, H, W) or (C, T, H, W); text: (1, L, D). `guidance` replaces what the conditioning says; None leaves that.
-    Raises ValueError where the conditioning carries what a training step can't honour: a ControlNet, GLIGEN, hooks, a
-    list of tensors that the family does not take.
+    noisy: (C, H, W) or (C, T, H, W); text: (1, L, D). `guidance` overrides that of the conditioning; None keeps it.
+    Raises ValueError if the conditioning carries something that a training step can't honour: a ControlNet, GLIGEN,
+    hooks, a list of tensors that the family does not take.
     """
     for name in ("control", "gligen", "hooks"):
         if conditioning.get(name) is not None:
             raise ValueError(f"positive carries {name}, which training can't apply; connect it without that node.")
-    known = {k: v for k, v in conditioning.items() if k not in SAMPLING_ONLY}
+    kwargs = {k: v for k, v in conditioning.items() if k not in SAMPLING_ONLY}
     if guidance is not None:
-        known["guidance"] = guidance
-    made = model.extra_conds(cross_attn=text, noise=noisy[None], device=device, **known)
+        kwargs["guidance"] = guidance
+    conds = model.extra_conds(cross_attn=text, noise=noisy[None], device=device, **kwargs)
     dtype = model.get_dtype_inference()
     result: dict[str, Any] = {}
-    for name, cond in made.items():
+    for name, cond in conds.items():
         value = cond.process_cond(batch_size=1, area=None, device=device).cond
         if isinstance(value, Tensor):
             result[name] = _cast(value, device, dtype)
         elif not isinstance(value, list):
             result[name] = value
         elif lists is None or name in lists:
-            result[name] = [_cast(one, device, dtype) if isinstance(one, Tensor) else one for one in value]
+            result[name] = [_cast(entry, device, dtype) if isinstance(entry, Tensor) else entry for entry in value]
         else:
             raise ValueError(f"positive carries {name}, which LoRA training of this model does not take; remove it.")
     return result

@@ -13,10 +13,10 @@ WeightShape = tuple[int, ...]
 
 
 def convolutions(diffusion_model: nn.Module) -> dict[str, nn.Conv2d]:
-    """The convolutions of a U-Net by module name, those of groups or with other padding than zeros left out; none of
-    another model.
+    """Return the convolutions of a U-Net by module name, except grouped ones and those with other padding than zeros;
+    none for another model.
 
-    An update of low rank is two convolutions in a row only where every output sees every input.
+    A low-rank update is two convolutions in a row only if every output sees every input.
     """
     if not isinstance(diffusion_model, UNetModel):
         return {}
@@ -30,27 +30,27 @@ def _is_plain(module: nn.Module) -> TypeGuard[nn.Conv2d]:
 
 
 def weight_shapes(model: Any) -> dict[str, WeightShape]:
-    """The shape of the weight of every layer that a LoRA can train, by module name, without reading a weight: (out, in)
+    """Return the weight shape of every layer that a LoRA can train, by module name, without reading a weight: (out, in)
     of a Linear, (out, in, height, width) of a convolution."""
     linears, convs = linear_shapes(model), convolutions(model.diffusion_model)
     if not convs:
         return dict(linears)
-    found: dict[str, WeightShape] = {}
+    shapes: dict[str, WeightShape] = {}
     for name, _ in model.diffusion_model.named_modules():
         if name in linears:
-            found[name] = linears[name]
+            shapes[name] = linears[name]
         elif name in convs:
             conv = convs[name]
-            found[name] = conv.out_channels, conv.in_channels, *conv.kernel_size
-    return found
+            shapes[name] = conv.out_channels, conv.in_channels, *conv.kernel_size
+    return shapes
 
 
 def layer_shapes(model: Any) -> dict[str, tuple[int, int]]:
-    """(out, in) of the matrix that the weight of each layer of `weight_shapes` is, with in·height·width of a
-    convolution as its inputs."""
+    """Return (out, in) of each layer of `weight_shapes` as a matrix; the inputs of a convolution are
+    in·height·width."""
     return {name: as_matrix(shape) for name, shape in weight_shapes(model).items()}
 
 
 def as_matrix(shape: WeightShape) -> tuple[int, int]:
-    """(out, in·height·width) of a weight."""
+    """Return (out, in·height·width) of a weight."""
     return shape[0], prod(shape[1:])

@@ -33,7 +33,7 @@ class ModelInputs:
     text: (B, L, D), padded.
     timestep: (B,) fp32, or (B, frames).
 
-    A family adds what else its forward takes, and names in `on_host` what its forward reads on the host.
+    A family adds the other inputs of its forward, and names in `on_host` those that its forward reads on the host.
     """
 
     on_host: ClassVar[tuple[str, ...]] = ()
@@ -53,7 +53,7 @@ class ModelInputs:
         return self.text.shape[1]
 
     def to(self, device: torch.device) -> "ModelInputs":
-        """Copy the tensors to the device, but for those that are read on the host."""
+        """Copy the tensors to the device, except those read on the host."""
         tensors = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in self.on_host}
         return replace(self, **{n: to_device(t, device) for n, t in tensors.items() if isinstance(t, Tensor)})
 
@@ -61,9 +61,9 @@ class ModelInputs:
 class Block(nn.Module):
     """One transformer block over frozen weights.
 
-    kind: names the structure that blocks of one graph share.
-    shapes: the most shapes in which one batch reaches blocks of this structure.
-    shapes_known: False where they are a guess: with more of them than planned, the blocks run eager.
+    kind: name of the structure that blocks of one graph share.
+    shapes: the largest number of input shapes that one batch gives blocks of this structure.
+    shapes_known: False if that is a guess: with more shapes than planned, the blocks run eager.
     """
 
     kind: str
@@ -71,24 +71,24 @@ class Block(nn.Module):
     shapes_known: bool = True
 
     def linears(self) -> Mapping[str, LoraLayer]:
-        """The block's Linears, and the convolutions that can have an adapter, by their name inside the block."""
+        """Return the block's Linears, and the convolutions that can have an adapter, by their name inside the block."""
         return {name: module for name, module in self.named_modules() if isinstance(module, LoraLayer)}
 
     def native_name(self, name: str) -> str:
-        """The model's own name, inside the block, of the Linear called `name` here."""
+        """Return the model's own name, inside the block, of the Linear called `name` here."""
         raise AssertionError(f"{type(self).__name__} has no native_name")
 
     def lora_rows(self, inputs: ModelInputs) -> dict[str, int]:
-        """Rows that each Linear sees per sample: the height of a dropout mask over its rank activations."""
+        """Return the rows that each Linear sees per sample: the height of a dropout mask over its rank activations."""
         raise AssertionError(f"{type(self).__name__} has no lora_rows")
 
     def mask_shapes(self, inputs: ModelInputs) -> dict[str, tuple[int, int]]:
-        """(samples, rows) of each Linear's dropout mask."""
+        """Return (samples, rows) of each Linear's dropout mask."""
         return {name: (len(inputs.tokens), rows) for name, rows in self.lora_rows(inputs).items()}
 
     def structure(self) -> str:
-        """Key of the compiled graph, which blocks of equal structure share: the kind, the storage of each Linear, and
-        the structure of each adapter."""
+        """Return the key of the compiled graph, which blocks of equal structure share: the kind, the storage of each
+        Linear, and the structure of each adapter."""
         linears = self.linears().items()
         adapters = (f"{name} {linear.adapter.structure()}" for name, linear in linears if linear.adapter)
         return f"{self.kind}:" + ";".join((*adapters, *(f"{name} {linear.storage}" for name, linear in linears)))
@@ -102,7 +102,7 @@ class Transformer(Protocol):
     def linears(self) -> Mapping[str, LoraLayer]: ...
 
     def frozen_modules(self) -> list[FrozenModule]:
-        """Everything that holds frozen weights."""
+        """Return every module that holds frozen weights."""
         ...
 
     def forward(self, run: RunBlock, inputs: ModelInputs) -> Tensor: ...
@@ -113,11 +113,11 @@ class NoisySample:
     """One sample of a training step.
 
     latent: x_t in the model's space, fp32, (C, H, W), or (C, T, H, W) for video models.
-    text: (1, l, D) as it was encoded.
+    text: (1, l, D) as encoded.
     conditioning: the rest of ComfyUI's conditioning.
-    tokens: the number of its tokens that are trained on.
-    text_length: L, to which the family pads the text.
-    clean_frames: the number of latent frames at its start that carry no noise.
+    tokens: the number of tokens trained on.
+    text_length: L, the length that the family pads the text to.
+    clean_frames: the number of leading latent frames without noise.
     """
 
     latent: Tensor
@@ -130,14 +130,14 @@ class NoisySample:
 
 @dataclass(frozen=True)
 class SampleFacts:
-    """Facts about a sample that are known before its tensors are read.
+    """Facts about a sample that are known before reading its tensors.
 
     name: for messages.
     frames: latent frames.
     references: tokens of each reference image.
-    clean_frames: latent frames that are given without noise.
-    conditioning: the keys of its conditioning.
-    text_length: tokens of its caption as it was encoded.
+    clean_frames: latent frames without noise.
+    conditioning: the keys of the conditioning.
+    text_length: tokens of the encoded caption.
     """
 
     name: str
@@ -152,8 +152,8 @@ class SampleFacts:
 class Origin:
     """The base model in the metadata of a LoRA file.
 
-    architecture, implementation: of ModelSpec.
-    kohya_version, kohya_module: the version and module in kohya's and musubi's keys, empty where they have none.
+    architecture, implementation: the fields of ModelSpec.
+    kohya_version, kohya_module: the version and module in kohya's and musubi's keys, empty if they have none.
     """
 
     architecture: str
@@ -172,26 +172,27 @@ class Patches:
 
 class Family(ABC):
     """One model architecture: its tokens, its forward, its LoRA targets and names. Each method has the default of an
-    image model without pooled text, guidance and CLIP vision; a family states what differs.
+    image model without pooled text, guidance and CLIP vision; a family overrides the rest.
 
-    `model` is a ComfyUI BaseModel of the family throughout.
+    `model` is always a ComfyUI BaseModel of the family.
 
     name: in metadata and in keys.
     title: in messages.
-    releases: what of it trains, as the lists of models in README and help pages put it in brackets.
-    model_class: ComfyUI's class of its models.
-    transformer_class: ComfyUI's class of what they hold as `diffusion_model`.
-    text: the text encoders that its captions are encoded with, and the VAEs that go with them.
-    names: its modules in kohya's and in diffusers' LoRA files.
+    releases: the releases that train, as README and help pages list them in brackets.
+    model_class: ComfyUI's class of the models.
+    transformer_class: ComfyUI's class of their `diffusion_model`.
+    text: the text encoders for captions, and the VAEs that go with them.
+    names: module names in kohya's and in diffusers' LoRA files.
     default_targets: patterns of the Linears that a LoRA trains.
     never_trained: patterns of the Linears that no LoRA trains, whatever its targets; `linears()` of the transformer
         lacks them.
-    swap_order: its lists of blocks, the one that is swapped first at the front.
-    ragged: whether its attention leaves padded captions out, so that `transformer` is given a RaggedAttention.
-    tested_by_name: whether tests know the model by its name.
-    own_forward: False where training runs ComfyUI's forward, which patches of other nodes are meant for.
-    whole_grids: its forward takes whole grids alone, no ragged edge.
-    resolution_shifts: the schedules of its sampler by resolution: value of timestep_sampling -> shift of a token count.
+    swap_order: the lists of blocks in the order in which they are swapped.
+    ragged: whether attention masks the pads of captions, so that `transformer` takes a RaggedAttention.
+    tested_by_name: whether tests cover the model by name.
+    own_forward: False if training runs ComfyUI's forward, the one that patches of other nodes are meant for.
+    whole_grids: whether the forward takes whole grids only, no ragged edge.
+    resolution_shifts: resolution-dependent schedules of the sampler: value of timestep_sampling -> shift for a token
+        count.
     """
 
     name: str
@@ -212,76 +213,76 @@ class Family(ABC):
 
     @property
     def pictures_only(self) -> bool:
-        """True where its models make no video."""
+        """Return whether the models make no video."""
         return self.text.pictures_only
 
     def fits_data(self, text_family: str) -> bool:
-        """True for training data whose captions were encoded for this family, or for an unknown one (empty)."""
+        """Return whether training data has captions encoded for this family, or for an unknown one (empty)."""
         return text_family in ("", self.text.family)
 
     def matches(self, model: Any) -> bool:
-        """True for models of this family. Subclasses in core run another forward and are other families."""
+        """Return whether the model is of this family. Subclasses in core run another forward and are other families."""
         return type(model) is self.model_class
 
     def variant(self, model: Any) -> str:
-        """The name of the release that the model is, or is a fine-tune of, as far as its weights tell."""
+        """Return the release that the model is, or is a fine-tune of, as far as its weights show."""
         return self.name
 
     def as_loaded(self, model: Any) -> Any:
-        """The model without what sampling has left on it, from which batches are made."""
+        """Return the model without state left by sampling, to make batches from."""
         return model
 
     @abstractmethod
     def origin(self, model: Any) -> Origin: ...
 
     def latents(self, model: Any) -> LatentPolicy:
-        """The VAE of this model."""
+        """Return the latent policy of this model's VAE."""
         return self.text.latents[0]
 
     def shift(self, model: Any, tokens: int) -> float:
-        """The default timestep shift of training, as `objective.shift_sigma` applies it, for a sample of `tokens`
-        tokens (references apart)."""
+        """Return the default timestep shift of training, as `objective.shift_sigma` applies it, for a sample of
+        `tokens` tokens (without references)."""
         return 1.0
 
     def objective(self, patcher: ModelPatcher) -> Objective:
-        """Noise levels, noising and target: flow matching, where the level is the model's sigma."""
+        """Return the noise levels, noising and target: flow matching, whose level is the model's sigma."""
         return FlowMatching()
 
     def expert_boundary(self, model: Any) -> float | None:
-        """The sigma below which a second model takes over from one of this kind; None for models that come alone."""
+        """Return the sigma below which a second expert takes over from this model; None for models without one."""
         return None
 
     def takes_guidance(self, model: Any) -> bool:
-        """True for models that guidance was distilled into, and that take it as an input."""
+        """Return whether guidance was distilled into the model, so that it is an input."""
         return False
 
     @abstractmethod
     def text_width(self, model: Any) -> int:
-        """Features per token of the encoded text that the model takes; 0 where only its forward tells."""
+        """Return the features per token of the model's text input; 0 if only its forward shows them."""
 
     def pooled_width(self, model: Any) -> int:
-        """Features of the pooled text that the model takes; 0 where it takes none."""
+        """Return the features of the model's pooled text input; 0 if it takes none."""
         return 0
 
     def vision_width(self, model: Any) -> int:
-        """Features of CLIP vision's output for a start picture that the model takes; 0 where it takes none."""
+        """Return the features of CLIP vision's output for a start picture; 0 if the model takes none."""
         return 0
 
     def text_length(self, model: Any, length: int) -> int:
-        """The length that a caption of `length` encoded tokens takes in the model's sequence."""
+        """Return the length of a caption of `length` encoded tokens in the model's sequence."""
         return self.text.model_length(length)
 
     def check(self, model: Any, sample: SampleFacts) -> None:
-        """Raise ValueError, with the fix, for a sample that this model does not train on."""
+        """Raise ValueError, with the fix, for a sample that this model can't train on."""
         if sample.frames > 1 and self.pictures_only:
             raise ValueError(f"{sample.name} is a clip of {sample.frames} frames; {self.title} trains on pictures.")
 
     def notes(self, model: Any, samples: Sequence[SampleFacts]) -> list[str]:
-        """Remarks for the user about these samples on this model, a sentence each."""
+        """Return remarks for the user about these samples on this model, a sentence each."""
         return []
 
     def distillation_notes(self, model: Any) -> list[str]:
-        """Remarks on what was distilled into the model and how to leave it there, a sentence each; for a run that does
+        """Return remarks on the model's distillation and how to preserve it, a sentence each; for a run that does
         nothing about it."""
         return []
 
@@ -295,10 +296,11 @@ class Family(ABC):
         base: str = AS_STORED,
         in_zeros: bool = False,
     ) -> Transformer:
-        """Build the training forward over the patcher's frozen weights; those of the blocks `on_host` stay there.
+        """Build the training forward over the patcher's frozen weights; those of the blocks in `on_host` stay on the
+        host.
 
-        base: what the blocks' Linears are held in, one of `memory.weights.requantise.BASES`.
-        in_zeros: those that are put into it as zeros, to be measured.
+        base: format of the blocks' Linears, one of `memory.weights.requantise.BASES`.
+        in_zeros: fill those that are converted to it with zeros, for measurements.
         """
         lists = self.block_lists(patcher.model)
         blocks = frozenset(f"{name}.{i}" for name, length in lists.items() for i in range(length))
@@ -307,30 +309,31 @@ class Family(ABC):
         return self.transformer(patcher.model, weights, choose(attention, device, compute_dtype))
 
     def training(self, transformer: Transformer) -> AbstractContextManager[None]:
-        """The context of a training step, forward and backward."""
+        """Return the context of a training step, forward and backward."""
         return nullcontext()
 
     def as_core_takes(self, sample: NoisySample) -> NoisySample:
-        """Give a sample as ComfyUI's own forward takes it, with the text that its encoder gives."""
+        """Return the sample as ComfyUI's own forward takes it, with the text as its encoder outputs it."""
         return sample
 
     def check_forward(
         self, transformer: Transformer, on_device: RunBlock, inputs: ModelInputs, small: ModelInputs | None
     ) -> dict[str, str]:
-        """Compare the training forward with ComfyUI's on this batch and a small one in fp32, where it runs its modules.
-        Returns the blocks that must not be compiled, with the reasons. Raises ValueError where they differ."""
+        """Compare the training forward with ComfyUI's on this batch and a small one in fp32, if it runs ComfyUI's
+        modules. Returns the blocks that must not be compiled, with the reasons. Raises ValueError if they differ."""
         return {}
 
     def check_batch(self, transformer: Transformer, on_device: RunBlock, inputs: ModelInputs) -> str | None:
-        """Have samples that change each other in one batch run apart from now on. Returns a sentence on it."""
+        """Run samples separately from now on if those of one batch influence each other. Returns a sentence about it,
+        or None."""
         return None
 
     @abstractmethod
     def transformer(self, model: Any, weights: FrozenWeights, attention: Any) -> Transformer:
-        """attention: an Attention, or a RaggedAttention where the family is `ragged`."""
+        """Build the training forward. attention: an Attention, or a RaggedAttention if the family is `ragged`."""
 
     def block_lists(self, model: Any) -> dict[str, int]:
-        """The lists of blocks in the order of the forward, with their lengths."""
+        """Return the lists of blocks in the order of the forward, with their lengths."""
         return {name: len(getattr(model.diffusion_model, name)) for name in self.swap_order}
 
     @abstractmethod
@@ -341,10 +344,10 @@ class Family(ABC):
     def inputs(
         self, patcher: ModelPatcher, samples: Sequence[NoisySample], sigma: Tensor, guidance: float
     ) -> ModelInputs:
-        """Collate the batch as the transformer takes it, on the device of sigma, (B,) fp32, where the latents lie too.
+        """Collate the batch as the transformer takes it, on the device of sigma, (B,) fp32, and of the latents.
 
         sigma: the model's own sigmas, `noise_level` of the family's objective.
 
-        Training makes it on the host, where reading a number waits for nothing, and moves it as a whole. Raises
-        ValueError for a conditioning that this forward does not run.
+        Training builds it on the host, where reading a number needs no sync, and moves it as a whole. Raises ValueError
+        for a conditioning that this forward does not run.
         """

@@ -1,4 +1,4 @@
-"""Latent policies: the geometry of each VAE's latents, and how the VAE of a graph is recognised."""
+"""Latent policies: the geometry of each VAE's latents, and recognition of a graph's VAE."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,15 +11,14 @@ class LatentPolicy:
 
     family: the models that use the VAE, for messages.
     file: the VAE to load, for messages.
-    channels: of the latent.
+    channels: channels of the latent.
     pixels_per_latent: pixels along a side that become one latent cell.
     patch: latent cells along a side that become one token.
-    frames_per_latent: frames of a video that become one latent frame; the first frame has one of its own. 0 for an
-        image VAE.
-    frames_to_latent, latent_to_frames: ComfyUI's formulas of a VAE that counts in another way, and back.
-    stills_only: its latents have an axis of frames, and it takes one image at a time.
-    whole_grids: its models run ComfyUI's own forward, which takes no ragged edge.
-    tells_frame_rate: its models are told the frames per second of a clip, as `LTXVConditioning` tells them.
+    frames_per_latent: frames of a video that become one latent frame; the first frame has its own. 0 for an image VAE.
+    frames_to_latent, latent_to_frames: ComfyUI's formulas for a VAE with another frame count, and the inverse.
+    stills_only: the latents have a frame axis, but the VAE takes one image at a time.
+    whole_grids: the models run ComfyUI's own forward, which takes no ragged edge.
+    tells_frame_rate: the models take a clip's frames per second, as `LTXVConditioning` sets them.
     """
 
     family: str
@@ -43,7 +42,7 @@ class LatentPolicy:
         return self.pixels_per_latent * self.patch
 
     def latent_frames(self, frames: int) -> int:
-        """Latent frames of a video of `frames` frames; 1 for an image."""
+        """Return the latent frames of a video of `frames` frames; 1 for an image."""
         if frames == 1:
             return 1
         if self.frames_to_latent is not None:
@@ -51,7 +50,7 @@ class LatentPolicy:
         return (frames - 1) // self.frames_per_latent + 1
 
     def whole_frames(self, frames: int) -> int:
-        """The frames of a video of `frames` frames that fill latent frames; the VAE leaves the rest out."""
+        """Return how many frames of a video of `frames` frames fill latent frames; the VAE drops the rest."""
         if self.latent_to_frames is None:
             return frames if frames == 1 else (self.latent_frames(frames) - 1) * self.frames_per_latent + 1
         return self.latent_to_frames(self.latent_frames(frames))
@@ -77,8 +76,8 @@ WAN22 = LatentPolicy(
 )
 POLICIES = (FLUX, FLUX2, WAN21, WAN22)
 
-# Latent cells along a side that become one token, by the channels of the latent, where it isn't USUAL_PATCH: what
-# the models take that use such a VAE. A U-Net halves its input three times, so its sides are whole in cells of 8.
+# Latent cells along a side that become one token, by the channels of the latent, if it isn't USUAL_PATCH: as the models
+# of such a VAE take them. A U-Net halves its input three times, so its sides are whole in cells of 8.
 PATCHES = {
     3: 32,  # pixels: Chroma Radiance and PixelDiT (16), HiDream-O1 (32)
     4: 8,  # SD1.5, SDXL
@@ -90,25 +89,25 @@ USUAL_PATCH = 2
 
 
 def latent_policy(vae: Any) -> LatentPolicy:
-    """Recognise the policy of a VAE, or make one of its own geometry. Raises ValueError for audio and 3D.
+    """Recognise the policy of a VAE, or make one from its geometry. Raises ValueError for audio and 3D.
 
-    A VAE of the same shape (SD3's is one of FLUX.1's) cannot be told apart by it; of video VAEs the class is known.
+    VAEs of equal shape can't be distinguished by it (SD3's has FLUX.1's); of video VAEs the class is checked too.
     """
     if (model := getattr(vae, "first_stage_model", None)) is None:
         raise ValueError("The VAE input holds no VAE; load your model's VAE with Load VAE.")
-    found = (vae.latent_channels, vae.latent_dim, vae.spacial_compression_encode())
+    geometry = (vae.latent_channels, vae.latent_dim, vae.spacial_compression_encode())
     for policy in POLICIES:
         dimensions = 3 if policy.frames_per_latent else 2
-        known = dimensions == 2 or ".wan." in type(model).__module__
-        if known and found == (policy.channels, dimensions, policy.pixels_per_latent):
+        class_matches = dimensions == 2 or ".wan." in type(model).__module__
+        if class_matches and geometry == (policy.channels, dimensions, policy.pixels_per_latent):
             return policy
     # Some audio VAEs have latents of two axes as well; their channels of sound are mono or stereo.
     audio = vae.output_channels < 3
     if audio or vae.latent_dim not in (2, 3):
         raise ValueError(
-            f"The VAE is {'an audio' if audio else 'a 3D'} VAE with {found[0]} latent channels at 1/{found[2]} of the "
-            "size, which no model that can be trained here uses; load the VAE of a picture or video model with Load "
-            f"VAE, such as one of these: {', '.join(policy.file for policy in POLICIES)}."
+            f"The VAE is {'an audio' if audio else 'a 3D'} VAE with {geometry[0]} latent channels at 1/{geometry[2]} "
+            "of the size, which no model that can be trained here uses; load the VAE of a picture or video model with "
+            f"Load VAE, such as one of these: {', '.join(policy.file for policy in POLICIES)}."
         )
     return _own_geometry(vae, type(model).__name__)
 
@@ -135,13 +134,13 @@ def _own_geometry(vae: Any, name: str) -> LatentPolicy:
 
 
 def policy_of_latent(channels: int) -> LatentPolicy:
-    """The policy of latents with that many channels, which tell the size of a token.
+    """Return the policy of latents with that many channels, which determine the size of a token.
 
-    Families of 16 channels share that size. Of other latents nothing else is known: pixels_per_latent is 0.
+    Families of 16 channels share that size. For other latents nothing else is known: pixels_per_latent is 0.
     """
-    known = (policy for policy in POLICIES if policy.channels == channels)
+    matches = (policy for policy in POLICIES if policy.channels == channels)
     patch = PATCHES.get(channels, USUAL_PATCH)
-    return next(known, LatentPolicy(f"{channels} channels", "", channels, 0, patch, whole_grids=True))
+    return next(matches, LatentPolicy(f"{channels} channels", "", channels, 0, patch, whole_grids=True))
 
 
 def policy_of_format(family: str, form: Any) -> LatentPolicy:

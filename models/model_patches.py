@@ -1,4 +1,4 @@
-"""Patches, wrappers and injections of other nodes on a MODEL, and what training does with each."""
+"""Patches, wrappers and injections of other nodes on a MODEL, and their treatment in training."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,20 +12,19 @@ from comfy.weight_adapter.bypass import BypassInjectionManager
 
 from ..common.core import bypass_managers
 
-# Wrappers that act around sampling, not on what the model computes.
+# Wrappers around sampling that do not affect the model's computation.
 _HARMLESS_WRAPPERS = {WrappersMP.OUTER_SAMPLE, WrappersMP.PREPARE_SAMPLING, WrappersMP.SAMPLER_SAMPLE}
-# Keys of this pack's own wrappers: training takes the settings behind them.
+# Keys of this pack's own wrappers: training reads the settings behind them.
 _OURS = "tessera."
 
 
 def trainable_model(patcher: ModelPatcher, own_forward: bool = True) -> tuple[ModelPatcher, tuple[str, ...]]:
-    """Clone a MODEL for training; returns also a sentence for each thing on it that training leaves out.
+    """Clone a MODEL for training. Also returns a sentence for each change on it that training ignores.
 
-    Weight patches (LoRAs) stay in force. LoRAs in bypass mode become weight patches. What changes the forward pass
-    without changing weights (patches of the transformer, wrappers, attention overrides) is not part of our forward;
-    where training runs ComfyUI's, it is refused.
-    Raises ValueError for LoRAs that make a weight of another shape, for weight wrappers and for injections of unknown
-    kind: they change the weights in a way that cannot be read.
+    Weight patches (LoRAs) stay active. LoRAs in bypass mode become weight patches. Patches that change the forward but
+    no weights (transformer patches, wrappers, attention overrides) are not part of our forward; if training runs
+    ComfyUI's, they are refused. Raises ValueError for LoRAs that make a weight of another shape, for weight wrappers
+    and for injections of unknown kind: their effect on the weights can't be determined.
     """
     clone = patcher.clone()
     notes: list[str] = []
@@ -44,9 +43,9 @@ def trainable_model(patcher: ModelPatcher, own_forward: bool = True) -> tuple[Mo
         notes.append(f"{converted} bypass LoRA weights on the MODEL are applied as ordinary ones while it trains.")
     for key, patches in clone.patches.items():
         shape = tuple(comfy.utils.get_attr(clone.model, key).shape)
-        if (wanted := tuple(comfy.lora.calculate_shape(patches, torch.empty(shape, device="meta"), key))) != shape:
+        if (new_shape := tuple(comfy.lora.calculate_shape(patches, torch.empty(shape, device="meta"), key))) != shape:
             raise ValueError(
-                f"model carries a LoRA that makes {key.removeprefix('diffusion_model.')} {wanted} of {shape}, as "
+                f"model carries a LoRA that makes {key.removeprefix('diffusion_model.')} {new_shape} of {shape}, as "
                 "control LoRAs do; training can't apply that, so connect the model without it."
             )
     if clone.weight_wrapper_patches:
@@ -65,7 +64,7 @@ def _managers(injection: Any) -> list[BypassInjectionManager]:
 
 def _ignored(patcher: ModelPatcher) -> list[str]:
     options = patcher.model_options.get("transformer_options", {})
-    found = {
+    changes = {
         _with_names("transformer patches", options.get("patches")): options.get("patches"),
         _with_names("replaced blocks", options.get("patches_replace")): options.get("patches_replace"),
         "an attention override": options.get("optimized_attention_override"),
@@ -74,11 +73,13 @@ def _ignored(patcher: ModelPatcher) -> list[str]:
     }
     for kind, wrappers in patcher.wrappers.items():
         of_others = [key for key, wrapper in wrappers.items() if wrapper and not str(key).startswith(_OURS)]
-        found[f"{kind} wrappers"] = kind not in _HARMLESS_WRAPPERS and of_others
-    others = [name for name in patcher.object_patches if name != "model_sampling"]
-    found[_with_names("object patches", others)] = others
-    return [f"The MODEL carries {what}, which training ignores." for what, there in found.items() if there]
+        changes[f"{kind} wrappers"] = kind not in _HARMLESS_WRAPPERS and of_others
+    object_patches = [name for name in patcher.object_patches if name != "model_sampling"]
+    changes[_with_names("object patches", object_patches)] = object_patches
+    return [
+        f"The MODEL carries {description}, which training ignores." for description, patch in changes.items() if patch
+    ]
 
 
-def _with_names(what: str, names: Iterable[str] | None) -> str:
-    return f"{what} ({', '.join(sorted(names or ()))})"
+def _with_names(description: str, names: Iterable[str] | None) -> str:
+    return f"{description} ({', '.join(sorted(names or ()))})"

@@ -12,7 +12,7 @@ from ..common.untrusted.json_text import parse_json
 
 
 def flat_name(name: str) -> str:
-    """`double_blocks.0.img_attn.qkv` as kohya's keys write it: `double_blocks_0_img_attn_qkv`."""
+    """Convert a name to the form of kohya's keys: `double_blocks.0.img_attn.qkv` → `double_blocks_0_img_attn_qkv`."""
     return name.replace(".", "_")
 
 
@@ -20,17 +20,17 @@ _COMPILED = re.compile(r"^_orig_mod\.|\._orig_mod(?=\.)|__orig_mod(?=[_.])")
 
 
 def uncompiled(key: str) -> str:
-    """A key without the `_orig_mod` that torch.compile puts before the names of what it wraps, with dots or flat."""
+    """Remove from a key the `_orig_mod` that torch.compile inserts for wrapped modules, dotted or flat."""
     return _COMPILED.sub("", key)
 
 
 def matcher(template: str) -> re.Pattern[str]:
-    """A pattern of the names that a template stands for; its groups are the numbers."""
+    """Compile a template to a pattern of the names it matches; its groups are the numbers."""
     return re.compile(re.escape(template).replace(r"\{\}", r"(\d+)"))
 
 
 def filled(template: str, numbers: Sequence[str]) -> str:
-    """A template with its numbers in it. `str.format` is not used, for templates are read from files too."""
+    """Fill a template with its numbers. `str.format` is not used, since templates are read from files too."""
     first, *rest = template.split("{}")
     return first + "".join(f"{number}{text}" for number, text in zip(numbers, rest, strict=True))
 
@@ -40,18 +40,18 @@ Shape = tuple[int, int]
 
 
 def equal_rows(name: str, parts: int, rows: int, columns: int) -> list[int]:
-    """Split the rows of a fused module into parts of one size."""
+    """Split the rows of a fused module into equal parts."""
     return [rows // parts] * parts
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Modules that a program does not take from a LoRA file of one format, or takes otherwise than they were trained.
+    """Modules that a program does not load from a LoRA file of one format, or loads differently than trained.
 
     program: `ComfyUI` or `diffusers`.
-    format: of `lora.files.formats`.
+    format: one of `lora.files.formats`.
     names: patterns of native names.
-    refuses: True where it takes nothing of a file that holds one of them.
+    refuses: True if the program loads nothing from a file that holds one of them.
     """
 
     program: str
@@ -62,20 +62,21 @@ class Gap:
 
 @dataclass(frozen=True)
 class NameTable:
-    """The names of one family. Kohya's keys write dots as underscores, so that only a table can undo them.
+    """The names of one family. Kohya's keys replace dots with underscores, which only a table can undo.
 
-    to_diffusers: native module name -> the diffusers modules that together hold it, in the order of its output rows;
+    to_diffusers: native module name -> the diffusers modules that together form it, in the order of its output rows;
         "{}" is the number of the block.
-    others: modules that may carry a difference but have no matrix, or no place in diffusers.
-    rows: (native name, parts, rows, columns of the native weight) -> how many rows each diffusers module takes.
-    halves_swapped: native names whose two halves of rows diffusers holds the other way round.
-    proportions: the shape of a module's weight in units of the hidden size, where it tells the family from another with
-        a module of that name.
-    gaps: what ComfyUI and diffusers do not take from files of it, as tests find with their own loaders.
-    by_rule: True where it was made of one model's modules, so that a file of the model has to tell it.
-    unet: True where diffusers has the model as a U-Net.
-    kohya_by_diffusers: True where kohya's keys are diffusers' names with underscores, for modules that are one there.
-    cut: native names whose diffusers modules every format holds, since other files of the model hold those.
+    others: modules that may have a weight difference but no matrix, or no counterpart in diffusers.
+    rows: (native name, parts, rows, columns of the native weight) -> number of rows of each diffusers module.
+    halves_swapped: native names whose two halves of rows are swapped in diffusers.
+    proportions: the shape of a module's weight in units of the hidden size, if it distinguishes the family from another
+        with a module of that name.
+    gaps: modules that ComfyUI and diffusers do not load from files, as tests find with their loaders.
+    by_rule: True if the table was derived from one model's modules, so that a file of the model has to record it.
+    unet: True if the model is a U-Net in diffusers.
+    kohya_by_diffusers: True if kohya's keys are diffusers' names with underscores, for modules that are not split
+    there.
+    cut: native names that every format stores as their diffusers modules, since other files of the model do so.
     """
 
     to_diffusers: Mapping[str, tuple[str, ...]]
@@ -92,7 +93,7 @@ class NameTable:
     _dotted: dict[re.Pattern[str], str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # What is written out goes before a template that takes it for another name.
+        # Names without numbers come first: a template could match them as another name.
         templates = sorted((*self.to_diffusers, *self.others), key=lambda template: "{}" in template)
         flat = {flat_name(template): template for template in templates}
         if self.kohya_by_diffusers:
@@ -101,19 +102,19 @@ class NameTable:
         object.__setattr__(self, "_dotted", {matcher(template): template for template in templates})
 
     def native(self, flat: str) -> str | None:
-        """The native name of a module from its flat one; None where the family has no such module."""
+        """Return the native name of a module from its flat one; None if the family has no such module."""
         for pattern, template in self._flat.items():
             if match := pattern.fullmatch(flat):
                 return filled(template, match.groups())
         return None
 
     def flat(self, name: str) -> str:
-        """The flat name of a native module in a file with kohya's keys."""
+        """Return the flat name of a native module in a file with kohya's keys."""
         parts = self.diffusers(name) if self.kohya_by_diffusers else ()
         return flat_name(parts[0] if len(parts) == 1 else name)
 
     def fits(self, flat: str, shape: Shape) -> bool:
-        """True where the module can have a weight of this shape."""
+        """Return whether the module can have a weight of this shape."""
         name = self.native(flat)
         if name is None:
             return False
@@ -121,32 +122,32 @@ class NameTable:
         return rows * shape[1] == columns * shape[0]
 
     def left_out(self, program: str, format: str, names: Sequence[str]) -> list[str]:
-        """The native names, out of those that a LoRA file of this format holds, that a program does not take."""
+        """Select the native names in a LoRA file of this format that a program does not load."""
         for gap in self.gaps:
             if (gap.program, gap.format) == (program, format):
-                found = [name for name in names if any(fnmatchcase(name, pattern) for pattern in gap.names)]
-                return list(names) if found and gap.refuses else found
+                matches = [name for name in names if any(fnmatchcase(name, pattern) for pattern in gap.names)]
+                return list(names) if matches and gap.refuses else matches
         return []
 
     def knows(self, program: str, format: str) -> bool:
-        """True where it is known what a program takes of a file of this format."""
+        """Return whether it is known which modules a program loads from a file of this format."""
         return not self.by_rule or program == "ComfyUI" or (format == "diffusers" and bool(self.to_diffusers))
 
     def template(self, name: str) -> str:
-        """The entry that a native name belongs to; the name itself where there is none."""
+        """Return the template of a native name; the name itself if there is none."""
         return self._entry(name)[0]
 
     def diffusers(self, name: str) -> tuple[str, ...]:
-        """The diffusers modules that hold the native module `name`, in row order; empty where there is none."""
+        """Return the diffusers modules of the native module `name`, in row order; empty if there are none."""
         template, numbers = self._entry(name)
         return tuple(filled(part, numbers) for part in self.to_diffusers.get(template, ()))
 
     def cut_modules(self, name: str) -> tuple[str, ...]:
-        """The modules in place of which files hold `name`, in row order; empty for one that they hold whole."""
+        """Return the modules that files store in place of `name`, in row order; empty if they store it whole."""
         return self.diffusers(name) if self.template(name) in self.cut else ()
 
     def cut_from(self, module: str) -> str | None:
-        """The native module that a module of `cut_modules` is a part of; None for any other."""
+        """Return the native module that contains a module of `cut_modules`; None for any other."""
         for template in self.cut:
             for part in self.to_diffusers[template]:
                 if match := matcher(part).fullmatch(module):
@@ -154,7 +155,7 @@ class NameTable:
         return None
 
     def _entry(self, name: str) -> tuple[str, Sequence[str]]:
-        """The template of a native name, and the numbers in place of its "{}"."""
+        """Return the template of a native name, and the numbers in place of its "{}"."""
         if name not in self.to_diffusers:
             for pattern, template in self._dotted.items():
                 if match := pattern.fullmatch(name):
@@ -162,13 +163,13 @@ class NameTable:
         return name, ()
 
     def diffusers_rows(self, name: str, rows: int, columns: int) -> list[int]:
-        """Output rows of the native module that each of its diffusers modules takes. rows, columns: the native
-        weight's (out, in)."""
+        """Return the number of output rows of the native module in each of its diffusers modules. rows, columns: the
+        native weight's (out, in)."""
         return self.rows(name, len(self.diffusers(name)), rows, columns)
 
     def diffusers_keys(self, module: str) -> tuple[str, str]:
-        """The keys of down and up in diffusers' format. U-Nets have those of its attention processors, which ComfyUI
-        reads too; PEFT's it does not read of them."""
+        """Return the keys of down and up in diffusers' format. U-Nets use those of its attention processors, which
+        ComfyUI reads too, unlike PEFT's keys for U-Nets."""
         if not self.unet:
             return f"transformer.{module}.lora_A.weight", f"transformer.{module}.lora_B.weight"
         owner, attention, projection = module.rpartition(".to_")
@@ -178,7 +179,7 @@ class NameTable:
         return f"{key}.down.weight", f"{key}.up.weight"
 
     def recorded(self) -> str:
-        """The table as JSON for the header of a file; empty for one that the pack knows without."""
+        """Serialise the table as JSON for the header of a file; empty for a built-in table."""
         if not self.by_rule:
             return ""
         return json.dumps(
@@ -194,13 +195,13 @@ class NameTable:
 
 
 def read_recorded(text: str) -> NameTable | None:
-    """Read the table that `recorded` gave; None where the text is nothing of the kind."""
+    """Parse a table written by `recorded`; None if the text is not one."""
     try:
-        told: dict[str, Any] = parse_json(text, METADATA, "modules")
-        diffusers = {str(name): tuple(map(str, parts)) for name, parts in told["diffusers"].items()}
-        others, swapped = tuple(map(str, told["modules"])), frozenset(map(str, told["halves_swapped"]))
-        unet, by_diffusers = bool(told["unet"]), bool(told["kohya_by_diffusers"])
-        cut = frozenset(map(str, told.get("cut", ())))
+        recorded: dict[str, Any] = parse_json(text, METADATA, "modules")
+        diffusers = {str(name): tuple(map(str, parts)) for name, parts in recorded["diffusers"].items()}
+        modules, swapped = tuple(map(str, recorded["modules"])), frozenset(map(str, recorded["halves_swapped"]))
+        unet, by_diffusers = bool(recorded["unet"]), bool(recorded["kohya_by_diffusers"])
+        cut = frozenset(map(str, recorded.get("cut", ())))
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
     if any(part.count("{}") != name.count("{}") for name, parts in diffusers.items() for part in parts):
@@ -208,5 +209,5 @@ def read_recorded(text: str) -> NameTable | None:
     if not cut <= diffusers.keys():
         return None
     return NameTable(
-        diffusers, others, halves_swapped=swapped, by_rule=True, unet=unet, kohya_by_diffusers=by_diffusers, cut=cut
+        diffusers, modules, halves_swapped=swapped, by_rule=True, unet=unet, kohya_by_diffusers=by_diffusers, cut=cut
     )

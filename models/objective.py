@@ -1,4 +1,4 @@
-"""The objective of a model: its noise levels, how it is noised, and the target of its output."""
+"""The objective of a model: its noise levels, noising, and the target of its output."""
 
 import math
 from typing import Protocol
@@ -13,7 +13,7 @@ class Objective(Protocol):
     Training samples a *level* from 0 (the image) to 1 (noise). `noise_level` turns it into the model's own sigma, which
     all other methods take.
 
-    is_flow: True where the level is the sigma of flow matching, on which some options of training are defined.
+    is_flow: True if the level is the sigma of flow matching, which some training options are defined for.
     """
 
     @property
@@ -28,7 +28,7 @@ class Objective(Protocol):
         ...
 
     def target(self, latent: Tensor, noise: Tensor, sigma: float) -> Tensor:
-        """Compute the output in fp32 from which a sampler gets `latent` back, at the x_t of this noise."""
+        """Compute the output in fp32 from which a sampler recovers `latent`, at the x_t of this noise."""
         ...
 
     def noise_ratio(self, sigma: float) -> float:
@@ -41,7 +41,7 @@ class Objective(Protocol):
 
 
 class FlowMatching:
-    """The straight path from the image to noise, on which the output is the velocity."""
+    """Flow matching: the straight path from the image to noise; the output is the velocity."""
 
     is_flow = True
 
@@ -50,7 +50,7 @@ class FlowMatching:
 
     def add_noise(self, latent: Tensor, noise: Tensor, sigma: float) -> Tensor:
         """Compute x_t = (1 − sigma)·x0 + sigma·noise in fp32."""
-        # As a tensor: 1 − sigma is to be rounded in fp32, as the model's timestep is.
+        # As a tensor: 1 − sigma has to be rounded in fp32, like the model's timestep.
         level = torch.tensor(sigma, dtype=torch.float32)
         return (1.0 - level) * latent.float() + level * noise.float()
 

@@ -33,17 +33,17 @@ FAMILIES: tuple[Family, ...] = tuple(
 
 
 def titles() -> tuple[str, ...]:
-    """Names of the families that can be trained, for texts."""
+    """Return the names of the families that can be trained, for texts."""
     return tuple(family.title for family in FAMILIES)
 
 
 def titles_with_releases() -> tuple[str, ...]:
-    """Names of the families with what of each can be trained, for pages."""
+    """Return the names of the families with the releases that can be trained, for pages."""
     return tuple(f"{family.title} ({family.releases})" for family in FAMILIES)
 
 
 def family_of(patcher: ModelPatcher) -> Family:
-    """The family of a MODEL. Raises ValueError, naming what it is, where it cannot be trained."""
+    """Return the family of a MODEL. Raises ValueError, naming the model, if it cannot be trained."""
     _check_is_of_comfyui(patcher.model)
     family = known_family(patcher.model)
     for weight in patcher.model.parameters():
@@ -52,12 +52,12 @@ def family_of(patcher: ModelPatcher) -> Family:
 
 
 def core_forward(family: Family, patcher: ModelPatcher, transformer: Transformer, on_device: RunBlock) -> CoreForward:
-    """Make ComfyUI's own forward over the weights of a transformer with a forward of our own, to compare them."""
+    """Make ComfyUI's own forward over the weights of a transformer with our own forward, to compare them."""
     return CoreForward(family, patcher, transformer, on_device)
 
 
 def in_fp32(transformer: Transformer) -> AbstractContextManager[None]:
-    """Return a context in which what stands around a transformer's blocks computes in fp32, on the stored weights."""
+    """Return a context in which the layers outside a transformer's blocks compute in fp32, on the stored weights."""
     if isinstance(transformer, NativeTransformer):
         return transformer.in_fp32()
     return computing_in(torch.float32, transformer)
@@ -74,32 +74,31 @@ def run_in_fp32(function: Callable[..., Any], block: Block, *args: Any) -> Any:
 
 
 def _check_is_of_comfyui(model: Any) -> None:
-    """Raise ValueError where another node pack has put a transformer of its own into ComfyUI's model, as nunchaku does:
-    a family asks ComfyUI's own for its sizes."""
-    family, held = related_family(model), getattr(model, "diffusion_model", None)
-    held = getattr(held, "_orig_mod", held)  # as torch.compile wraps it
-    of_core = type(held).__module__.startswith("comfy.")  # a relative of core's own, which `family_of` names
-    if family is not None and not of_core and not isinstance(held, family.transformer_class):
+    """Raise ValueError if another node pack has replaced the transformer inside ComfyUI's model, as nunchaku does: a
+    family reads its sizes from ComfyUI's own."""
+    family, network = related_family(model), getattr(model, "diffusion_model", None)
+    network = getattr(network, "_orig_mod", network)  # as torch.compile wraps it
+    of_core = type(network).__module__.startswith("comfy.")  # a core subclass, which `family_of` reports
+    if family is not None and not of_core and not isinstance(network, family.transformer_class):
         raise ValueError(
-            f"model runs {family.title} as a {type(held).__name__}, which training can't read; load it from a "
+            f"model runs {family.title} as a {type(network).__name__}, which training can't read; load it from a "
             "safetensors file with ComfyUI's own loader or with Load Diffusion Model (Block Swap)."
         )
 
 
 def related_family(model: Any) -> Family | None:
-    """The family whose class in ComfyUI this model has or derives from; None where there is none. For models that are
-    only sampled, and may be relatives that cannot be trained."""
+    """Return the family whose ComfyUI class this model has or derives from; None if there is none. For models that are
+    only sampled and may be subclasses that cannot be trained."""
     return next((family for kind in type(model).__mro__ for family in FAMILIES if family.model_class is kind), None)
 
 
 def known_family(model: Any) -> Family | None:
-    """The family with a forward of our own for this model; None where there is none."""
+    """Return the family with our own forward for this model; None if there is none."""
     return next((family for family in FAMILIES if family.matches(model)), None)
 
 
 def model_latents(model: Any) -> LatentPolicy:
-    """The geometry of the latents of pictures or video that a ComfyUI BaseModel makes, whether it can be trained or
-    not."""
+    """Return the geometry of the picture or video latents of a ComfyUI BaseModel, trainable or not."""
     facts = named_facts(model)
     if facts is not None and facts.latents is not None:
         return facts.latents
@@ -107,16 +106,16 @@ def model_latents(model: Any) -> LatentPolicy:
 
 
 def silent_shape(model: Any, frames: int, frame_rate: float | None) -> tuple[int, ...] | None:
-    """The shape (C, …) of the sound's latent beside a video; None for a model that makes no sound.
+    """Return the shape (C, …) of the sound latent that accompanies a video; None for a model without sound.
 
-    frames: latent frames of the video. frame_rate: pictures a second, where the conditioning tells them.
+    frames: latent frames of the video. frame_rate: pictures per second, if the conditioning sets them.
     """
     facts = named_facts(model)
     return None if facts is None or facts.sound is None else facts.sound.shape(frames, frame_rate)
 
 
 def text_policy(clip: Any) -> TextPolicy:
-    """Recognise the text policy of a CLIP, or make that of its own encoders. Raises ValueError for what is no CLIP of
+    """Recognise the text policy of a CLIP, or make one from its encoders. Raises ValueError for anything but a CLIP of
     ComfyUI."""
     if clip is None:
         raise ValueError(
@@ -126,33 +125,34 @@ def text_policy(clip: Any) -> TextPolicy:
     encoder = getattr(clip, "cond_stage_model", clip)
     policies = [family.text for family in FAMILIES]
     for policy in policies:
-        # Other models' encoders are subclasses of these, in modules of their own.
+        # Other models' encoders are subclasses of these, in other modules.
         if isinstance(encoder, policy.encoder) and type(encoder).__module__ == policy.encoder.__module__:
             return policy
     if hasattr(clip, "tokenizer"):
         return CoreText(clip)
-    known = "; ".join(f"{policy.files} for {policy.family}" for policy in policies)
+    choices = "; ".join(f"{policy.files} for {policy.family}" for policy in policies)
     raise ValueError(
         f"The CLIP holds {_public_name(type(encoder))} text encoders without a ComfyUI tokenizer; load your model's "
-        f"text encoders with CLIPLoader, such as one of these: {known}."
+        f"text encoders with CLIPLoader, such as one of these: {choices}."
     )
 
 
 def _public_name(kind: type) -> str:
-    """Core wraps encoders in classes such as `SD3ClipModel_` made on the spot; their module tells the family."""
+    """Name an encoder class for messages. Core wraps encoders in ad hoc classes such as `SD3ClipModel_`; their module
+    shows the family."""
     return f"{kind.__name__.rstrip('_')} ({kind.__module__.rsplit('.', 1)[-1]})"
 
 
 def native_name(flat: str) -> str | None:
-    """The native name of a module from its flat one; None where no family has such a module."""
+    """Return the native name of a module from its flat one; None if no family has such a module."""
     return next((name for family in FAMILIES if (name := family.names.native(flat)) is not None), None)
 
 
 def table_of(modules: Mapping[str, Shape | None], name: str = "") -> NameTable | None:
-    """The names of the family that a LoRA is of: the one called `name`, else the one that has most of its modules, and
-    them in their shapes; None where no family has any of them.
+    """Return the name table of a LoRA's family: the one called `name`, else the one that has most of its modules, and
+    in matching shapes; None if no family has any of them.
 
-    modules: the shapes of the weights, as far as they are known, by flat name; img_in is a module in several families.
+    modules: the shapes of the weights, as far as known, by flat name; img_in is a module in several families.
     """
 
     def known(family: Family) -> int:
@@ -162,10 +162,10 @@ def table_of(modules: Mapping[str, Shape | None], name: str = "") -> NameTable |
         fitting = sum(shape is not None and family.names.fits(flat, shape) for flat, shape in modules.items())
         return family.name == name, known(family), fitting
 
-    having = [family for family in FAMILIES if known(family)]
-    return max(having, key=rank).names if having else None
+    candidates = [family for family in FAMILIES if known(family)]
+    return max(candidates, key=rank).names if candidates else None
 
 
 def resolution_shifts() -> dict[str, Callable[[int], float]]:
-    """The shifts by resolution of all families' samplers, by the value of timestep_sampling."""
+    """Return the resolution-dependent shifts of all families' samplers, by the value of timestep_sampling."""
     return {value: shift for family in FAMILIES for value, shift in family.resolution_shifts.items()}

@@ -1,4 +1,5 @@
-"""Block swap on a MODEL: its settings travel with it, sampling streams its blocks, and training takes the settings."""
+"""Block swap on a MODEL: its settings are attached to it, sampling streams its blocks, and training reads the
+settings."""
 
 import logging
 from collections.abc import Sequence
@@ -28,15 +29,15 @@ from .registry import FAMILIES
 log = logging.getLogger(__name__)
 
 KEY = "tessera.swap_settings"
-IMAGE_SIDE = 1024  # pixels a side of the image that -1 leaves room for
+IMAGE_SIDE = 1024  # pixels per side of the image that -1 leaves room for
 
 
 @dataclass(frozen=True)
 class SwapSettings:
     """Settings of block swap.
 
-    blocks_to_swap: the number of blocks that stream; -1 for as many as are needed.
-    prefetch_blocks: the number that is copied ahead; with blocks_to_swap -1 the least number.
+    blocks_to_swap: the number of blocks that stream; -1 for as many as needed.
+    prefetch_blocks: the number of blocks prefetched; with blocks_to_swap -1 the minimum.
     pin_memory: auto, on or off.
     """
 
@@ -46,12 +47,13 @@ class SwapSettings:
 
 
 def swap_settings_of(patcher: ModelPatcher) -> SwapSettings | None:
-    """The settings that Load Diffusion Model or Block Swap has set on this MODEL."""
+    """Return the settings that Load Diffusion Model or Block Swap has set on this MODEL."""
     return patcher.get_attachment(KEY)
 
 
 def swap_order(patcher: ModelPatcher, blocks: Sequence[BlockOfModel]) -> list[str]:
-    """The lists of blocks in the order in which they are swapped: the family's own, else the largest list first."""
+    """Return the lists of blocks in the order in which they are swapped: the family's own, else the largest list
+    first."""
     for family in FAMILIES:
         if family.matches(patcher.model):
             return list(family.swap_order)
@@ -62,10 +64,10 @@ def swap_order(patcher: ModelPatcher, blocks: Sequence[BlockOfModel]) -> list[st
 
 
 def swap(patcher: ModelPatcher, settings: SwapSettings) -> tuple[ModelPatcher, list[str]]:
-    """Clone the MODEL with block swap; returns also the notes for the user, which are logged too. The list of notes
-    grows when the blocks are placed.
+    """Clone the MODEL with block swap. Also returns the notes for the user, which are logged too; the list grows when
+    the blocks are placed.
 
-    Raises ValueError for more blocks than there are. Call it outside inference mode.
+    Raises ValueError for more blocks than the model has. Call it outside inference mode.
     """
     clone = without_dynamic_vram(patcher)
     if clone is None:
@@ -88,13 +90,15 @@ def swap(patcher: ModelPatcher, settings: SwapSettings) -> tuple[ModelPatcher, l
     prefetch, notes = settings.prefetch_blocks, []
     automatic = settings.blocks_to_swap == -1
     if automatic:
-        # Less than one ahead is no choice; it is said below.
+        # A prefetch below one is no choice; it is noted below.
         fitting = _fit(clone, numbers, order, prefetches(prefetch) if prefetch >= 1 else (1,), settings.pin_memory)
-        chosen, prefetch = fitting.swapped, fitting.prefetch if prefetch >= 1 else prefetch
+        swapped_names, prefetch = fitting.swapped, fitting.prefetch if prefetch >= 1 else prefetch
         notes += _said(fitting.text)
     else:
-        chosen = choose_blocks(settings.blocks_to_swap, {n: len(m) for n, m in lists.items()}, order)
-    streamed = {f"diffusion_model.{block.name}": block.module for name, block in numbers.items() if name in chosen}
+        swapped_names = choose_blocks(settings.blocks_to_swap, {n: len(m) for n, m in lists.items()}, order)
+    streamed = {
+        f"diffusion_model.{block.name}": block.module for name, block in numbers.items() if name in swapped_names
+    }
     if not streamed:
         if automatic:
             retry_on_oom(clone, automatic, lambda sentence: _add(notes, sentence))
@@ -107,15 +111,15 @@ def swap(patcher: ModelPatcher, settings: SwapSettings) -> tuple[ModelPatcher, l
     for note in placement.notes:
         notes += _said(note)
     swapped = swap_model(clone, streamed, prefetch, placement.pinned, placement.from_file, automatic)
-    whole, held = clone.model_size(), swapped.model_size()
+    full_size, swapped_size = clone.model_size(), swapped.model_size()
     notes += _said(
-        f"Block swap: {len(streamed)} of {len(blocks)} blocks stream; the model takes {held / 2**30:.2f} GiB on the "
-        f"GPU instead of {whole / 2**30:.2f} GiB."
+        f"Block swap: {len(streamed)} of {len(blocks)} blocks stream; the model takes {swapped_size / 2**30:.2f} GiB "
+        f"on the GPU instead of {full_size / 2**30:.2f} GiB."
     )
-    told = swapped.notes  # the list alone: a clone may stand on another model, and outlive this one
-    told[:0] = notes
-    retry_on_oom(swapped, automatic, lambda sentence: _add(told, sentence))
-    return swapped, told
+    shared_notes = swapped.notes  # only the list: a clone may be based on another model, and outlive this one
+    shared_notes[:0] = notes
+    retry_on_oom(swapped, automatic, lambda sentence: _add(shared_notes, sentence))
+    return swapped, shared_notes
 
 
 def _said(sentence: str) -> list[str]:
@@ -143,15 +147,15 @@ def _fit(
     prefetch: tuple[int, ...],
     pin_memory: str,
 ) -> SwapPlan:
-    """As many blocks as have to stream so that the rest, and what a picture of one megapixel takes beside it, fit into
-    what ComfyUI may use of the device, and how many of them are copied ahead. blocks: by <list>.<index>, in the order
-    of the forward; prefetch: what may be chosen."""
+    """Plan the fewest streamed blocks with which the rest, plus the memory for a picture of one megapixel, fits into
+    the device memory that ComfyUI may use, and the number of blocks to prefetch. blocks: by <list>.<index>, in the
+    order of the forward; prefetch: the choices."""
     device = patcher.load_device
     available = psutil.virtual_memory().available
     weights = {name: list(block.module.parameters()) for name, block in blocks.items()}
-    tensors = (w for own in weights.values() for w in own)
+    tensors = (w for parameters in weights.values() for w in parameters)
     file = measure_file_bandwidth(tensors, pin_memory, available, processes_here())
-    in_file = {name: bytes_in_file(own) if file is not None else 0 for name, own in weights.items()}
+    in_file = {name: bytes_in_file(parameters) if file is not None else 0 for name, parameters in weights.items()}
     costs = [BlockCost(name, _bytes(block.module), in_file=in_file[name]) for name, block in blocks.items()]
     inside = sum(cost.weights for cost in costs)
     latent = patcher.model.latent_format

@@ -1,7 +1,7 @@
-"""Text policies: how the captions of a model family become the tokens of its text encoders.
+"""Text policies: conversion of a family's captions to the tokens of its text encoders.
 
-Captions are literal: brackets and `embedding:` are text, no weights, no files read. A caption with neither has the
-tokens that ComfyUI's own `clip.tokenize` gives it.
+Captions are literal: brackets and `embedding:` are text, not weights or files to read. A caption with neither gets the
+same tokens as from ComfyUI's own `clip.tokenize`.
 """
 
 import copy
@@ -13,14 +13,14 @@ from torch import Tensor
 
 from .latents import POLICIES, LatentPolicy
 
-# An identifier that no caption holds (NUL is taken out of captions): core's tokenizer then finds no embeddings.
+# An identifier that no caption contains (NUL is removed from captions): core's tokenizer then finds no embeddings.
 _NO_IDENTIFIER = "\0embedding:"
 
 PLUS, FIRST_EDIT = EDIT_PROMPTS = ("plus (2509, 2511)", "first edit")
-"""The templates in which a text encoder is shown control images, as nodes publish them."""
+"""The templates that show control images to a text encoder, as nodes publish them."""
 
 LADDER = (128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
-"""The few lengths that captions are padded to where a model masks its pads exactly, so that few graphs serve all."""
+"""The few lengths that captions are padded to if a model masks pads exactly, so that few graphs serve all."""
 
 Tokens = dict[str, list[list[tuple[Any, float]]]]
 
@@ -29,8 +29,8 @@ Tokens = dict[str, list[list[tuple[Any, float]]]]
 class CaptionTokens:
     """A caption as token and weight pairs, in the form that ComfyUI's `CLIP.encode_from_tokens` takes.
 
-    length: of the encoded sequence; None where it is known only once it is encoded.
-    dropped: how many tokens were cut at the caption's end, because it is longer than the longest length.
+    length: tokens of the encoded sequence; None if unknown before encoding.
+    dropped: number of tokens cut at the caption's end, because it exceeds the longest length.
     """
 
     tokens: Tokens
@@ -41,15 +41,15 @@ class CaptionTokens:
 class TextPolicy:
     """Tokenising and encoding of captions for one family.
 
-    family: in messages, and of training data.
-    encoder: ComfyUI's class of its text encoders.
+    family: name in messages and in training data.
+    encoder: ComfyUI's class of the text encoders.
     files: the text encoders to load, for messages.
-    latents: the VAEs whose latents its models take.
-    lengths: the choices of `max_text_length`, ascending; empty where the family has but one length.
-    pictures_only: false where its models make video.
-    takes_controls: whether its models take control images.
-    edit_prompts: the templates in which its encoder is shown control images; empty where it sees none.
-    whole_grids: true where its models run ComfyUI's own forward, which takes no ragged edge.
+    latents: the VAEs whose latents the models take.
+    lengths: the choices of `max_text_length`, ascending; empty if the family has only one length.
+    pictures_only: false if the models make video.
+    takes_controls: whether the models take control images.
+    edit_prompts: the templates that show control images to the encoder; empty if it sees none.
+    whole_grids: true if the models run ComfyUI's own forward, which takes no ragged edge.
     """
 
     family: str
@@ -64,11 +64,11 @@ class TextPolicy:
 
     @property
     def sees_controls(self) -> bool:
-        """True where its encoder reads a caption together with the control images."""
+        """Return whether the encoder reads a caption together with the control images."""
         return bool(self.edit_prompts)
 
     def tokenize(self, clip: Any, caption: str, max_length: int | None = None) -> CaptionTokens:
-        """Tokenise a caption; with `lengths`, to the smallest of those up to max_length that holds it."""
+        """Tokenise a caption; with `lengths`, to the smallest of those up to max_length that fits it."""
         raise NotImplementedError
 
     def tokenize_edit(
@@ -76,12 +76,12 @@ class TextPolicy:
     ) -> CaptionTokens:
         """Tokenise a caption with `count` control images in the template `style`, one of `edit_prompts`.
 
-        pictures: (1, H, W, 3) each, as `resize_control` gives them; without them their places are left as tokens.
+        pictures: (1, H, W, 3) each, as returned by `resize_control`; without them their placeholder tokens stay.
         """
         raise NotImplementedError
 
     def resize_control(self, picture: Tensor, style: str) -> Tensor:
-        """Resize a control image, (1, H, W, 3), to what the encoder is shown of it."""
+        """Resize a control image, (1, H, W, 3), to the size that the encoder sees."""
         raise NotImplementedError
 
     def control_tokens(self, style: str) -> int:
@@ -89,16 +89,16 @@ class TextPolicy:
         raise NotImplementedError
 
     def lengthened(self, clip: Any, caption: CaptionTokens, length: int) -> CaptionTokens:
-        """The same caption at a greater one of the `lengths`."""
+        """Pad a caption to a greater one of the `lengths`."""
         raise NotImplementedError
 
     def outputs(self, length: int | None) -> Mapping[str, tuple[int | None, ...]] | None:
-        """Shapes of an encoded caption by ComfyUI's names; None for any length. None as a whole where all outputs are
-        kept, whatever they are."""
+        """Return the shapes of an encoded caption by ComfyUI's names; None for any length. Returns None if all outputs
+        are stored, whatever they are."""
         return {"cond": (1, length, None)}
 
     def collect(self, encoded: Mapping[str, Any], length: int | None) -> dict[str, Tensor]:
-        """Take the outputs of an encoded caption that are stored, by their names."""
+        """Select the outputs of an encoded caption to store, by name."""
         outputs = self.outputs(length)
         assert outputs is not None
         assert encoded.get("attention_mask") is None or "attention_mask" in outputs
@@ -106,25 +106,25 @@ class TextPolicy:
         return {name: encoded[name] for name in outputs}
 
     def stop_text(self, clip: Any, caption: str) -> str | None:
-        """The text in a caption at which the text encoder stops reading, or None."""
+        """Return the text in a caption at which the text encoder stops reading, or None."""
         return None
 
     def model_length(self, length: int) -> int:
-        """The length at which the model sees a caption of `length` encoded tokens."""
+        """Return the length of a caption of `length` encoded tokens as the model sees it."""
         return length
 
     def key(self, clip: Any) -> tuple[Any, ...]:
-        """Name all that the encoding depends on beside weights, tokens and layer."""
+        """Return the cache key of everything that the encoding depends on besides weights, tokens and layer."""
         return ()
 
     def width(self, clip: Any) -> int:
-        """Features of one encoded token."""
+        """Return the features per encoded token."""
         return inner_tokenizer(clip.tokenizer).embedding_size
 
 
 def check_pair(text: TextPolicy, latents: LatentPolicy) -> None:
-    """Raise ValueError if the text encoders and the VAE are those of different families. Where one of them is of no
-    family here, the MODEL decides."""
+    """Raise ValueError if the text encoders and the VAE belong to different families. If either belongs to no family
+    here, the MODEL decides."""
     if text.latents and latents in POLICIES and latents not in text.latents:
         fitting = " or ".join(policy.family for policy in text.latents)
         raise ValueError(
@@ -134,7 +134,7 @@ def check_pair(text: TextPolicy, latents: LatentPolicy) -> None:
 
 
 def padded_length(length: int) -> int:
-    """The step of the ladder that holds `length` tokens; beyond it whole thousands (1024)."""
+    """Round `length` tokens up to a step of the ladder; beyond it to a multiple of 1024."""
     assert length >= 1, length
     return next((step for step in LADDER if step >= length), -(-length // 1024) * 1024)
 
@@ -145,12 +145,12 @@ def escape_weights(caption: str) -> str:
 
 
 def inner_tokenizer(tokenizer: Any) -> Any:
-    """The one tokenizer inside a tokenizer of core for one encoder."""
+    """Return the inner tokenizer of core's tokenizer for a single encoder."""
     return getattr(tokenizer, tokenizer.clip)
 
 
 def literal_tokenizer(tokenizer: Any, names: Sequence[str]) -> Any:
-    """A shallow copy of a tokenizer whose parts share everything but the search for embeddings."""
+    """Copy a tokenizer shallowly; its parts share everything but the search for embeddings."""
     literal = copy.copy(tokenizer)
     for name in names:
         part = copy.copy(getattr(tokenizer, name))

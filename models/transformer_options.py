@@ -1,7 +1,7 @@
-"""The dict of options that ComfyUI hands down to every block, without what changes from call to call.
+"""The options dict that ComfyUI passes down to every block, without the entries that change from call to call.
 
-No guard on it is filtered away: a patch or an attention override that is added later takes effect. What nobody reads
-is taken out before the call, since its coming, going and changing would make new graphs.
+No guard on it is filtered out: a patch or an attention override added later takes effect. Entries that nobody reads are
+removed before the call, since adding, removing or changing them would recompile.
 """
 
 import uuid
@@ -33,14 +33,14 @@ VOLATILE = frozenset(
     }
 )
 
-# Of these, what the outer forward of some models reads: SeedVR2, and HunyuanVideo's mean flow.
+# Those of them that the outer forward of some models reads: SeedVR2, and HunyuanVideo's mean flow.
 READ_OUTSIDE_BLOCKS = frozenset({"cond_or_uncond", "sample_sigmas", "sigmas"})
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Tensor, torch.dtype, torch.device, uuid.UUID)
 
 
 def carries_code(options: Mapping[str, Any]) -> bool:
-    """True where something in it may run inside a block: a patch, an override, an object of another node."""
+    """Return whether an entry may run inside a block: a patch, an override, an object of another node."""
     return any(key not in VOLATILE and not _is_plain(value) for key, value in options.items())
 
 
@@ -53,8 +53,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def steady(options: dict[str, Any], drop: frozenset[str] = VOLATILE) -> dict[str, Any]:
-    """The options for a compiled call: all of them where code is attached, since it may read any, else those that are
-    not dropped."""
+    """Return the options for a compiled call: all of them if code is attached, since it may read any, else those that
+    are not dropped."""
     if carries_code(options):
         return options
     return {key: value for key, value in options.items() if key not in drop}

@@ -1,4 +1,4 @@
-"""The interface of adapters: what is trained beside a frozen Linear."""
+"""The interface of adapters: the trained update of a frozen Linear."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class AdapterSpec:
 
     algorithm: a key of the registry.
     rank, alpha: the update is scaled by alpha / rank.
-    factor: of LoKr's factorisation; -1 is near the square root.
-    constraint: of OFT; 0 is none.
-    init: of a LoRA's weights, one of INITS.
+    factor: target factor of LoKr's factorisation; -1 factorises near the square root.
+    constraint: OFT's norm limit; 0 for none.
+    init: initialisation of a LoRA's weights, one of INITS.
     """
 
     algorithm: str
@@ -37,35 +37,34 @@ class AdapterSpec:
 class DropMask(NamedTuple):
     """Dropout mask of an update for one step of B samples.
 
-    update: (B, rows or 1, width or 1), 0 where a part is dropped.
-    module: (B, 1, 1), 0 for samples whose layer runs without its adapter; None where `update` covers that.
+    update: (B, rows or 1, width or 1), 0 for dropped parts.
+    module: (B, 1, 1), 0 for samples whose layer runs without its adapter; None if `update` covers that.
     """
 
     update: Tensor
     module: Tensor | None = None
 
     def without_drops(self) -> "DropMask":
-        """A mask of this shape that drops nothing."""
+        """Make a mask of this shape that drops nothing."""
         return DropMask(*(None if mask is None else torch.ones_like(mask) for mask in self))  # type: ignore[arg-type]
 
 
 class Adapter(nn.Module):
     """The update of one frozen Linear (out, in).
 
-    Its parameters are fp32 master weights, under the names that a state file gives them; they are used in the dtype of
-    x, from `casts` where these are in that dtype. A new adapter does not change the Linear, nor does one whose master
-    weights are all zero. `forward` is traced as a part of its block: shapes are static, and what differs from step to
-    step comes in as a tensor.
+    Its parameters are fp32 master weights, under their names in a state file. They are used in the dtype of x, taken
+    from `casts` if those have that dtype. A new adapter does not change the Linear, nor does one whose master weights
+    are all zero. `forward` is traced as part of its block: shapes are static, and values that change from step to step
+    are passed as tensors.
 
-    drops: the kinds of dropout that it supports.
-    rank_drop_scaled: true where the parts that rank dropout retains are scaled up to keep the mean of the update.
-    replaces_output: true where a zero update does not stand for "no adapter", so that module dropout needs a mask of
-        its own.
-    has_norm: true where the update is a constant times the product of all master weights, so that `norm` exists.
-    reads_casts: true where `forward` reads each master weight in the dtype of x only.
+    drops: supported kinds of dropout.
+    rank_drop_scaled: true if the parts that survive rank dropout are scaled up to keep the mean of the update.
+    replaces_output: true if a zero update is not equivalent to "no adapter", so that module dropout needs its own mask.
+    has_norm: true if the update is a constant times the product of all master weights, so that `norm` exists.
+    reads_casts: true if `forward` reads each master weight in the dtype of x only.
     strength_field: the hyperparameter that sets `strength`.
-    casts: the master weights in the dtype of the computation, by name, where they are kept beside the fp32 ones;
-        whoever keeps them writes them before each forward, and takes their gradients to the master weights.
+    casts: copies of the master weights in the compute dtype, by name, if any; their owner writes them before each
+        forward and passes their gradients on to the master weights.
     """
 
     algorithm: ClassVar[str]
@@ -88,11 +87,11 @@ class Adapter(nn.Module):
 
     @classmethod
     def shapes(cls, spec: AdapterSpec, out_features: int, in_features: int) -> dict[str, Shape]:
-        """Shapes of the master weights by name; reads no weight."""
+        """Return the shapes of the master weights by name, without reading a weight."""
         raise AssertionError(f"{cls.__name__} has no shapes")
 
     def start(self, source: torch.Generator, read: ReadWeights) -> None:
-        """Initialise the master weights, which lie on the host as `source` does. read: gives the frozen weights, for
+        """Initialise the master weights, which are on the host like `source`. read: returns the frozen weights, for
         algorithms that start from them."""
         raise AssertionError(f"{type(self).__name__} has no start")
 
@@ -102,79 +101,80 @@ class Adapter(nn.Module):
 
     @property
     def strength(self) -> float:
-        """Constant by which the same master weights mean a stronger update or a weaker one."""
+        """The constant that makes the same master weights a stronger or weaker update."""
         return self.scale
 
-    def scaled(self, hidden: Tensor) -> Tensor:
-        """The scale on the rank activations, the smallest tensor that it can go on."""
-        return hidden if self.scale == 1.0 else hidden * self.scale
+    def scaled(self, activations: Tensor) -> Tensor:
+        """Apply the scale to the rank activations, the smallest tensor on the path."""
+        return activations if self.scale == 1.0 else activations * self.scale
 
     def cast(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A master weight in `dtype`: the one that is kept, or a new cast."""
-        kept = self.casts.get(name)
-        return getattr(self, name).to(dtype) if kept is None or kept.dtype != dtype else kept
+        """Return a master weight in `dtype`: the stored cast, or a new one."""
+        existing = self.casts.get(name)
+        return getattr(self, name).to(dtype) if existing is None or existing.dtype != dtype else existing
 
     def make_casts(self, dtype: torch.dtype) -> None:
-        """Keep casts where `forward` reads them, of an adapter that is run by itself, to be measured."""
+        """Make `casts` if `forward` reads them, for an adapter that is measured on its own."""
         if self.reads_casts and dtype != torch.float32:
             self.casts = {name: nn.Parameter(weight.detach().to(dtype)) for name, weight in self.named_parameters()}
 
     def drop_width(self) -> int:
-        """Number of parts that rank dropout drops one by one."""
+        """Return the number of parts that rank dropout drops independently."""
         raise AssertionError(f"{type(self).__name__} has no drop_width")
 
     def norm(self) -> Tensor:
-        """‖delta W‖ (Frobenius), an fp32 scalar, where `has_norm`; delta W is not materialised."""
+        """Compute ‖delta W‖ (Frobenius), an fp32 scalar, if `has_norm`; delta W is not materialised."""
         raise AssertionError(f"{type(self).__name__} has no norm")
 
     def tensors(self) -> dict[str, Tensor]:
-        """Tensors of a LoRA file by the suffix of their key in kohya's names; no copies."""
+        """Return the tensors of a LoRA file by the suffix of their kohya key; no copies."""
         raise AssertionError(f"{type(self).__name__} has no tensors")
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Load the master weights from the `tensors` of an adapter of this size and alpha."""
-        for suffix, own in self.tensors().items():
+        for suffix, target in self.tensors().items():
             if suffix != "alpha":
-                own.copy_(tensors[suffix])
+                target.copy_(tensors[suffix])
 
     def structure(self) -> str:
-        """Key of the compiled graph: adapters of equal structure share one."""
+        """Return the key of the compiled graph: adapters of equal structure share one."""
         shapes = ",".join("x".join(map(str, p.shape)) for p in self.parameters())
         return f"{self.algorithm}({shapes})*{self.scale!r},{self.spec.constraint!r}"
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """x (…, n) as a matrix (rows, n). Where several products read this one matrix, a compiler adds up their gradients
-    of it inside the products; of views of its own for each, in passes over it."""
+    """Reshape x (…, n) to a matrix (rows, n). If several matmuls read this one matrix, a compiler accumulates its
+    gradient inside the matmuls; with a separate view for each, it takes extra passes over memory."""
     return x.reshape(-1, x.shape[-1])
 
 
-def add_product(y: Tensor, hidden: Tensor, up: Tensor) -> Tensor:
-    """y + hidden · upᵀ, (…, out), as one product that starts from y: the product alone is never in memory.
+def add_product(y: Tensor, activations: Tensor, up: Tensor) -> Tensor:
+    """Compute y + activations · upᵀ, (…, out), as one addmm: the matmul's result alone is never in memory.
 
-    hidden: (…, rank) with the rows of y. up: (out, rank). Out of place, as selective checkpointing may hold y. From
-    torch 2.14 on CUDA's product reads y and writes the sum; before, it copies y first, which takes as long as a sum of
-    its own (pytorch/pytorch#191706).
+    activations: (…, rank) with the rows of y. up: (out, rank). Out of place, as selective checkpointing may hold y.
+    From torch 2.14 on, CUDA's addmm reads y and writes the sum; earlier ones copy y first, which takes as long as a
+    separate add (pytorch/pytorch#191706).
     """
-    return torch.addmm(as_rows(y), as_rows(hidden), up.t()).view(y.shape)
+    return torch.addmm(as_rows(y), as_rows(activations), up.t()).view(y.shape)
 
 
-def kaiming_uniform(into: Tensor, source: torch.Generator) -> None:
-    """Initialise as torch does a Linear: uniform within 1 / √columns."""
-    bound = into.shape[-1] ** -0.5
+def kaiming_uniform(weight: Tensor, source: torch.Generator) -> None:
+    """Initialise like torch's Linear: uniform within 1 / √columns."""
+    bound = weight.shape[-1] ** -0.5
     with torch.no_grad():
-        into.uniform_(-bound, bound, generator=source)
+        weight.uniform_(-bound, bound, generator=source)
 
 
 def norm_of_product(up: Tensor, down: Tensor) -> Tensor:
-    """‖up·down‖ (Frobenius) from the Gram matrices, ‖up·down‖² = ⟨upᵀ·up, down·downᵀ⟩: the product is never made."""
+    """Compute ‖up·down‖ (Frobenius) from the Gram matrices, ‖up·down‖² = ⟨upᵀ·up, down·downᵀ⟩, without the product
+    itself."""
     return ((up.T @ up).double() * (down @ down.T)).sum().clamp(min=0).sqrt().float()
 
 
 def factorize(features: int, factor: int) -> tuple[int, int]:
-    """Factorise features as small · large, as LyCORIS's `factorization` does: by `factor` itself where it divides and
-    leaves a larger part, else by the divisor up to `factor` that is nearest to the square root; -1 sets no limit."""
+    """Factorise features as small · large, like LyCORIS's `factorization`: by `factor` itself if it divides and leaves
+    a larger part, else by the divisor up to `factor` that is nearest to the square root; -1 sets no limit."""
     if factor > 0 and features % factor == 0 and features >= factor**2:
         return factor, features // factor
     limit = features if factor < 0 else factor

@@ -14,7 +14,7 @@ class ConvLoraAdapter(LoraAdapter):
     """delta W = alpha / rank · up · down on the weight as a matrix, (out, in·height·width).
 
     It runs as two convolutions: down has the kernel, the stride and the padding of the frozen one, up is 1 × 1. The
-    master weights are the matrices; a file has them as (rank, in, height, width) and (out, rank, 1, 1).
+    master weights are the matrices; a file stores them as (rank, in, height, width) and (out, rank, 1, 1).
     """
 
     def __init__(self, spec: AdapterSpec, out_features: int, in_features: int, kernel: tuple[int, ...]):
@@ -22,20 +22,23 @@ class ConvLoraAdapter(LoraAdapter):
         self.kernel = kernel
 
     def forward(self, x: Tensor, frozen: FrozenLinear | FrozenConv, mask: DropMask | None) -> Tensor:
-        """Run the convolution with the adapter: x (B, in, H, W) → (B, out, h, w). mask: its rows are h·w cells."""
+        """Run the convolution with the adapter: x (B, in, H, W) → (B, out, h, w). mask: one row per cell of the h·w
+        output."""
         assert isinstance(frozen, FrozenConv)
         y = frozen.apply(x)
         down, up = self.factors(x.dtype)
-        hidden = frozen.convolve(x, self._as_kernel(down)) * self.scale
+        activations = frozen.convolve(x, self._as_kernel(down)) * self.scale
         if mask is not None:
-            kept = self.kept(mask.update).transpose(1, 2)  # (B, rank or 1, h·w or 1)
-            hidden = hidden * kept.unflatten(2, hidden.shape[2:] if kept.shape[2] > 1 else (1, 1))
-        return y + conv2d(hidden, up[:, :, None, None])
+            rank_mask = self.kept(mask.update).transpose(1, 2)  # (B, rank or 1, h·w or 1)
+            activations = activations * rank_mask.unflatten(
+                2, activations.shape[2:] if rank_mask.shape[2] > 1 else (1, 1)
+            )
+        return y + conv2d(activations, up[:, :, None, None])
 
     def tensors(self) -> dict[str, Tensor]:
-        found = super().tensors()
-        down, up = found["lora_down.weight"], found["lora_up.weight"]
-        return found | {"lora_down.weight": self._as_kernel(down), "lora_up.weight": up[:, :, None, None]}
+        tensors = super().tensors()
+        down, up = tensors["lora_down.weight"], tensors["lora_up.weight"]
+        return tensors | {"lora_down.weight": self._as_kernel(down), "lora_up.weight": up[:, :, None, None]}
 
     def structure(self) -> str:
         return f"conv{self.kernel} {super().structure()}"

@@ -1,4 +1,4 @@
-"""DoRA: the length of each column of the weight is trained apart from its direction (Liu et al. 2024, arXiv
+"""DoRA: the length of each column of the weight is trained separately from its direction (Liu et al. 2024, arXiv
 2402.09353)."""
 
 from collections.abc import Mapping
@@ -18,20 +18,20 @@ _EPS = torch.finfo(torch.float32).eps
 class DoraAdapter(LoraAdapter):
     """W' = m · (W + delta W) / ‖W + delta W‖, delta W as LoRA's (eq. 5).
 
-    ‖·‖ is the length of each column, one for each input, as in the paper; so m is a number for each input. ComfyUI
-    reads the other way too, one for each output, but divides by the lengths of W alone then, which is another weight.
-    The gradient takes ‖W + delta W‖ for a constant (section 4.3, eq. 11). m is trained as its distance from ‖W‖, where
-    it starts: the steps are the same, and weight decay leads back to the model and not to zero.
+    ‖·‖ is the length of each column, one per input, as in the paper; so m is a number per input. ComfyUI also reads the
+    other layout, one per output, but then divides by the lengths of W alone, which is another weight. The gradient
+    treats ‖W + delta W‖ as a constant (section 4.3, eq. 11). m is trained as its offset from its start, ‖W‖: the steps
+    are the same, and weight decay pulls towards the model, not towards zero.
 
-    ‖W + delta W‖² = ‖W‖² + 2·⟨W, delta W⟩ + ‖delta W‖², column by column, needs up·ᵀW only, so that no weight of full
-    size is ever made, and an fp8 one waits for backward as it is stored. m / ‖·‖ then scales x.
+    ‖W + delta W‖² = ‖W‖² + 2·⟨W, delta W⟩ + ‖delta W‖², column by column, needs upᵀ·W only, so no full-size weight is
+    ever materialised, and an fp8 weight is saved for backward as stored. m / ‖·‖ then scales x.
     """
 
     algorithm = "dora"
     replaces_output = True
-    shares_input = False  # its down is scaled by what this layer's weight has become
+    shares_input = False  # its down is scaled by the lengths of this layer's adapted weight
     reads_casts = False  # down is scaled by the ratio of lengths in fp32
-    has_norm = False  # the lengths of its columns are numbers of their own
+    has_norm = False  # the column lengths are parameters too
     magnitude: nn.Parameter
     lengths: Tensor
     """(in,): ‖W‖ of each column, fp32."""
@@ -51,24 +51,24 @@ class DoraAdapter(LoraAdapter):
 
     def forward(self, x: Tensor, frozen: FrozenLinear, mask: DropMask | None) -> Tensor:
         ratio = (self.lengths + self.magnitude) / (self.adapted_lengths(frozen, x.dtype) + _EPS)
-        # As a change of x: ratio − 1 is exact in bf16, where ratio itself near 1 is not. What it changes x by is still
-        # rounded to x's dtype, as a merged weight is: in bf16 a column's length takes effect from about 0.2 % on.
+        # Applied as a change of x: ratio − 1 is exact in bf16, ratio itself near 1 is not. The change is still rounded
+        # to x's dtype, like a merged weight: in bf16 a column's length takes effect from about 0.2 % on.
         gain = (ratio - 1).to(x.dtype)
         if mask is not None and mask.module is not None:
             y = frozen.apply(torch.addcmul(x, x, gain * mask.module))
         else:
             y = frozen.apply(torch.addcmul(x, x, gain))
-        hidden = self.scaled(linear(x, (self.down * ratio).to(x.dtype)))
+        activations = self.scaled(linear(x, (self.down * ratio).to(x.dtype)))
         if mask is not None:
-            hidden = hidden * mask.update
-        return add_product(y, hidden, self.up.to(x.dtype))
+            activations = activations * mask.update
+        return add_product(y, activations, self.up.to(x.dtype))
 
     def adapted_lengths(self, frozen: FrozenLinear, dtype: torch.dtype) -> Tensor:
-        """(in,): ‖W + delta W‖ of each column, fp32, without a gradient."""
+        """Compute ‖W + delta W‖ of each column, (in,) fp32, without a gradient."""
         down, up = self.down.detach(), self.up.detach()
         crossed = (frozen.apply_transposed(up.to(dtype).T).float() * down).sum(dim=0)
-        own = ((up.T @ up) @ down * down).sum(dim=0)
-        return (self.lengths.square() + 2 * self.scale * crossed + self.scale**2 * own).clamp(min=0).sqrt()
+        update_squares = ((up.T @ up) @ down * down).sum(dim=0)
+        return (self.lengths.square() + 2 * self.scale * crossed + self.scale**2 * update_squares).clamp(min=0).sqrt()
 
     def tensors(self) -> dict[str, Tensor]:
         return {**super().tensors(), "dora_scale": (self.lengths + self.magnitude.detach()).unsqueeze(0)}
@@ -80,7 +80,8 @@ class DoraAdapter(LoraAdapter):
 
 
 def column_lengths(frozen: FrozenLinear, rows: int = 1024) -> Tensor:
-    """(in,): the length of each column of a weight, fp32; `rows` are widened at a time, but for a quantised one."""
+    """Compute the length of each column of a weight, (in,) fp32, casting `rows` rows at a time; a quantised weight is
+    dequantised whole."""
     if frozen.layout is not None:
         return torch.linalg.vector_norm(frozen.full(), dim=0)
     parts = frozen.weight.split(rows)

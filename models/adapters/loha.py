@@ -17,10 +17,10 @@ _SLICE = 2**22
 class LohaAdapter(Adapter):
     """delta W = alpha / rank · (w1_a·w1_b) ∘ (w2_a·w2_b), of rank up to rank². a: (out, rank), b: (rank, in).
 
-    The product of products is itself of low rank: (w1_a·w1_b) ∘ (w2_a·w2_b) = A·B, where the rank² columns of A are the
-    elementwise products of a column of w1_a with one of w2_a, and the rows of B those of the rows of w1_b and w2_b. So
-    x goes through B and A as in a LoRA of rank², and no matrix of the weight's size is made or kept for backward, as
-    long as rank² is less than the layer's smaller side.
+    The product of products is itself of low rank: (w1_a·w1_b) ∘ (w2_a·w2_b) = A·B, with rank² columns of A, the
+    elementwise products of a column of w1_a and one of w2_a, and the rows of B made likewise from the rows of w1_b and
+    w2_b. So x goes through B and A as in a LoRA of rank², and no matrix of the weight's size is made or saved for
+    backward, as long as rank² is less than the layer's smaller side.
     """
 
     algorithm = "loha"
@@ -37,7 +37,7 @@ class LohaAdapter(Adapter):
 
     @torch.no_grad()
     def start(self, source: torch.Generator, read: ReadWeights) -> None:
-        """As LyCORIS: w1_a from N(0, 0.1²), both b from N(0, 1), w2_a at zero."""
+        """Initialise as LyCORIS does: w1_a from N(0, 0.1²), both b from N(0, 1), w2_a at zero."""
         self.hada_w1_a.normal_(std=0.1, generator=source)
         self.hada_w1_b.normal_(generator=source)
         self.hada_w2_b.normal_(generator=source)
@@ -46,23 +46,24 @@ class LohaAdapter(Adapter):
         rows = as_rows(x)
         y = frozen.apply(rows)
         a, b = self.factors()
-        # The rows of B are products of normal numbers: made as short as LoRA's, so that fp16 holds what they give.
+        # The rows of B are products of normal numbers: scaled down to the length of LoRA's, so that fp16 does not
+        # overflow.
         length = math.sqrt(self.in_features)
-        hidden, a = self.scaled(linear(rows, (b / length).to(x.dtype))), (a * length).to(x.dtype)
+        activations, a = self.scaled(linear(rows, (b / length).to(x.dtype))), (a * length).to(x.dtype)
         if mask is None:
-            return add_product(y, hidden, a).unflatten(0, x.shape[:-1])
-        update = linear(hidden, a).unflatten(0, x.shape[:-1])
+            return add_product(y, activations, a).unflatten(0, x.shape[:-1])
+        update = linear(activations, a).unflatten(0, x.shape[:-1])
         return y.view_as(update) + update * mask.update
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """A (out, rank²) and B (rank², in)."""
+        """Return A (out, rank²) and B (rank², in)."""
         a = (self.hada_w1_a.unsqueeze(2) * self.hada_w2_a.unsqueeze(1)).flatten(1)
         b = (self.hada_w1_b.unsqueeze(1) * self.hada_w2_b.unsqueeze(0)).flatten(0, 1)
         return a, b
 
     def norm(self) -> Tensor:
-        """From the Gram matrices of A and B, (rank², rank²) each, while these are quicker to make than delta W; else
-        from delta W, some rows at a time."""
+        """Compute the norm from the Gram matrices of A and B, (rank², rank²) each, if they are cheaper than delta W;
+        else from slices of rows of delta W."""
         if 4 * self.spec.rank**2 <= min(self.out_features, self.in_features):
             return self.scale * norm_of_product(*self.factors())
         rows = max(1, _SLICE // self.in_features)
@@ -71,7 +72,7 @@ class LohaAdapter(Adapter):
         return self.scale * torch.stack(slices).norm()
 
     def drop_width(self) -> int:
-        """The rows of delta W, as LyCORIS drops them."""
+        """Count the rows of delta W, as LyCORIS drops them."""
         return self.out_features
 
     def tensors(self) -> dict[str, Tensor]:

@@ -23,8 +23,9 @@ class LokrAdapter(Adapter):
     """delta W = s · w1 ⊗ w2, with out = l·k and in = m·n factorised near `factor`.
 
     w1: (l, m). w2: w2_a·w2_b, (k, rank) and (rank, n), with s = alpha / rank; or one full matrix, (k, n), with s = 1,
-    where rank is half of its larger side or more. The factorisation, the condition for a full w2, and s are those that
-    LyCORIS writes and ComfyUI reads. delta W is never materialised: x as an (m, n) matrix X gives w1·X·w2ᵀ.
+    if rank is half of its larger side or more. The factorisation, the condition for a full w2, and s are those that
+    LyCORIS writes and ComfyUI reads. delta W is never materialised: for x as an (m, n) matrix X, the update is
+    w1·X·w2ᵀ.
     """
 
     algorithm = "lokr"
@@ -50,12 +51,12 @@ class LokrAdapter(Adapter):
 
     @staticmethod
     def is_full_matrix(spec: AdapterSpec, out_features: int, in_features: int) -> bool:
-        """True where w2 is not factorised: LyCORIS makes it a pair where rank is below half of its larger side."""
+        """Return whether w2 is not factorised: LyCORIS factorises it if rank is below half of its larger side."""
         return 2 * spec.rank >= max(factorize(out_features, spec.factor)[1], factorize(in_features, spec.factor)[1])
 
     @torch.no_grad()
     def start(self, source: torch.Generator, read: ReadWeights) -> None:
-        """As LyCORIS: w1 and w2_a Kaiming uniform, w2_b or the full w2 at zero."""
+        """Initialise as LyCORIS does: w1 and w2_a Kaiming uniform, w2_b or the full w2 at zero."""
         kaiming_uniform(self.lokr_w1, source)
         if not self.full_matrix:
             kaiming_uniform(self.lokr_w2_a, source)
@@ -66,30 +67,30 @@ class LokrAdapter(Adapter):
         rows = x.unflatten(-1, (w1.shape[1], -1))  # (…, m, n)
         if self.full_matrix:
             update = _mixed(linear(rows, self.cast("lokr_w2", x.dtype)), w1)
-        else:  # w1 in the middle, where rows are shortest
-            hidden = _mixed(self.scaled(linear(rows, self.cast("lokr_w2_b", x.dtype))), w1)
+        else:  # apply w1 in the middle: rows are shortest there
+            activations = _mixed(self.scaled(linear(rows, self.cast("lokr_w2_b", x.dtype))), w1)
             w2_a = self.cast("lokr_w2_a", x.dtype)
             if mask is None:
-                return add_product(y.unflatten(-1, (w1.shape[0], -1)), hidden, w2_a).flatten(-2)
-            update = linear(hidden, w2_a)
+                return add_product(y.unflatten(-1, (w1.shape[0], -1)), activations, w2_a).flatten(-2)
+            update = linear(activations, w2_a)
         update = update.flatten(-2)
         return y + (update if mask is None else update * mask.update)
 
     def drop_width(self) -> int:
-        """The rows of delta W, as LyCORIS drops them."""
+        """Count the rows of delta W, as LyCORIS drops them."""
         return self.out_features
 
     def norm(self) -> Tensor:
-        """‖w1 ⊗ w2‖ = ‖w1‖·‖w2‖: every entry of one is multiplied by every entry of the other."""
+        """Compute ‖w1 ⊗ w2‖ = ‖w1‖·‖w2‖: every entry of one is multiplied by every entry of the other."""
         w2 = self.lokr_w2.norm() if self.full_matrix else norm_of_product(self.lokr_w2_a, self.lokr_w2_b)
         return self.scale * self.lokr_w1.norm() * w2
 
     def tensors(self) -> dict[str, Tensor]:
-        # Where w2 is a full matrix no reader scales; LyCORIS writes the rank for alpha then.
+        # No reader scales a full w2; LyCORIS writes the rank as alpha then.
         alpha = float(self.spec.rank if self.full_matrix else self.spec.alpha)
         return {**dict(self.named_parameters()), "alpha": torch.tensor(alpha)}
 
 
 def _mixed(rows: Tensor, w1: Tensor) -> Tensor:
-    """w1 (l, m) times rows (…, m, r) → (…, l, r), as one matmul over all of them."""
+    """Multiply w1 (l, m) by rows (…, m, r) → (…, l, r), as one matmul over all of them."""
     return linear(rows.transpose(-1, -2), w1).transpose(-1, -2)

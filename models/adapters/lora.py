@@ -20,7 +20,7 @@ class LoraAdapter(Adapter):
     has_norm = True
     reads_casts = True
     shares_input: ClassVar[bool] = True
-    """True where x is multiplied with the down of `factors` as it is, so that it can be with those of other Linears."""
+    """True if x itself is multiplied by the down of `factors`, so that one matmul can serve several Linears."""
     down: nn.Parameter
     up: nn.Parameter
 
@@ -30,8 +30,8 @@ class LoraAdapter(Adapter):
 
     @torch.no_grad()
     def start(self, source: torch.Generator, read: ReadWeights) -> None:
-        """up at zero (section 4.1); down as torch starts a Linear (Kaiming uniform), or normal with a deviation of
-        1 / rank (PEFT's init_lora_weights 'gaussian')."""
+        """Initialise up to zero (section 4.1) and down like torch's Linear (Kaiming uniform), or normal with a
+        deviation of 1 / rank (PEFT's init_lora_weights 'gaussian')."""
         if self.spec.init == "gaussian":
             self.down.normal_(0.0, 1.0 / self.spec.rank, generator=source)
             return
@@ -43,23 +43,23 @@ class LoraAdapter(Adapter):
         rows = as_rows(x)
         return self.finish(frozen.apply(rows), linear(rows, down), up, x.shape[:-1], mask)
 
-    def finish(self, y: Tensor, hidden: Tensor, up: Tensor, shape: torch.Size, mask: DropMask | None) -> Tensor:
-        """The output (*shape, out) from the frozen layer's, y (rows, out), x·downᵀ (rows, ranks), and up."""
-        hidden = self.scaled(hidden)
+    def finish(self, y: Tensor, activations: Tensor, up: Tensor, shape: torch.Size, mask: DropMask | None) -> Tensor:
+        """Compute the output (*shape, out) from the frozen layer's, y (rows, out), x·downᵀ (rows, ranks), and up."""
+        activations = self.scaled(activations)
         if mask is not None:
-            hidden = hidden.unflatten(0, shape) * self.kept(mask.update)
-        return add_product(y, hidden, up).unflatten(0, shape)
+            activations = activations.unflatten(0, shape) * self.kept(mask.update)
+        return add_product(y, activations, up).unflatten(0, shape)
 
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """down and up of the update, in `dtype`."""
+        """Return down and up of the update, in `dtype`."""
         return self.cast("down", dtype), self.cast("up", dtype)
 
     def kept(self, mask: Tensor) -> Tensor:
-        """The mask (B, rows, `drop_width` or 1) of the rank activations of `factors`."""
+        """Expand a mask (B, rows, `drop_width` or 1) to the rank activations of `factors`."""
         return mask
 
     def drop_width(self) -> int:
-        """The ranks."""
+        """Count the ranks."""
         return self.spec.rank
 
     def norm(self) -> Tensor:
@@ -73,13 +73,15 @@ class LoraAdapter(Adapter):
 def run_loras(
     x: Tensor, frozen: Sequence[FrozenLinear], adapters: Sequence[LoraAdapter], masks: Sequence[DropMask | None]
 ) -> list[Tensor]:
-    """Run Linears that read one input, x (…, in), with one product for the downs of all: for these x, and in backward
-    x and its gradient, pass through memory once."""
+    """Run Linears that share one input, x (…, in), with one matmul for all downs: for these x, and in backward x and
+    its gradient, are read from memory once."""
     rows = as_rows(x)
     factors = [adapter.factors(x.dtype) for adapter in adapters]
     downs = [down for down, _ in factors]
-    hidden = linear(rows, torch.cat(downs)).split([len(down) for down in downs], dim=1)
+    activations = linear(rows, torch.cat(downs)).split([len(down) for down in downs], dim=1)
     return [
-        adapter.finish(weights.apply(rows), own, up, x.shape[:-1], mask)
-        for weights, adapter, own, (_, up), mask in zip(frozen, adapters, hidden, factors, masks, strict=True)
+        adapter.finish(weights.apply(rows), activation, up, x.shape[:-1], mask)
+        for weights, adapter, activation, (_, up), mask in zip(
+            frozen, adapters, activations, factors, masks, strict=True
+        )
     ]

@@ -1,4 +1,4 @@
-"""OFT: blocks of the output are turned (Qiu et al. 2023, arXiv 2306.07280), as LyCORIS's diag-oft."""
+"""OFT: blocks of the output are rotated (Qiu et al. 2023, arXiv 2306.07280), as LyCORIS's diag-oft."""
 
 import torch
 from torch import Tensor, nn
@@ -11,14 +11,14 @@ class OftAdapter(Adapter):
     """W' = diag(R_1 … R_k)ᵀ · W, R = (I + Q)·(I − Q)⁻¹ by Cayley's transform, Q = blocks − blocksᵀ. blocks: (k, b, b).
 
     b, the size of a block, is the largest divisor of the output up to `rank`. With a `constraint` c > 0, Q is scaled so
-    that its norm over all blocks is at most c·out (COFT, section 3.3, in LyCORIS's form); a file carries c·out as
-    alpha, which is what ComfyUI takes it for. ComfyUI reads `rescale` but does not apply it, so there is none.
+    that its norm over all blocks is at most c·out (COFT, section 3.3, in LyCORIS's form); a file stores c·out as alpha,
+    and ComfyUI reads it so. ComfyUI reads `rescale` but does not apply it, so there is none.
 
-    R − I = 2·Q·(I − Q)⁻¹ turns what the frozen layer gives, and is added to it: so small turns survive in bf16.
+    R − I = 2·Q·(I − Q)⁻¹ is applied to the frozen layer's output and added to it: so small rotations survive in bf16.
     """
 
     algorithm = "oft"
-    rank_drop_scaled = False  # what is scaled turns no more
+    rank_drop_scaled = False  # a scaled update is no rotation
     strength_field = "constraint"
     oft_blocks: nn.Parameter
 
@@ -28,7 +28,7 @@ class OftAdapter(Adapter):
         return {"oft_blocks": (out_features // size, size, size)}
 
     def start(self, source: torch.Generator, read: ReadWeights) -> None:
-        """At zero: R = I."""
+        """Leave the blocks at zero: R = I."""
 
     def forward(self, x: Tensor, frozen: FrozenLinear, mask: DropMask | None) -> Tensor:
         y = frozen._replace(bias=None).apply(x)
@@ -40,17 +40,17 @@ class OftAdapter(Adapter):
         return y if frozen.bias is None else y + frozen.bias
 
     def turn(self) -> Tensor:
-        """R − I, (k, b, b)."""
+        """Compute R − I, (k, b, b)."""
         q = self.oft_blocks - self.oft_blocks.transpose(1, 2)
         if self.limit:
             q = q * (self.limit / (torch.linalg.vector_norm(q) + 1e-8)).clamp(max=1.0)
         eye = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
-        # I − Q is never singular; unchecked, nothing waits for the device.
+        # I − Q is never singular; skipping the check avoids a device sync.
         return 2 * q @ torch.linalg.inv_ex(eye - q).inverse
 
     @property
     def limit(self) -> float:
-        """The largest norm of Q, 0 where there is none."""
+        """The largest norm of Q, 0 for no limit."""
         return self.spec.constraint * self.out_features
 
     @property
@@ -58,7 +58,7 @@ class OftAdapter(Adapter):
         return self.limit
 
     def drop_width(self) -> int:
-        """The blocks."""
+        """Count the blocks."""
         return self.oft_blocks.shape[0]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -66,6 +66,6 @@ class OftAdapter(Adapter):
 
 
 def block_size(out_features: int, rank: int) -> int:
-    """The largest divisor of the output up to `rank`. LyCORIS's own cut ends near the square root of the output, where
-    a larger rank does nothing; readers take the size from the file."""
+    """Find the largest divisor of the output up to `rank`. LyCORIS's own factorisation stops near the square root of
+    the output, beyond which a larger rank does nothing; readers take the size from the file."""
     return next(size for size in range(min(rank, out_features), 0, -1) if out_features % size == 0)

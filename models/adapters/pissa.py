@@ -1,4 +1,4 @@
-"""PiSSA: a LoRA that begins at the largest singular parts of the weight (Meng et al. 2024, arXiv 2404.02948)."""
+"""PiSSA: a LoRA that starts from the largest singular components of the weight (Meng et al. 2024, arXiv 2404.02948)."""
 
 import torch
 from torch import Tensor
@@ -13,17 +13,18 @@ _OVERSAMPLING = 2
 class PissaAdapter(LoraAdapter):
     """W' = (W − s·B₀·A₀) + s·B·A with s = alpha / rank, trained from A₀, B₀: eq. 2 to 4, s as in PEFT.
 
-    A = A₀ + `down` and B = B₀ + `up`, so that what is trained is the way from the start, which is zero there. With
+    A = A₀ + `down` and B = B₀ + `up`, so that the trained parameters are the offsets from the start, zero at first.
+    With
 
         s·(B·A − B₀·A₀) = s·(B₀·down + up·A)
 
-    W itself stays as it is stored, the first step starts from the model bit for bit, and in bf16 the small change is
-    not the difference of two large numbers. Gradients and steps are those of A and B; weight decay leads back to the
-    model. The file is a plain LoRA of twice the rank, [down; A] and [B₀, up], which loads on the model itself.
+    W stays as stored, the first step starts from the model bit for bit, and in bf16 the small change is not the
+    difference of two large numbers. Gradients and steps are those of A and B; weight decay pulls towards the model. The
+    file is a plain LoRA of twice the rank, [down; A] and [B₀, up], which loads on the unmodified model.
     """
 
     reads_casts = False  # down is added to its start in fp32
-    has_norm = False  # its master weights are the way from the start, not the factors of the update
+    has_norm = False  # its master weights are offsets from the start, not the factors of the update
     down_start: Tensor
     up_start: Tensor
 
@@ -34,19 +35,19 @@ class PissaAdapter(LoraAdapter):
 
     @torch.no_grad()
     def start(self, source: torch.Generator, read: ReadWeights) -> None:
-        """A₀ = √(S / s)·Vᵀ and B₀ = U·√(S / s) of the largest parts U·S·Vᵀ of W."""
-        left, sizes, right = largest_parts(read().full(), self.spec.rank, source)
+        """Set A₀ = √(S / s)·Vᵀ and B₀ = U·√(S / s) from the largest components U·S·Vᵀ of W."""
+        left_vectors, sizes, right_vectors = largest_parts(read().full(), self.spec.rank, source)
         root = (sizes / self.scale).sqrt()
-        self.up_start[:, : len(root)].copy_(left * root)
-        self.down_start[: len(root)].copy_(right * root[:, None])
+        self.up_start[:, : len(root)].copy_(left_vectors * root)
+        self.down_start[: len(root)].copy_(right_vectors * root[:, None])
 
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """down (2·rank, in) and up (out, 2·rank) of the same update."""
+        """Return down (2·rank, in) and up (out, 2·rank) of the same update."""
         down = torch.cat((self.down, self.down_start + self.down))
         return down.to(dtype), torch.cat((self.up_start, self.up), dim=1).to(dtype)
 
     def kept(self, mask: Tensor) -> Tensor:
-        """A rank is dropped from both halves."""
+        """Repeat the mask: a rank is dropped from both halves."""
         return mask if mask.shape[-1] == 1 else torch.cat((mask, mask), dim=-1)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -59,10 +60,10 @@ class PissaAdapter(LoraAdapter):
 
 
 def largest_parts(weight: Tensor, rank: int, source: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """U (out, r), S (r,), Vᵀ (r, in) of the largest singular parts, r = rank or as many as there are.
+    """Compute U (out, r), S (r,), Vᵀ (r, in) of the largest singular components, r = rank or as many as there are.
 
-    By subspace iteration from a random start (Halko, Martinsson & Tropp 2011, arXiv 0909.4061, algorithms 4.4 and 5.1);
-    the start is drawn from `source`, so that a run repeats it.
+    Subspace iteration from a random start (Halko, Martinsson & Tropp 2011, arXiv 0909.4061, algorithms 4.4 and 5.1);
+    the start is drawn from `source`, so that runs are reproducible.
     """
     rows, columns = weight.shape
     width = min(_OVERSAMPLING * rank, rows, columns)
@@ -71,5 +72,5 @@ def largest_parts(weight: Tensor, rank: int, source: torch.Generator) -> tuple[T
     for _ in range(_ITERATIONS):
         basis, _ = torch.linalg.qr(weight.T @ basis)
         basis, _ = torch.linalg.qr(weight @ basis)
-    left, sizes, right = torch.linalg.svd(basis.T @ weight, full_matrices=False)
-    return (basis @ left)[:, :rank], sizes[:rank], right[:rank]
+    left_vectors, sizes, right_vectors = torch.linalg.svd(basis.T @ weight, full_matrices=False)
+    return (basis @ left_vectors)[:, :rank], sizes[:rank], right_vectors[:rank]

@@ -15,7 +15,7 @@ ADAPTERS: dict[str, type[Adapter]] = {
 
 
 def adapter_kind(spec: AdapterSpec) -> type[Adapter]:
-    """The class of an adapter."""
+    """Return the adapter class of a spec."""
     return PissaAdapter if spec.init == "pissa" else ADAPTERS[spec.algorithm]
 
 

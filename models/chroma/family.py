@@ -19,12 +19,12 @@ from .names import CHROMA_NAMES
 from .text import ChromaText
 from .transformer import APPROXIMATOR, ChromaInputs, ChromaTransformer
 
-TEXT_LENGTH = 512  # diffusers' ChromaPipeline takes no more
+TEXT_LENGTH = 512  # the maximum of diffusers' ChromaPipeline
 
 
 class Chroma(FluxFamily):
-    """Chroma takes T5's text alone, each caption in its own length, and guidance 0 where none is given. Radiance, which
-    works on pixels, has a class of its own in ComfyUI and is another family."""
+    """Chroma takes T5's text only, each caption in its own length, and guidance 0 by default. Radiance, which works on
+    pixels, has its own class in ComfyUI and is another family."""
 
     name = "chroma"
     title = "Chroma"
@@ -38,7 +38,7 @@ class Chroma(FluxFamily):
     never_trained = (f"{APPROXIMATOR}.*",)
 
     def origin(self, model: Any) -> Origin:
-        """As kohya's sd-scripts writes it (library/sai_model_spec.py, library/flux_utils.py)."""
+        """Return the origin as kohya's sd-scripts writes it (library/sai_model_spec.py, library/flux_utils.py)."""
         return Origin("chroma", "https://huggingface.co/lodestones/Chroma", "chroma", "networks.lora_flux")
 
     def takes_guidance(self, model: Any) -> bool:
@@ -65,22 +65,24 @@ class Chroma(FluxFamily):
         return ChromaTransformer(weights, model.diffusion_model, attention)
 
     def as_core_takes(self, sample: NoisySample) -> NoisySample:
-        """Give it guidance 0 where it has none, as core's sampler does."""
+        """Set guidance to 0 if the sample has none, as core's sampler does."""
         guidance = sample.conditioning.get("guidance")
         return replace(sample, conditioning={**sample.conditioning, "guidance": 0.0 if guidance is None else guidance})
 
     def inputs(
         self, patcher: ModelPatcher, samples: Sequence[NoisySample], sigma: Tensor, guidance: float
     ) -> ChromaInputs:
-        """Collate the batch. A sample's guidance is that of its conditioning, or 0, as ComfyUI has it when it samples;
-        `guidance` is for models that it was distilled into."""
+        """Collate the batch. A sample's guidance is that of its conditioning, or 0, as in ComfyUI's sampling;
+        `guidance` is for distilled models."""
         device, dtype = sigma.device, patcher.model.get_dtype_inference()
         length = samples[0].text_length
         patches, texts, guidances = [], [], []
         for sample in samples:
-            given = sample.conditioning.get("guidance")
-            own = 0.0 if given is None else given
-            cond = model_conditioning(patcher.model, sample.latent, sample.text, sample.conditioning, own, device)
+            stored_guidance = sample.conditioning.get("guidance")
+            sample_guidance = 0.0 if stored_guidance is None else stored_guidance
+            cond = model_conditioning(
+                patcher.model, sample.latent, sample.text, sample.conditioning, sample_guidance, device
+            )
             if "attention_mask" in cond:
                 raise ValueError("positive carries an attention mask, which Chroma training does not take; remove it.")
             patches.append(self.patchify(sample.latent.to(dtype), sample.tokens))
@@ -92,7 +94,7 @@ class Chroma(FluxFamily):
         timestep = patcher.get_model_object("model_sampling").timestep(sigma).float()
         return ChromaInputs(
             tokens=torch.stack([p.tokens for p in patches]),
-            positions=torch.stack([F.pad(p.positions, (0, 0, 0, length)) for p in patches]),  # text stands at zero
+            positions=torch.stack([F.pad(p.positions, (0, 0, 0, length)) for p in patches]),  # text positions are zero
             text=torch.stack([F.pad(text, (0, 0, 0, length - len(text))) for text in texts]),
             lengths=torch.tensor(lengths, dtype=torch.int64, device="cpu"),
             timestep=patcher.model.process_timestep(timestep),

@@ -8,7 +8,7 @@ _LAYER = f"{_APPROXIMATOR}.layers.{{}}"
 
 
 def _is_shared(name: str) -> bool:
-    """True for FLUX.1's modules that Chroma has too: all but those that embed or modulate."""
+    """Return whether Chroma has this module of FLUX.1: all but embedders and modulation."""
     return name in ("img_in", "txt_in", "final_layer.linear") or ("_blocks." in name and not name.endswith(".lin"))
 
 

@@ -9,7 +9,7 @@ from ..text import CaptionTokens, TextPolicy, escape_weights, literal_tokenizer,
 
 
 class ChromaText(TextPolicy):
-    """T5 alone, without pads but for those that T5TokenizerOptions asks for, which the model sees like other tokens."""
+    """T5 alone, without pads except those requested by T5TokenizerOptions, which the model sees like other tokens."""
 
     family, latents = "Chroma", (FLUX,)
     encoder = comfy.text_encoders.pixart_t5.PixArtT5XXL

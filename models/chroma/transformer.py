@@ -1,8 +1,8 @@
 """Chroma's transformer over the weights of ComfyUI's `comfy.ldm.chroma.model.Chroma`: FLUX's blocks, which take their
 modulation from one network, the approximator.
 
-B samples, N tokens of the picture, L of its text, D hidden. The text stands behind the picture in the joint sequence,
-so that a caption's pads are a sample's last tokens, which no other token attends to.
+B samples, N tokens of the picture, L of its text, D hidden. Text follows the picture in the joint sequence, so that a
+caption's pads are a sample's last tokens, which no other token attends to.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from ..layers.lora_linear import LoraLinear, Masks
 from ..layers.math import modulate, rope, timestep_embedding
 
 APPROXIMATOR = "distilled_guidance_layer"
-VECTORS = 344  # as many as 38 single and 19 double blocks and the end take; core computes them whatever the depth
+VECTORS = 344  # for 38 single blocks, 19 double blocks and the final layer; core computes them whatever the depth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class ChromaInputs(ModelInputs):
 
 
 class ChromaDoubleBlock(JointBlock):
-    """FLUX's, which is given its modulation and leaves out pads."""
+    """FLUX's, which takes its modulation and masks pads."""
 
     modulated = False
     text_first = False
@@ -47,25 +47,25 @@ class ChromaDoubleBlock(JointBlock):
     def forward(
         self, img: Tensor, txt: Tensor, img_mod: Tensor, txt_mod: Tensor, pe: Tensor, bounds: Tensor, masks: Masks
     ) -> tuple[Tensor, Tensor]:
-        """img: (B, N, D), txt: (B, L, D), img_mod and txt_mod: (B, 1, 6·D), pe: (B, N + L, 1, head/2, 2), bounds: as
-        the attention takes them."""
+        """Run the block. img: (B, N, D), txt: (B, L, D), img_mod and txt_mod: (B, 1, 6·D), pe: (B, N + L, 1, head/2,
+        2), bounds: as the attention takes them."""
         return self.run(img, txt, img_mod, txt_mod, pe, img.shape[1], masks, bounds)
 
 
 class ChromaSingleBlock(ParallelBlock):
-    """FLUX's, which is given its modulation and leaves out pads."""
+    """FLUX's, which takes its modulation and masks pads."""
 
     modulated = False
 
     def forward(self, x: Tensor, modulation: Tensor, pe: Tensor, bounds: Tensor, masks: Masks) -> Tensor:
-        """x: (B, N + L, D), modulation: (B, 1, 3·D), pe: (B, N + L, 1, head/2, 2), bounds: as the attention takes
-        them."""
+        """Run the block. x: (B, N + L, D), modulation: (B, 1, 3·D), pe: (B, N + L, 1, head/2, 2), bounds: as the
+        attention takes them."""
         return self.run(x, modulation, pe, x.shape[1], masks, bounds)
 
 
 class Approximator(nn.Module):
-    """The network that gives every modulation vector from time, guidance and the vector's number. It is frozen: a LoRA
-    on it would change all blocks at once."""
+    """The network that computes every modulation vector from timestep, guidance and the vector's index. It is frozen: a
+    LoRA on it would change all blocks at once."""
 
     def __init__(self, weights: FrozenWeights, model: Any):
         super().__init__()
@@ -77,7 +77,8 @@ class Approximator(nn.Module):
 
     @torch.no_grad()
     def forward(self, timestep: Tensor, guidance: Tensor, dtype: torch.dtype) -> Tensor:
-        """timestep: (B,), guidance: (B,), in the dtypes in which core embeds them → (B, 344, D) in `dtype`."""
+        """Compute the vectors: timestep (B,), guidance (B,), in the dtypes that core embeds them in → (B, 344, D) in
+        `dtype`."""
         level = torch.cat((timestep_embedding(timestep, 16).to(dtype), timestep_embedding(guidance, 16).to(dtype)), -1)
         number = torch.arange(VECTORS, dtype=torch.float32, device=timestep.device)
         index = timestep_embedding(number, 32).to(dtype)
@@ -100,11 +101,11 @@ class ChromaTransformer(FluxBackbone):
         self.approximator = Approximator(weights, model.distilled_guidance_layer)
 
     def frozen_modules(self) -> list[FrozenModule]:
-        own = [module for module in self.approximator.modules() if isinstance(module, FrozenModule)]
-        return [*super().frozen_modules(), *own]
+        approximator_modules = [module for module in self.approximator.modules() if isinstance(module, FrozenModule)]
+        return [*super().frozen_modules(), *approximator_modules]
 
     def forward(self, run: RunBlock, inputs: ModelInputs) -> Tensor:
-        """The velocity of the sample's tokens, (B, N, C·patch)."""
+        """Compute the velocity of the sample's tokens, (B, N, C·patch)."""
         assert isinstance(inputs, ChromaInputs)
         vectors = self.approximator(inputs.timestep, inputs.guidance, self.dtype)
         pe = rope(inputs.positions, self.axes_dim, self.theta)
@@ -117,7 +118,7 @@ class ChromaTransformer(FluxBackbone):
         def modulation(first: int, count: int) -> Tensor:
             return vectors[:, first : first + count].flatten(1)[:, None]
 
-        # Vectors lie in the order: single blocks, double blocks' pictures, double blocks' text, the end.
+        # Order of the vectors: single blocks, double blocks' pictures, double blocks' text, the final layer.
         of_img = 3 * len(self.single_blocks)
         of_txt = of_img + 6 * len(self.double_blocks)
         for i, block in enumerate(self.double_blocks):

@@ -18,24 +18,25 @@ from .patchify import TIMESTEP_ZERO, patchify_image, patchify_references
 from .text import FLUX2_TEXT_LENGTH, Flux1Text, Flux2Text
 from .transformer import Flux2Transformer, FluxInputs, FluxTransformer
 
-# FLUX's sampler moves its sigmas by exp(mu), with mu linear in the tokens of the picture through these two points
+# FLUX's sampler shifts its sigmas by exp(mu), with mu linear in the picture's token count through these two points
 # (black-forest-labs/flux, src/flux/sampling.py, get_lin_function and get_schedule).
 MU_AT_256_TOKENS = 0.5
 MU_AT_4096_TOKENS = 1.15
 SCHNELL_TEXT_LENGTH = 256
 # Hidden sizes of the models without guidance (musubi-tuner, flux_2/flux2_models.py: Klein4BParams, Klein9BParams). The
-# distilled ones have the weights' shapes of the base ones.
+# distilled models have the same weight shapes as the base ones.
 KLEIN = {3072: "klein-4b", 4096: "klein-9b"}
 
 
 def resolution_shift(tokens: int) -> float:
-    """exp(mu) of FLUX's sampler for a picture of that many tokens; mu runs on past both ends, as it does there."""
+    """Compute exp(mu) of FLUX's sampler for a picture of that many tokens; mu is extrapolated past both ends, as in
+    FLUX."""
     mu = MU_AT_256_TOKENS + (MU_AT_4096_TOKENS - MU_AT_256_TOKENS) * (tokens - 256) / (4096 - 256)
     return math.exp(mu)
 
 
 def flux2_resolution_shift(tokens: int) -> float:
-    """exp(mu) of FLUX.2's sampler for a picture of that many tokens, at the 50 steps that it takes by default
+    """Compute exp(mu) of FLUX.2's sampler for a picture of that many tokens, at its default of 50 steps
     (black-forest-labs/flux2, src/flux2/sampling.py, compute_empirical_mu): between two lines, one fitted to 10 steps
     and one to 200, and above 4300 tokens the latter."""
     at_10, at_200 = 8.73809524e-05 * tokens + 1.89833333, 0.00016927 * tokens + 0.45666666
@@ -46,8 +47,8 @@ class FluxFamily(Family):
     """Base of FLUX.1 and FLUX.2. An image's tokens are followed by those of its reference images."""
 
     axes: ClassVar[int]
-    # Attention and MLP of every block; the modulation is left out, as musubi-tuner does (networks/lora_flux.py and
-    # lora_flux_2.py: exclude_patterns).
+    # Attention and MLP of every block, without modulation, like musubi-tuner (networks/lora_flux.py and lora_flux_2.py:
+    # exclude_patterns).
     default_targets = (
         "double_blocks.*.img_attn.*",
         "double_blocks.*.txt_attn.*",
@@ -56,19 +57,19 @@ class FluxFamily(Family):
         "single_blocks.*.linear1",
         "single_blocks.*.linear2",
     )
-    # A single block runs all tokens through all of its weights, a double block the few of the text through half of
-    # them: a single block computes longer for each byte that has to be copied meanwhile.
+    # A single block runs all tokens through all of its weights, a double block the few text tokens through half of
+    # them: a single block computes longer per byte to copy in the meantime.
     swap_order = ("single_blocks", "double_blocks")
 
     def takes_guidance(self, model: Any) -> bool:
         return bool(model.diffusion_model.params.guidance_embed)
 
     def text_width(self, model: Any) -> int:
-        """The width of the text encoder's output that the model takes."""
+        """Return the width of the model's text input."""
         return model.diffusion_model.txt_in.in_features
 
     def pooled_width(self, model: Any) -> int:
-        """The width of the pooled text that the model takes; 0 where it takes none."""
+        """Return the width of the model's pooled text input; 0 if it takes none."""
         vector_in = model.diffusion_model.vector_in
         return 0 if vector_in is None else vector_in.in_layer.in_features
 
@@ -137,22 +138,23 @@ class FluxFamily(Family):
         )
 
     def reference_method(self, method: str) -> str:
-        """ComfyUI's name for where references stand. Raises ValueError for one that the model does not run."""
+        """Check ComfyUI's name of the method that positions references. Raises ValueError for one that the model does
+        not run."""
         return method
 
     def reference_timestep(self, timestep: Tensor, methods: Sequence[str]) -> Tensor | None:
-        """The timestep of each sample's references, (B,), or None where it is always that of the sample.
+        """Return the timestep of each sample's references, (B,), or None if it is always that of the sample.
 
-        Where a model knows both, there is a second modulation whatever a batch's methods are, so that a graph does not
-        depend on them.
+        If a model supports both, there is always a second modulation, so that a graph does not depend on a batch's
+        methods.
         """
         zero = torch.tensor([method == TIMESTEP_ZERO for method in methods], device=timestep.device)
         return torch.where(zero, 0 * timestep, timestep)
 
 
 class Flux(FluxFamily):
-    """FLUX.1: dev, schnell, and every checkpoint of that shape. Kontext is one of them, which was trained to see
-    reference pictures; nothing in its weights tells it from dev."""
+    """FLUX.1: dev, schnell, and every checkpoint of that shape. Kontext is one of them, trained to see reference
+    pictures; its weights don't distinguish it from dev."""
 
     name = "flux"
     title = "FLUX.1"
@@ -165,7 +167,7 @@ class Flux(FluxFamily):
     resolution_shifts = {"resolution_shifted": resolution_shift}
 
     def matches(self, model: Any) -> bool:
-        """True for ComfyUI's FLUX.1; FLUX.2 and other models that subclass it run another forward."""
+        """Return whether this is ComfyUI's FLUX.1; FLUX.2 and other models that subclass it run another forward."""
         if not super().matches(model):
             return False
         params = model.diffusion_model.params
@@ -173,7 +175,7 @@ class Flux(FluxFamily):
         return not any(getattr(params, name, False) for name in other) and not getattr(params, "txt_ids_dims", [])
 
     def variant(self, model: Any) -> str:
-        """`dev` where the model takes guidance, else `schnell`."""
+        """Return `dev` if the model takes guidance, else `schnell`."""
         return "dev" if model.diffusion_model.params.guidance_embed else "schnell"
 
     def origin(self, model: Any) -> Origin:
@@ -235,18 +237,18 @@ class Flux2(FluxFamily):
         return params.global_modulation and params.mlp_silu_act and not other
 
     def variant(self, model: Any) -> str:
-        """`dev` where the model takes guidance, else `klein-4b` or `klein-9b`, or `klein` for one of another size."""
+        """Return `dev` if the model takes guidance, else `klein-4b` or `klein-9b`, or `klein` for another size."""
         params = model.diffusion_model.params
         return "dev" if params.guidance_embed else KLEIN.get(params.hidden_size, "klein")
 
     def origin(self, model: Any) -> Origin:
-        """As musubi-tuner writes it (utils/sai_model_spec.py, dataset/architectures.py)."""
+        """Return the origin as musubi-tuner writes it (utils/sai_model_spec.py, dataset/architectures.py)."""
         variant, url = self.variant(model), "https://github.com/black-forest-labs/flux2"
         return Origin(f"Flux.2-{variant}", url, f"flux_2_{variant.replace('-', '_')}", "networks.lora_flux_2")
 
     def shift(self, model: Any, tokens: int) -> float:
-        """musubi-tuner's docs/flux_2.md trains with `--timestep_sampling flux2_shift`, which is exp(mu) of FLUX.1's
-        sampler at FLUX.2's token count; FLUX.2's own sampler comes to that line at 200 steps
+        """Return musubi-tuner's shift: docs/flux_2.md trains with `--timestep_sampling flux2_shift`, which is exp(mu)
+        of FLUX.1's sampler at FLUX.2's token count; FLUX.2's own sampler matches that line at 200 steps
         (black-forest-labs/flux2, src/flux2/sampling.py, compute_empirical_mu)."""
         return resolution_shift(tokens)
 
@@ -272,9 +274,9 @@ class Flux2(FluxFamily):
 
 
 def _pooled(conds: Sequence[dict[str, Tensor]]) -> Tensor | None:
-    """(B, P); a sample without pooled text has zeros, as core gives it."""
-    known = [c["y"] for c in conds if "y" in c]
-    return torch.cat([c.get("y", torch.zeros_like(known[0])) for c in conds]) if known else None
+    """Stack the pooled texts, (B, P); a sample without one gets zeros, as in core."""
+    pooled = [c["y"] for c in conds if "y" in c]
+    return torch.cat([c.get("y", torch.zeros_like(pooled[0])) for c in conds]) if pooled else None
 
 
 FAMILIES = (Flux(), Flux2())

@@ -34,6 +34,6 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def gated_silu(x: Tensor) -> Tensor:
-    """(…, 2·D) → (…, D): SiLU of the first half times the second (SwiGLU, arXiv 2002.05202)."""
+    """Compute SiLU of the first half times the second, (…, 2·D) → (…, D) (SwiGLU, arXiv 2002.05202)."""
     gate, value = x.chunk(2, dim=-1)
     return F.silu(gate) * value

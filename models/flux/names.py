@@ -2,7 +2,7 @@
 
 from ..name_table import Gap, NameTable
 
-# The attention of double blocks is called alike in FLUX.1 and FLUX.2.
+# The attention of double blocks has the same names in FLUX.1 and FLUX.2.
 _ATTENTION: dict[str, tuple[str, ...]] = {
     "double_blocks.{}.img_attn.qkv": (
         "transformer_blocks.{}.attn.to_q",
@@ -59,8 +59,8 @@ _NORMS = (
 
 
 def _rows(name: str, parts: int, rows: int, columns: int) -> list[int]:
-    """The single blocks' `linear1` is q, k and v of the hidden size (its own input size) and then the MLP; the double
-    blocks' `qkv` is three equal parts."""
+    """Split the rows: the single blocks' `linear1` is q, k and v of the hidden size (its input size) and then the MLP;
+    the double blocks' `qkv` is three equal parts."""
     return [columns] * 3 + [rows - 3 * columns] if parts == 4 else [rows // parts] * parts
 
 
@@ -74,7 +74,7 @@ _FLUX1_PROPORTIONS = {
     "single_blocks.{}.linear1": (3 + 4, 1),
     "single_blocks.{}.linear2": (1, 1 + 4),
 }
-# diffusers looks for names of its own behind the prefix of ComfyUI's.
+# diffusers expects its own names after ComfyUI's prefix.
 FLUX1_GAPS = (Gap("diffusers", "comfyui", ("*",)),)
 FLUX1_NAMES = NameTable(_FLUX1, _NORMS, _rows, _HALVES_SWAPPED, _FLUX1_PROPORTIONS, FLUX1_GAPS)
 
@@ -111,8 +111,8 @@ _FLUX2_PROPORTIONS = {
     "single_blocks.{}.linear1": (3 + 6, 1),
     "single_blocks.{}.linear2": (1, 1 + 3),
 }
-# ComfyUI's table of diffusers' names has those of FLUX.1 for what embeds and modulates. diffusers' converter of kohya's
-# names has not all of them, and that of ComfyUI's takes the last modulation's (shift, scale) for (scale, shift).
+# ComfyUI's table of diffusers' names uses FLUX.1's for embedders and modulation. diffusers' converter of kohya's names
+# lacks some, and its converter of ComfyUI's names reads the last modulation's (shift, scale) as (scale, shift).
 _FLUX2_GAPS = (
     Gap("ComfyUI", "diffusers", ("time_in.*", "guidance_in.*", "*_stream_modulation*")),
     Gap("diffusers", "kohya", ("guidance_in.*", "*_stream_modulation*", "final_layer.adaLN_modulation.1")),

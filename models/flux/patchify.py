@@ -1,4 +1,4 @@
-"""Latents as tokens with the positions that core's `comfy.ldm.flux.model.Flux.process_img` and `_forward` give them."""
+"""Latents as tokens with the positions from core's `comfy.ldm.flux.model.Flux.process_img` and `_forward`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +15,9 @@ TIMESTEP_ZERO = "index_timestep_zero"
 def patchify_image(
     latent: Tensor, patch: int, axes: int, index: float = 0.0, h_offset: int = 0, w_offset: int = 0
 ) -> Patches:
-    """latent: (C, H, W) → its tokens of patch × patch cells in row order, (channel, row, column) inside each, and their
-    positions (index, row, column, and 0 along further axes). Offsets are in cells. A side that is no whole number of
-    patches is filled up as core does."""
+    """Cut a latent (C, H, W) into tokens of patch × patch cells in row order, (channel, row, column) inside each, with
+    their positions (index, row, column, and 0 along further axes). Offsets are in cells. A side that is no whole number
+    of patches is padded as in core."""
     latent = comfy.ldm.common_dit.pad_to_patch_size(latent[None], (patch, patch))[0]
     channels, height, width = latent.shape
     h, w = height // patch, width // patch
@@ -32,12 +32,12 @@ def patchify_image(
 
 
 def patchify_references(latents: Sequence[Tensor], method: str, size: Sequence[int], params: Any) -> Patches:
-    """The tokens of reference pictures, each (1, C, H, W), one picture after the other. size: (H, W) of the sample's
+    """Cut reference pictures, each (1, C, H, W), into tokens, one picture after the other. size: (H, W) of the sample's
     own latent; params: those of core's model.
 
-    Where each picture stands, by ComfyUI's `reference_latents_method`: `index` and `index_timestep_zero` count along
-    the first axis; `uxo` goes on along the diagonal from the far corner of all that came before; any other (`offset`)
-    puts them side by side at 1 of the first axis. Raises ValueError for latents of another VAE.
+    Positions follow ComfyUI's `reference_latents_method`: `index` and `index_timestep_zero` count along the first axis;
+    `uxo` continues along the diagonal from the far corner of all previous pictures; any other (`offset`) puts them side
+    by side at 1 of the first axis. Raises ValueError for latents of another VAE.
     """
     patch, index = params.patch_size, 0.0
     height = width = 0

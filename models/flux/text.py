@@ -20,11 +20,12 @@ class Flux1Text(TextPolicy):
     lengths = (256, 512)
 
     def tokenize(self, clip: Any, caption: str, max_length: int | None = None) -> CaptionTokens:
-        """A caption takes the smallest of the lengths up to `max_length` that holds it, and is cut at the longest."""
+        """Tokenise a caption: it gets the smallest of the lengths up to `max_length` that fits it, and is cut at the
+        longest."""
         lengths = [length for length in self.lengths if max_length is None or length <= max_length]
         assert lengths, (self.lengths, max_length)
         tokenizer = literal_tokenizer(clip.tokenizer, ("clip_l", "t5xxl"))
-        # This replaces T5 options that a node may have set on the CLIP: lengths stay the few of the policy.
+        # This overrides T5 options that a node may have set on the CLIP: lengths stay those of the policy.
         tokens = tokenizer.tokenize_with_weights(escape_weights(caption), tokenizer_options={"t5xxl_min_length": 0})
         (bare,) = tokens["t5xxl"]
         length = next((length for length in lengths if length >= len(bare)), lengths[-1])
@@ -46,9 +47,9 @@ class Flux1Text(TextPolicy):
 
 
 class Flux2Text(TextPolicy):
-    """Mistral (dev) or Qwen3 (klein) around the family's template, three layers of it side by side.
+    """Mistral (dev) or Qwen3 (klein) with the family's template, three of its layers concatenated.
 
-    Core pads what Mistral encodes with zeros on the left to 512, in the model; Qwen3's tokens are padded on the right.
+    Core pads Mistral's output with zeros on the left to 512, in the model; Qwen3's tokens are padded on the right.
     """
 
     family, latents, takes_controls = "FLUX.2", (FLUX2,), True
@@ -57,7 +58,7 @@ class Flux2Text(TextPolicy):
     layers: ClassVar[int] = 3
 
     def tokenize(self, clip: Any, caption: str, max_length: int | None = None) -> CaptionTokens:
-        """A caption of more than 512 tokens with its template is cut before the template's end."""
+        """Tokenise a caption; if it has more than 512 tokens with its template, it is cut before the template's end."""
         name = clip.tokenizer.clip
         tokenizer = literal_tokenizer(clip.tokenizer, (name,))
         tokens = tokenizer.tokenize_with_weights(escape_weights(caption))
@@ -65,16 +66,16 @@ class Flux2Text(TextPolicy):
         dropped = max(0, len(pairs) - FLUX2_TEXT_LENGTH)
         if dropped:
             part = inner_tokenizer(tokenizer)
-            after = tokenizer.llama_template.split("{}")[1]
-            kept = len(part.tokenizer(after)["input_ids"]) - part.tokens_start
-            tokens[name] = [pairs[: FLUX2_TEXT_LENGTH - kept] + pairs[len(pairs) - kept :]]
+            suffix = tokenizer.llama_template.split("{}")[1]
+            suffix_length = len(part.tokenizer(suffix)["input_ids"]) - part.tokens_start
+            tokens[name] = [pairs[: FLUX2_TEXT_LENGTH - suffix_length] + pairs[len(pairs) - suffix_length :]]
         return CaptionTokens(tokens, len(pairs) - dropped, dropped)
 
     def outputs(self, length: int | None) -> Mapping[str, tuple[int | None, ...]]:
         return {"cond": (1, length, None), "attention_mask": (1, length)}
 
     def model_length(self, length: int) -> int:
-        """Core fills up to 512 with zeros on the left, and cuts nothing."""
+        """Return at least 512: core pads with zeros on the left, and cuts nothing."""
         return max(FLUX2_TEXT_LENGTH, length)
 
     def width(self, clip: Any) -> int:

@@ -21,9 +21,9 @@ from .layers import Embedder
 
 @dataclass(frozen=True, kw_only=True)
 class FluxInputs(ModelInputs):
-    """positions: (B, N + R, axes) ids of the kept tokens and of those of the references; pooled: (B, P) or None;
-    guidance: (B,) or None; reference_timestep: (B,) fp32, what the tokens of references see, or None where that is what
-    all others see."""
+    """positions: (B, N + R, axes) ids of the sample's tokens and of the references'; pooled: (B, P) or None; guidance:
+    (B,) or None; reference_timestep: (B,) fp32, the timestep of reference tokens, or None if it is that of all
+    others."""
 
     positions: Tensor
     pooled: Tensor | None
@@ -32,7 +32,7 @@ class FluxInputs(ModelInputs):
 
 
 class FluxBackbone:
-    """The blocks of a model of FLUX's kind, and the Linears before and behind them, frozen and ready for LoRA."""
+    """The blocks of a FLUX-like model, and the Linears before and after them, frozen and ready for LoRA."""
 
     double: type[JointBlock]
     single: type[ParallelBlock]
@@ -56,9 +56,9 @@ class FluxBackbone:
         return [*double, *single]
 
     def linears(self) -> dict[str, LoraLayer]:
-        """Every Linear by the model's own module name."""
-        found = {f"{p}.{b.native_name(n)}": lin for p, b in self.blocks() for n, lin in b.linears().items()}
-        return found | {"img_in": self.img_in, "txt_in": self.txt_in, "final_layer.linear": self.final_linear}
+        """Return every Linear by the model's own module name."""
+        linears = {f"{p}.{b.native_name(n)}": lin for p, b in self.blocks() for n, lin in b.linears().items()}
+        return linears | {"img_in": self.img_in, "txt_in": self.txt_in, "final_layer.linear": self.final_linear}
 
     def frozen_modules(self) -> list[FrozenModule]:
         norms = [m for _, block in self.blocks() for m in block.modules() if isinstance(m, RMSNorm)]
@@ -80,14 +80,14 @@ class FluxTransformer(FluxBackbone):
         self.final_modulation = LoraLinear(weights, "final_layer.adaLN_modulation.1")
 
     def linears(self) -> dict[str, LoraLayer]:
-        found = super().linears() | {"final_layer.adaLN_modulation.1": self.final_modulation}
+        linears = super().linears() | {"final_layer.adaLN_modulation.1": self.final_modulation}
         for name in ("time_in", "vector_in", "guidance_in"):
             if (embedder := getattr(self, name)) is not None:
-                found |= {f"{name}.in_layer": embedder.in_layer, f"{name}.out_layer": embedder.out_layer}
-        return found
+                linears |= {f"{name}.in_layer": embedder.in_layer, f"{name}.out_layer": embedder.out_layer}
+        return linears
 
     def embed(self, inputs: FluxInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """→ img (B, N + R, D), txt (B, L, D), vec (B, 1 or 2, D) after SiLU, where a second row is that of the
+        """Embed the inputs → img (B, N + R, D), txt (B, L, D), vec (B, 1 or 2, D) after SiLU, a second row for the
         references, and pe (B, L + N + R, 1, head/2, 2)."""
         references = () if inputs.references is None else (inputs.references,)
         img = self.img_in(torch.cat((inputs.tokens, *references), dim=1))
@@ -105,27 +105,29 @@ class FluxTransformer(FluxBackbone):
         return img, txt, F.silu(vec), rope(positions, self.axes_dim, self.theta)
 
     def text_positions(self, inputs: FluxInputs) -> Tensor:
-        """(B, L, axes): zero, but for the axes along which the text runs."""
+        """Make the text's positions, (B, L, axes): zero, except along the axes that count text tokens."""
         batch, length = inputs.text.shape[:2]
         counted = torch.arange(length, dtype=inputs.positions.dtype, device=inputs.positions.device)
         axes = [counted if axis in self.text_axes else torch.zeros_like(counted) for axis in range(len(self.axes_dim))]
         return torch.stack(axes, dim=-1).expand(batch, -1, -1)
 
-    def modulations(self, vec: Tensor, pe: Tensor, own: int, text: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The arguments of double blocks and of single blocks besides the tokens. own: N, text: L."""
+    def modulations(
+        self, vec: Tensor, pe: Tensor, sample_tokens: int, text: int
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Return the arguments of double and of single blocks besides the tokens. sample_tokens: N, text: L."""
         return (vec, pe), (vec, pe)
 
     def head(self, img: Tensor, vec: Tensor) -> Tensor:
-        """img: (B, N, D), vec: (B, 1, D) → velocity (B, N, C·patch)."""
+        """Run the final layer: img (B, N, D), vec (B, 1, D) → velocity (B, N, C·patch)."""
         shift, scale = self.final_modulation(vec).chunk(2, dim=-1)
         return self.final_linear(modulate(img, shift, scale))
 
     def forward(self, run: RunBlock, inputs: ModelInputs) -> Tensor:
-        """The velocity of the sample's own tokens, (B, N, C·patch)."""
+        """Compute the velocity of the sample's own tokens, (B, N, C·patch)."""
         assert isinstance(inputs, FluxInputs)
         img, txt, vec, pe = self.embed(inputs)
-        own, text = inputs.tokens.shape[1], txt.shape[1]
-        for_double, for_single = self.modulations(vec, pe, own, text)
+        sample_tokens, text = inputs.tokens.shape[1], txt.shape[1]
+        for_double, for_single = self.modulations(vec, pe, sample_tokens, text)
         if torch.is_grad_enabled():
             # The first block must look like the others to the compiler: its inputs require grad too.
             img, txt = (x if x.requires_grad else x.requires_grad_() for x in (img, txt))
@@ -134,7 +136,7 @@ class FluxTransformer(FluxBackbone):
         x = torch.cat((txt, finite_in_fp16(img)), dim=1)
         for single in self.single_blocks:
             x = run(single, x, *for_single)
-        return self.head(x[:, text : text + own], vec[:, :1])
+        return self.head(x[:, text : text + sample_tokens], vec[:, :1])
 
 
 class Flux2Transformer(FluxTransformer):
@@ -156,6 +158,8 @@ class Flux2Transformer(FluxTransformer):
             "single_stream_modulation.lin": self.single_modulation,
         }
 
-    def modulations(self, vec: Tensor, pe: Tensor, own: int, text: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def modulations(
+        self, vec: Tensor, pe: Tensor, sample_tokens: int, text: int
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         double = self.img_modulation(vec), self.txt_modulation(vec[:, :1])
-        return (*double, pe, own), (self.single_modulation(vec), pe, text + own)
+        return (*double, pe, sample_tokens), (self.single_modulation(vec), pe, text + sample_tokens)

@@ -1,4 +1,4 @@
-"""The attention of the training forward, by the name that the user chose: torch's SDPA, cuDNN's kernel or flash-attn.
+"""The attention of the training forward, by the user's choice: torch's SDPA, cuDNN's kernel or flash-attn.
 
 Models whose captions are padded take ragged attention: each sample of a batch sees its own first tokens and no pad.
 """
@@ -19,16 +19,17 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q, k, v: (B, T, H, D) → (B, T, H·D). Torch picks the kernel (flash, cuDNN, memory-efficient or plain).
+    """Run torch's SDPA: q, k, v (B, T, H, D) → (B, T, H·D). Torch picks the kernel (flash, cuDNN, memory-efficient or
+    math).
 
-    Its result lies in memory as q does: from q in this order the heads of a token are together, and nothing is copied.
+    The output has q's memory layout: for q in this order the heads of a token are contiguous, and nothing is copied.
     """
     out = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     return out.transpose(1, 2).flatten(2)
 
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same on cuDNN's kernel, by its own op: SDPA would take another where this one refuses."""
+    """Run `sdpa` on cuDNN's kernel, by its own op: SDPA would fall back to another if this one refuses."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)[0]
     return out.transpose(1, 2).flatten(2)
@@ -36,7 +37,7 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @lru_cache  # one function for all runs: a graph is compiled for the function that it calls
 def flash(package: str) -> Attention:
-    """The same on the kernels of one of `flash_attention.PACKAGES`; fp16 or bf16 on a GPU."""
+    """Make `sdpa` on the kernels of one of `flash_attention.PACKAGES`; fp16 or bf16 on a GPU."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flash_attention(q, k, v, None, package)[0].flatten(2)
@@ -45,21 +46,22 @@ def flash(package: str) -> Attention:
 
 
 def settle_kernel_order() -> None:
-    """Let torch decide on its order of kernels now, outside of any order of ComfyUI's.
+    """Make torch decide on its kernel order now, outside any order that ComfyUI sets.
 
-    At a process's first attention on a GPU, torch puts cuDNN's kernel first where it is the fastest: twice as fast as
-    flash on an H100. ComfyUI makes that call inside an order of its own (`comfy.ops`), at whose end the order of before
-    comes back, and the decision is lost for the whole process, training included.
+    At a process's first attention on a GPU, torch puts cuDNN's kernel first if it is the fastest: twice as fast as
+    flash on an H100. ComfyUI makes that call inside its own order (`comfy.ops`), which restores the previous order at
+    its end, so that the decision is lost for the whole process, training included.
     """
     if not torch.cuda.is_available():
         return
-    with contextlib.suppress(AttributeError, RuntimeError):  # private to torch; a broken GPU is told of elsewhere
+    with contextlib.suppress(AttributeError, RuntimeError):  # private to torch; a broken GPU is reported elsewhere
         q = torch.zeros(1, 1, 8, 64, device="cuda", dtype=torch.bfloat16)
         torch._fused_sdp_choice(q, q, q)
 
 
 def attention_function(choice: str, device: torch.device, dtype: torch.dtype) -> Attention:
-    """`auto` and `sdpa` take torch's SDPA. Raises ValueError where `cudnn` or `flash-attn` does not run here."""
+    """Return the attention of a choice: torch's SDPA for `auto` and `sdpa`. Raises ValueError if `cudnn` or
+    `flash-attn` does not run here."""
     if choice == "flash-attn":
         return flash(flash_package(device, dtype))
     if choice == "cudnn":
@@ -76,7 +78,7 @@ def attention_notes(choice: str, device: torch.device, dtype: torch.dtype) -> It
 
 @lru_cache
 def _check_cudnn(device: torch.device, dtype: torch.dtype) -> None:
-    """Run cuDNN's kernel forward and backward once. Raises ValueError where that fails."""
+    """Run cuDNN's kernel forward and backward once. Raises ValueError if that fails."""
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"attention is 'cudnn', which needs a GPU and fp16 or bf16, not {device.type} in {dtype}.")
     q, k, v = (torch.ones(1, 32, 2, 128, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
@@ -91,9 +93,9 @@ def _check_cudnn(device: torch.device, dtype: torch.dtype) -> None:
 class RaggedAttention(NamedTuple):
     """Attention among the first tokens of each sample.
 
-    bounds(lengths, size, device): from lengths (B,), int64 on the CPU, and T what `attend` takes, once per batch.
-    attend(q, k, v, bounds): q, k, v (B, T, H, D) → (B, T, H·D). What it gives behind a sample's length is finite and
-    takes part in nothing that it gives before it.
+    bounds(lengths, size, device): lengths (B,), int64 on the CPU, and T → the `bounds` of `attend`, once per batch.
+    attend(q, k, v, bounds): q, k, v (B, T, H, D) → (B, T, H·D). Its output beyond a sample's length is finite and does
+    not affect the output before it.
     """
 
     bounds: Callable[[Tensor, int, torch.device], Tensor]
@@ -101,7 +103,7 @@ class RaggedAttention(NamedTuple):
 
 
 def ragged_attention_function(choice: str, device: torch.device, dtype: torch.dtype) -> RaggedAttention:
-    """As `attention_function`, for samples of different length."""
+    """Return the attention of a choice like `attention_function`, for samples of different length."""
     if choice == "flash-attn":
         return RaggedAttention(pads_as_samples, ragged_flash(flash_package(device, dtype)))
     if choice == "cudnn":
@@ -111,7 +113,7 @@ def ragged_attention_function(choice: str, device: torch.device, dtype: torch.dt
 
 @lru_cache
 def ragged_sdpa(only_cudnn: bool = False) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """On the kernels of torch."""
+    """Make ragged attention on torch's kernels."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
         return ragged_attention(q, k, v, lengths, only_cudnn)[0].flatten(2)
@@ -120,7 +122,7 @@ def ragged_sdpa(only_cudnn: bool = False) -> Callable[[Tensor, Tensor, Tensor, T
 
 
 def pads_as_samples(lengths: Tensor, size: int, device: torch.device) -> Tensor:
-    """Bounds of sequences in B·T rows, int32 (2·B + 1,): each sample, then its pads as a sequence of their own."""
+    """Make the bounds of sequences in B·T rows, int32 (2·B + 1,): each sample, then its pads as a separate sequence."""
     starts = torch.arange(len(lengths), dtype=torch.int64) * size
     ends = torch.tensor([len(lengths) * size])
     return to_device(torch.cat((torch.stack((starts, starts + lengths), 1).flatten(), ends)).to(torch.int32), device)
@@ -128,7 +130,7 @@ def pads_as_samples(lengths: Tensor, size: int, device: torch.device) -> Tensor:
 
 @lru_cache
 def ragged_flash(package: str) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """On flash-attn's kernels for many sequences in one."""
+    """Make ragged attention on flash-attn's varlen kernels."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
         return flash_attention(q, k, v, bounds, package)[0].flatten(2)

@@ -1,7 +1,7 @@
 """FlashAttention 2, 3 and 4 (arXiv 2205.14135, 2307.08691, 2407.08608), each from its own package, as one op.
 
-A compiler may not enter their kernels: the op is opaque to it, so that a block stays one graph. The packages' public
-functions give the log-sum-exp with the result, and their own backward kernels take it, as their autograd functions do.
+A compiler can't trace their kernels: the op is opaque to it, so that a block stays one graph. The packages' public
+functions return the log-sum-exp with the result, and their backward kernels take it, as in their autograd functions.
 """
 
 import importlib
@@ -21,10 +21,11 @@ HEAD_DIM = 128
 
 @torch.library.custom_op("tessera::flash_attention", mutates_args=())
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, package: str) -> tuple[Tensor, Tensor]:
-    """Attention on the kernels of one of PACKAGES, named by its module.
+    """Run attention on the kernels of one of PACKAGES, named by its module.
 
     q: (B, T, H, D); k, v: (B, S, H, D) → (B, T, H, D) and the log-sum-exp of the scores, fp32 (B, H, T). bounds, int32
-    (N + 1,): the B·T rows are N sequences that do not see one another; then S = T, and the log-sum-exp is (H, B·T).
+    (N + 1,): the B·T rows are N sequences that do not attend to one another; then S = T, and the log-sum-exp is (H,
+    B·T).
     """
     out, lse = PACKAGES[package].forward(_module(package), *_rows(bounds, q, k, v), _sequences(bounds, q))
     return out.reshape(q.shape).contiguous(), lse.contiguous()
@@ -34,7 +35,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, pack
 def flash_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: Tensor | None, package: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `flash_attention` with respect to q, k and v, in their shapes."""
+    """Compute the gradients of `flash_attention` with respect to q, k and v, in their shapes."""
     rows = _rows(bounds, grad.contiguous(), q, k, v, out)
     dq, dk, dv = PACKAGES[package].backward(_module(package), *rows, lse, _sequences(bounds, q))
     return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
@@ -45,7 +46,7 @@ def _rows(bounds: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _sequences(bounds: Tensor | None, q: Tensor) -> dict[str, Any]:
-    """The arguments of all three packages for many sequences in one; none for a batch."""
+    """Return the varlen arguments of all three packages; none for a batch of equal lengths."""
     if bounds is None:
         return {}
     size = q.shape[1]
@@ -83,16 +84,16 @@ def _backward(ctx, grad, _):
 flash_attention.register_autograd(_backward, setup_context=_save)
 
 
-# The partitioner weighs by these what to keep and what to compute again; an op without a formula counts as free.
+# The partitioner decides by these which outputs to save and which to recompute; an op without a formula counts as free.
 
 
 def _flops(q_shape, k_shape, *_, out_shape=None, **__) -> int:
-    """Two matmuls of B·H·T·S·D."""
+    """Count two matmuls of B·H·T·S·D."""
     return 4 * math.prod(q_shape) * k_shape[1]
 
 
 def _backward_flops(grad_shape, q_shape, k_shape, *_, out_shape=None, **__) -> int:
-    """Five of them: the scores are computed again."""
+    """Count five of them: the scores are recomputed."""
     return 10 * math.prod(grad_shape) * k_shape[1]
 
 
@@ -114,7 +115,7 @@ def _forward_4(module: Any, q: Tensor, k: Tensor, v: Tensor, sequences: dict[str
 
 
 def _backward_2(module, grad, q, k, v, out, lse, sequences: dict[str, Any]) -> tuple[Tensor, ...]:
-    """In FlashAttention 2.7 and newer the window is two arguments."""
+    """Call the backward of FlashAttention 2.7 or newer, whose window is two arguments."""
     function = module._flash_attn_varlen_backward if sequences else module._flash_attn_backward
     grads = {"dq": _like(q), "dk": _like(k), "dv": _like(v)}
     plain: dict[str, Any] = {"dropout_p": 0.0, "softmax_scale": q.shape[-1] ** -0.5, "causal": False, "softcap": 0.0}
@@ -138,8 +139,8 @@ def _backward_4(module, grad, q, k, v, out, lse, sequences: dict[str, Any]) -> t
 class Package(NamedTuple):
     """One of the packages.
 
-    title: its name for the user.
-    generations: of NVIDIA's compute capabilities, those that it has kernels of its own for.
+    title: name for the user.
+    generations: NVIDIA compute capabilities (major) that it has specialised kernels for.
     forward(module, q, k, v, sequences) → result, log-sum-exp.
     backward(module, grad, q, k, v, result, log-sum-exp, sequences) → three gradients.
     """
@@ -150,8 +151,8 @@ class Package(NamedTuple):
     backward: Callable[..., tuple[Tensor, ...]]
 
 
-# By the module that holds the public functions beside the kernel of their backward. `flash_attn` itself won't do: where
-# FlashAttention 4 is installed alone it is an empty namespace.
+# By the module that holds both the public functions and their backward kernel. `flash_attn` itself won't do: if only
+# FlashAttention 4 is installed it is an empty namespace.
 PACKAGES = {
     "flash_attn_interface": Package("FlashAttention 3", (9,), _forward_2, _backward_3),
     "flash_attn.cute.interface": Package("FlashAttention 4", (9, 10, 11, 12), _forward_4, _backward_4),
@@ -165,9 +166,9 @@ def _module(package: str) -> Any:
 
 @lru_cache
 def flash_package(device: torch.device, dtype: torch.dtype) -> str:
-    """Name the package to run on this device: the first that is installed and gives right values there.
+    """Choose the package to run on this device: the first that is installed and computes correct values there.
 
-    Those with kernels for its generation are tried first. Raises ValueError where there is none.
+    Those with kernels for its generation are tried first. Raises ValueError if there is none.
     """
     generation = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
     faults = []
@@ -189,30 +190,30 @@ def flash_package(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _import_fault(package: str) -> str | None:
-    """Import a package. Returns what is wrong with it, "" if it is not installed, None if nothing is."""
+    """Import a package. Returns its fault, "" if it is not installed, None if it imports."""
     try:
         _module(package)
-    except Exception as error:  # one that was built for another torch or CUDA fails in any way
+    except Exception as error:  # one built for another torch or CUDA fails in any way
         missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
         return "" if missing and f"{package}.".startswith(f"{missing}.") else _first_line(error)
     return None
 
 
 def _kernel_fault(package: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Run a package on a small batch, whole and as sequences, one of them empty. Returns what is wrong, or None."""
+    """Run a package on a small batch, whole and as sequences, one of them empty. Returns the fault, or None."""
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(2, 32, 2, HEAD_DIM, generator=generator).to(device, dtype) for _ in range(4)]
     whole, sequences = (
         torch.tensor(ends, dtype=torch.int32, device=device) for ends in ([0, 32, 64], [0, 32, 32, 48, 64])
     )
     try:
-        for bounds, given in ((whole, None), (sequences, sequences)):
+        for bounds, op_bounds in ((whole, None), (sequences, sequences)):
             q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
             with torch.enable_grad():
-                results = flash_attention(q, k, v, given, package)[0], _plain(q, k, v, bounds)
-                found, wanted = ([out, *torch.autograd.grad(out, (q, k, v), tensors[3])] for out in results)
-            # Written so that NaN is far from anything.
-            near = ((x - y).float().norm() <= 0.05 * y.float().norm() for x, y in zip(found, wanted, strict=True))
+                results = flash_attention(q, k, v, op_bounds, package)[0], _plain(q, k, v, bounds)
+                actual, expected = ([out, *torch.autograd.grad(out, (q, k, v), tensors[3])] for out in results)
+            # Written so that NaN fails the comparison.
+            near = ((x - y).float().norm() <= 0.05 * y.float().norm() for x, y in zip(actual, expected, strict=True))
             if not all(near):
                 return "its values are not those of attention"
     except Exception as error:
@@ -221,7 +222,7 @@ def _kernel_fault(package: str, device: torch.device, dtype: torch.dtype) -> str
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
-    """Attention among the rows of each sequence, in fp32."""
+    """Compute attention within each sequence, in fp32."""
     owner = torch.bucketize(torch.arange(q.shape[0] * q.shape[1], device=q.device), bounds, right=True)
     q_rows, k_rows, v_rows = (x.flatten(0, 1).transpose(0, 1).float() for x in (q, k, v))
     scores = (q_rows @ k_rows.mT * q.shape[-1] ** -0.5).masked_fill(owner[:, None] != owner, -torch.inf)

@@ -1,4 +1,4 @@
-"""A frozen convolution with an adapter beside it."""
+"""A frozen convolution with an adapter."""
 
 from torch import Tensor, nn
 
@@ -10,7 +10,7 @@ from .lora_linear import LoraLayer
 
 
 class LoraConv(LoraLayer):
-    """A convolution of the MODEL, and what its adapter adds to it, where it has one."""
+    """A convolution of the MODEL plus the update of its adapter, if it has one."""
 
     bias: Tensor | None
 
@@ -38,11 +38,11 @@ class LoraConv(LoraLayer):
         return FrozenLinear(weight.flatten(1), None, None).to(weights.device)
 
     def moved(self, name: str, source: Tensor, moved: Tensor) -> bool:
-        weights, own = self._source
-        return weights.moved(f"{own}.{name}", source, moved)
+        weights, layer_name = self._source
+        return weights.moved(f"{layer_name}.{name}", source, moved)
 
     def frozen(self) -> FrozenConv:
-        """The weights that the buffers hold."""
+        """Return the weights that the buffers hold."""
         return FrozenConv(self.weight, self.bias, *self._geometry)
 
     def forward(self, x: Tensor, mask: DropMask | None = None) -> Tensor:

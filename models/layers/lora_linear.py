@@ -1,4 +1,4 @@
-"""A frozen Linear with an adapter beside it."""
+"""A frozen Linear with an adapter."""
 
 from collections.abc import Sequence
 
@@ -13,12 +13,12 @@ from ..adapters.lora import LoraAdapter, run_loras
 
 
 class LoraLayer(FrozenModule):
-    """A frozen layer with an adapter beside it, where it has one.
+    """A frozen layer with an optional adapter.
 
-    weight: as it is stored.
+    weight: as stored.
     shape: (out, in) of the weight as a matrix.
-    storage: of the weight, in words that are equal where the graph can be.
-    kernel: (height, width) of a convolution; None of a Linear.
+    storage: text on the weight's format, equal if the compiled graph can be shared.
+    kernel: (height, width) of a convolution; None for a Linear.
     """
 
     kernel: tuple[int, ...] | None = None
@@ -28,12 +28,13 @@ class LoraLayer(FrozenModule):
     adapter: Adapter | None
 
     def read_on_device(self) -> FrozenLinear:
-        """The weights as a matrix on the training device, also where the buffers are slots of another block."""
+        """Return the weights as a matrix on the training device, even if the buffers are slots that hold another
+        block."""
         raise AssertionError(f"{type(self).__name__} has no read_on_device")
 
 
 class LoraLinear(LoraLayer):
-    """y = x·Wᵀ + b, and what its adapter makes of it, a LoRA or another one, where it has one.
+    """y = x·Wᵀ + b, with an optional adapter, a LoRA or another one.
 
     The frozen weight may be stored in a narrower dtype than x, or quantised.
     """
@@ -46,7 +47,7 @@ class LoraLinear(LoraLayer):
         super().__init__()
         self._source = (weights, name)
         self.products: Products | None = None
-        self.meter: ErrorMeter | None = None  # measures the products while it is set
+        self.meter: ErrorMeter | None = None  # measures the matmuls while it is set
         self.take()
         self.adapter = None
 
@@ -55,20 +56,20 @@ class LoraLinear(LoraLayer):
         self.layout, self.shape = frozen.layout, frozen.shape
         names = () if frozen.layout is None else read_format(frozen.layout).tensors
         self._parts = tuple(f"weight_{name}" for name in names)
-        held = {"weight": frozen.weight, "weight_scale": frozen.scale, "bias": frozen.bias}
-        held |= dict(zip(self._parts, frozen.parts, strict=True)) | {"pre_quant_scale": frozen.pre_quant_scale}
-        for name, tensor in held.items():
+        tensors = {"weight": frozen.weight, "weight_scale": frozen.scale, "bias": frozen.bias}
+        tensors |= dict(zip(self._parts, frozen.parts, strict=True)) | {"pre_quant_scale": frozen.pre_quant_scale}
+        for name, tensor in tensors.items():
             self.register_buffer(name, tensor, persistent=False)
         self._stored = frozen.layout or f"{str(frozen.weight.dtype)[6:]}{' scaled' * (frozen.scale is not None)}"
         self.multiply_in(self.products)
 
     def multiply_in(self, products: Products | None) -> None:
-        """Multiply by these products from now on; None is in full."""
+        """Use these low-precision matmuls from now on; None for full precision."""
         self.products = products
         self.storage = self._stored if products is None else f"{self._stored} by {'/'.join(map(str, products))}"
 
     def read(self) -> FrozenLinear:
-        """The weights from the MODEL itself, where they lie."""
+        """Read the weights from the MODEL itself, on their current device."""
         weights, name = self._source
         return weights.linear(name)
 
@@ -76,22 +77,22 @@ class LoraLinear(LoraLayer):
         return self.read().to(self._source[0].device)
 
     def bytes_before_base(self) -> int | None:
-        """Bytes that the MODEL holds of the weight; None of one that no `base` takes."""
+        """Return the bytes of the weight in the MODEL; None for one that no `base` converts."""
         weights, name = self._source
         return weights.bytes_before_base(name)
 
     def seconds_of_base(self) -> float:
-        """Seconds that reading weights as `base` has taken, of all Linears of the transformer together."""
+        """Return the seconds spent on converting weights to `base`, over all Linears of the transformer."""
         return self._source[0].base_seconds
 
     def moved(self, name: str, source: Tensor, moved: Tensor) -> bool:
-        weights, own = self._source
+        weights, layer_name = self._source
         if name == "weight_scale" and self.layout is None:
             return True
-        return weights.moved(f"{own}.{'weight' if name in self._parts else name}", source, moved)
+        return weights.moved(f"{layer_name}.{'weight' if name in self._parts else name}", source, moved)
 
     def frozen(self) -> FrozenLinear:
-        """The weights that the buffers hold."""
+        """Return the weights that the buffers hold."""
         if self.layout is None:
             smoothing = self.pre_quant_scale
             return FrozenLinear(
@@ -103,8 +104,8 @@ class LoraLinear(LoraLayer):
                 meter=self.meter,
             )
         parts = tuple(getattr(self, name) for name in self._parts)
-        held = self.weight, None, self.bias, parts, self.layout, self.pre_quant_scale
-        return FrozenLinear(*held, self.products, self.meter)
+        fields = self.weight, None, self.bias, parts, self.layout, self.pre_quant_scale
+        return FrozenLinear(*fields, self.products, self.meter)
 
     def forward(self, x: Tensor, mask: DropMask | None = None) -> Tensor:
         frozen = self.frozen()
@@ -112,7 +113,7 @@ class LoraLinear(LoraLayer):
 
 
 def run_together(layers: Sequence[LoraLinear], x: Tensor, masks: Sequence[DropMask | None]) -> list[Tensor]:
-    """Run Linears that read one input, x (B, T, in); where each has a LoRA, one product serves the downs of all."""
+    """Run Linears that share one input, x (B, T, in); if each has a LoRA, one matmul serves all downs."""
     adapters = [layer.adapter for layer in layers if isinstance(layer.adapter, LoraAdapter)]
     if len(adapters) < len(layers) or not all(adapter.shares_input for adapter in adapters):
         return [layer(x, mask) for layer, mask in zip(layers, masks, strict=True)]
@@ -124,5 +125,5 @@ Masks = dict[str, DropMask]
 
 
 def masks_of(prefix: str, masks: Masks) -> Masks:
-    """The dropout masks of one part of a block, by the names inside it. prefix: of the part, such as `img.`."""
+    """Select the dropout masks of one part of a block, by the names inside it. prefix: of the part, such as `img.`."""
     return {name.removeprefix(prefix): mask for name, mask in masks.items() if name.startswith(prefix)}

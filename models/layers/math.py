@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 
 def rope(positions: Tensor, axes_dim: Sequence[int], theta: int) -> Tensor:
-    """Rotation tables of rotary position embedding (arXiv 2104.09864), one part of the head per axis.
+    """Compute the tables of rotary position embedding (arXiv 2104.09864), one part of the head per axis.
 
-    positions: (B, T, axes) → (B, T, 1, D/2, 2): cosine and sine, fp32. The angles are computed in fp64 as ComfyUI does,
-    on the CPU where the device has none.
+    positions: (B, T, axes) → (B, T, 1, D/2, 2): cosine and sine, fp32. The angles are computed in fp64 like ComfyUI's,
+    on the CPU if the device has no fp64.
     """
     device = positions.device if comfy.model_management.supports_fp64(positions.device) else torch.device("cpu")
     angles = []
@@ -27,8 +27,8 @@ def rope(positions: Tensor, axes_dim: Sequence[int], theta: int) -> Tensor:
 def rotate(x: Tensor, pe: Tensor) -> Tensor:
     """Rotate the pairs (0, 1), (2, 3), … of the head dimension. x: (B, T, H, D), pe: (B, T, 1, D/2, 2) → as x.
 
-    Both forms round alike. Torch's own kernels write what each op gives, and one product of complex numbers is the
-    least of them; inductor, which fuses no complex numbers, writes nothing of the other form but its result.
+    Both forms round alike. Eager torch writes each op's result, and one complex multiplication writes the least;
+    inductor, which does not fuse complex numbers, writes only the result of the other form.
     """
     pairs = x.float().unflatten(-1, (-1, 2))
     if torch.compiler.is_compiling():
@@ -41,15 +41,15 @@ def rotate(x: Tensor, pe: Tensor) -> Tensor:
 
 
 def _complex(pairs: Tensor) -> Tensor:
-    """View (…, 2) as complex numbers, which takes pairs that lie together; those of any other layout are copied."""
+    """View (…, 2) as complex numbers, which needs contiguous pairs; those of any other layout are copied."""
     *outer, inner = pairs.stride()
     together = inner == 1 and not any(stride % 2 for stride in (*outer, pairs.storage_offset()))
     return torch.view_as_complex(pairs if together else pairs.clone(memory_format=torch.contiguous_format))
 
 
 def timestep_embedding(t: Tensor, dim: int = 256, max_period: float = 10000.0) -> Tensor:
-    """Sinusoidal embedding of 1000·t. t: (B,) → (B, dim), in the dtype of t: core casts guidance first, so in bf16 a
-    guidance of 3.5 embeds as 3504, and what the model was shown at inference is kept here."""
+    """Compute the sinusoidal embedding of 1000·t: t (B,) → (B, dim), in the dtype of t. Core casts guidance first, so
+    in bf16 a guidance of 3.5 embeds as 3504; training does the same as inference."""
     t = 1000.0 * t
     half = dim // 2
     exponent = torch.arange(half, dtype=torch.float32, device=t.device) / half
@@ -58,25 +58,26 @@ def timestep_embedding(t: Tensor, dim: int = 256, max_period: float = 10000.0) -
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Adaptive layer norm: LN(x)·(1 + scale) + shift. x: (B, T, D), shift and scale: (B, 1, D)."""
+    """Apply adaptive layer norm: LN(x)·(1 + scale) + shift. x: (B, T, D), shift and scale: (B, 1, D)."""
     return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=1e-6), 1 + scale)
 
 
-def modulate_parts(x: Tensor, shift: Tensor, scale: Tensor, own: int) -> Tensor:
-    """`modulate` where shift and scale may have a second row, (B, 2, D): that of the tokens from `own` on."""
+def modulate_parts(x: Tensor, shift: Tensor, scale: Tensor, split_at: int) -> Tensor:
+    """Apply `modulate` with a shift and scale that may have a second row, (B, 2, D), for the tokens from `split_at`
+    on."""
     if shift.shape[1] == 1:
         return modulate(x, shift, scale)
-    parts = (x[:, :own], shift[:, :1], scale[:, :1]), (x[:, own:], shift[:, 1:], scale[:, 1:])
+    parts = (x[:, :split_at], shift[:, :1], scale[:, :1]), (x[:, split_at:], shift[:, 1:], scale[:, 1:])
     return torch.cat([modulate(*part) for part in parts], dim=1)
 
 
-def gate_parts(x: Tensor, y: Tensor, gate: Tensor, own: int) -> Tensor:
-    """x + gate·y, with rows of the gate as in `modulate_parts`. x, y: (B, T, D)."""
+def gate_parts(x: Tensor, y: Tensor, gate: Tensor, split_at: int) -> Tensor:
+    """Compute x + gate·y, with rows of the gate as in `modulate_parts`. x, y: (B, T, D)."""
     if gate.shape[1] == 1:
         return torch.addcmul(x, gate, y)
-    return x + torch.cat((y[:, :own] * gate[:, :1], y[:, own:] * gate[:, 1:]), dim=1)
+    return x + torch.cat((y[:, :split_at] * gate[:, :1], y[:, split_at:] * gate[:, 1:]), dim=1)
 
 
 def finite_in_fp16(x: Tensor) -> Tensor:
-    """Core clamps overflow in fp16 so that the picture survives; the same values have to be seen in training."""
+    """Clamp overflow in fp16 as core does, so that training sees the same values."""
     return torch.nan_to_num(x, nan=0.0, posinf=65504, neginf=-65504) if x.dtype == torch.float16 else x

@@ -1,8 +1,8 @@
-"""RMS norm of queries and keys and their rotation, joined over parts of the sequence: one op on a GPU.
+"""RMS norm and rotation of queries and keys, joined over parts of the sequence, as one op on a GPU.
 
-Inductor's kernel of all this reads pairs lane by lane from far apart: on an H100 it took 0.53 ms where its bytes take
-0.04. The op runs a Triton kernel that reads in order; where Triton does not run, torch's ops give the same. Elsewhere
-than on `DEVICES` the plain form runs and autograd and the compiler see all of it.
+Inductor's kernel for this has uncoalesced reads: on an H100 it took 0.53 ms, against 0.04 ms for its bytes. The op runs
+a Triton kernel that reads in order, or torch's ops if Triton does not run. On other devices than `DEVICES` the plain
+form runs, visible to autograd and the compiler.
 """
 
 import functools
@@ -27,25 +27,27 @@ def norm_rope(parts: Sequence[Tensor], weights: Sequence[Tensor | None], table: 
 
     parts: (B, T_i, H, D) each, table: (B or 1, T, 1, D/2, 2) of `rope`, eps: None for torch's own → (B, T, H, D).
     """
-    given = [weight for weight in weights if weight is not None]
-    if len(given) == len(parts) and _fits(parts, given, table):
-        return torch.ops.tessera.norm_rope(parts, given, table, torch.finfo(parts[0].dtype).eps if eps is None else eps)
-    start, found = 0, []
+    norm_weights = [weight for weight in weights if weight is not None]
+    if len(norm_weights) == len(parts) and _fits(parts, norm_weights, table):
+        return torch.ops.tessera.norm_rope(
+            parts, norm_weights, table, torch.finfo(parts[0].dtype).eps if eps is None else eps
+        )
+    start, rotated = 0, []
     for x, weight in zip(parts, weights, strict=True):
-        found.append(rotate(F.rms_norm(x, x.shape[-1:], weight, eps), table[:, start : start + x.shape[1]]))
+        rotated.append(rotate(F.rms_norm(x, x.shape[-1:], weight, eps), table[:, start : start + x.shape[1]]))
         start += x.shape[1]
-    return torch.cat(found, dim=1) if len(found) > 1 else found[0]
+    return torch.cat(rotated, dim=1) if len(rotated) > 1 else rotated[0]
 
 
 def rope_heads(x: Tensor, table: Tensor) -> Tensor:
-    """Rotate x (B, T, H, D) by `table` (B or 1, T, 1, D/2, 2). A compiler joins this with what is before it."""
+    """Rotate x (B, T, H, D) by `table` (B or 1, T, 1, D/2, 2). A compiler fuses this with preceding ops."""
     if not torch.compiler.is_compiling() and _fits([x], [], table):
         return torch.ops.tessera.norm_rope([x], [], table, 0.0)
     return rotate(x, table)
 
 
 def _fits(parts: Sequence[Tensor], weights: Sequence[Tensor], table: Tensor) -> bool:
-    """True where the kernel can take these, by what a graph is compiled for."""
+    """Return whether the kernel supports these, by properties that a graph is guarded on."""
     dim = parts[0].shape[-1]
     return (
         parts[0].device.type in DEVICES
@@ -77,7 +79,7 @@ def _norm_rope_backward(
     grad: Tensor, parts: Sequence[Tensor], weights: Sequence[Tensor], table: Tensor, eps: float
 ) -> list[Tensor]:
     table = _in_rows(table)
-    grad = grad if grad.stride(-1) == 1 else grad.contiguous()  # attention's plain kernel gives that of k transposed
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()  # attention's math kernel returns that of k transposed
     kernel = _kernel(grad.device, grad.dtype)
     if kernel is not None:
         return kernel.norm_rope_backward(grad, parts, weights, table, eps)
@@ -106,43 +108,43 @@ torch.library.register_autograd("tessera::norm_rope", _differentiate, setup_cont
 
 
 def _in_rows(table: Tensor) -> Tensor:
-    """The table with the numbers of a token behind one another."""
+    """Return the table with contiguous entries per token."""
     return table if table.stride()[-2:] == (2, 1) else table.contiguous()
 
 
 def _plain(parts: Sequence[Tensor], weights: Sequence[Tensor], table: Tensor, eps: float) -> Tensor:
-    """Compute in torch's ops as the kernel does."""
-    start, found = 0, []
+    """Compute the kernel's result with torch's ops."""
+    start, rotated = 0, []
     for index, x in enumerate(parts):
         rows = x.float()
         if weights:
             rows = F.rms_norm(rows, rows.shape[-1:], weights[index].float(), eps)
-        found.append(rotate(rows, table[:, start : start + x.shape[1]]).to(x.dtype))
+        rotated.append(rotate(rows, table[:, start : start + x.shape[1]]).to(x.dtype))
         start += x.shape[1]
-    return torch.cat(found, dim=1)
+    return torch.cat(rotated, dim=1)
 
 
 def _plain_backward(
     grad: Tensor, parts: Sequence[Tensor], weights: Sequence[Tensor], table: Tensor, eps: float
 ) -> list[Tensor]:
-    start, found = 0, []
+    start, grads = 0, []
     back = table * table.new_tensor([1.0, -1.0])  # the inverse rotation
     for index, x in enumerate(parts):
         piece = slice(start, start + x.shape[1])
         rows = rotate(grad[:, piece].float(), back[:, piece])
         if weights:
-            given = x.float()
-            scale = torch.rsqrt(given.square().mean(-1, keepdim=True) + eps)
-            rows, normal = rows * weights[index].float(), given * scale
+            x_fp32 = x.float()
+            scale = torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + eps)
+            rows, normal = rows * weights[index].float(), x_fp32 * scale
             rows = (rows - normal * (rows * normal).mean(-1, keepdim=True)) * scale
-        found.append(rows.to(x.dtype).contiguous())
+        grads.append(rows.to(x.dtype).contiguous())
         start += x.shape[1]
-    return found
+    return grads
 
 
 @functools.cache
 def _kernel(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
-    """The Triton kernels if there is Triton and they give the right values here."""
+    """Return the Triton kernels if Triton is installed and they compute correct values here."""
     try:
         from . import norm_rope_kernel as kernel
 
@@ -151,15 +153,17 @@ def _kernel(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
         weight = torch.linspace(0.5, 1.5, 32).to(device, dtype)
         angle = torch.linspace(0, 3, 48).view(1, 3, 1, 16)
         table = torch.stack((angle.cos(), angle.sin()), dim=-1).to(device)
-        given = [x[:, :1], x[:, 1:]], [weight, weight], table, 1e-6
-        pairs = [(kernel.norm_rope(*given), _plain(*given))]
-        pairs += zip(kernel.norm_rope_backward(grad, *given), _plain_backward(grad, *given), strict=True)
+        arguments = [x[:, :1], x[:, 1:]], [weight, weight], table, 1e-6
+        pairs = [(kernel.norm_rope(*arguments), _plain(*arguments))]
+        pairs += zip(kernel.norm_rope_backward(grad, *arguments), _plain_backward(grad, *arguments), strict=True)
         bound = 4 * torch.finfo(dtype).eps
-        if all((one.float() - other.float()).norm() <= bound * other.float().norm() for one, other in pairs):
+        if all(
+            (actual.float() - expected.float()).norm() <= bound * expected.float().norm() for actual, expected in pairs
+        ):
             return kernel
         _LOG.warning("Triton rotates wrong on this GPU; torch does it in several steps.")
     except ImportError:
         pass
-    except Exception as error:  # no C compiler, a GPU that this Triton does not know: anything
+    except Exception as error:  # any error: no C compiler, a GPU unknown to this Triton
         _LOG.info("Triton does not run here (%s); torch normalises and rotates in several steps.", error)
     return None

@@ -1,7 +1,7 @@
-"""Triton kernels of RMS norm and rotary embedding: heads are read in order, once, and written once.
+"""Triton kernels for RMS norm and rotary embedding: heads are read in order, once, and written once.
 
-A program takes one token and HEADS of its heads; the token's cosines and sines are read once for all of them. Pairs are
-taken apart in registers. Everything is fp32 between reading and writing.
+A program processes one token and HEADS of its heads; the token's cosines and sines are read once for all of them. Pairs
+are split in registers. Everything is fp32 between loads and stores.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ WARPS = 4
 
 
 @triton.jit
-def _add(one, other):
-    return one + other
+def _add(a, b):
+    return a + b
 
 
 @triton.jit
 def _halves(rows, HEADS: tl.constexpr, DIM: tl.constexpr):
-    """Take the pairs of (HEADS, DIM) apart: two tensors (HEADS, DIM/2)."""
+    """Split the pairs of (HEADS, DIM) into two tensors (HEADS, DIM/2)."""
     return tl.split(tl.reshape(rows, (HEADS, DIM // 2, 2)))
 
 
@@ -52,7 +52,7 @@ def _norm_rope_backward(
     grad, x, weight, table, out, length, heads, grad_batch, grad_token, grad_head, x_batch, x_token, x_head,
     table_batch, table_token, eps, NORM: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of x, contiguous. x is read where there is a norm."""
+    """Compute the gradient of x, contiguous. x is read only if there is a norm."""
     batch, token = tl.program_id(0).to(tl.int64) // length, tl.program_id(0).to(tl.int64) % length
     head, column = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None], tl.arange(0, DIM)[None, :]
     inside = (head < heads) & (column < DIM)
@@ -64,10 +64,10 @@ def _norm_rope_backward(
     rows = tl.reshape(tl.join(first * cos + second * sin, second * cos - first * sin), (HEADS, DIM))
     if NORM:
         place = batch * x_batch + token * x_token + head * x_head + column
-        given = tl.load(x + place, mask=inside, other=0).to(tl.float32)
-        scale = tl.rsqrt(tl.reduce(given * given, 1, _add) / DIM + eps)[:, None]
+        x_fp32 = tl.load(x + place, mask=inside, other=0).to(tl.float32)
+        scale = tl.rsqrt(tl.reduce(x_fp32 * x_fp32, 1, _add) / DIM + eps)[:, None]
         rows = rows * tl.load(weight + column).to(tl.float32)
-        normal = given * scale
+        normal = x_fp32 * scale
         rows = (rows - normal * (tl.reduce(rows * normal, 1, _add) / DIM)[:, None]) * scale
     place = out + ((batch * length + token) * heads + head) * DIM + column
     tl.store(place, rows.to(out.dtype.element_ty), mask=inside)
@@ -81,10 +81,10 @@ def norm_rope(parts: Sequence[Tensor], weights: Sequence[Tensor], table: Tensor,
     start = 0
     for index, x in enumerate(parts):
         length = x.shape[1]
-        own = table[:, start : start + length]
+        part_table = table[:, start : start + length]
         _norm_rope[batch * length, triton.cdiv(heads, HEADS)](
-            x, weights[index] if weights else x, own, out[:, start:], length, heads, *x.stride()[:3],
-            own.stride(0) if len(own) > 1 else 0, own.stride(1), out.stride(0), eps,
+            x, weights[index] if weights else x, part_table, out[:, start:], length, heads, *x.stride()[:3],
+            part_table.stride(0) if len(part_table) > 1 else 0, part_table.stride(1), out.stride(0), eps,
             NORM=bool(weights), HEADS=HEADS, DIM=dim, num_warps=WARPS,
         )  # fmt: skip
         start += length
@@ -94,17 +94,18 @@ def norm_rope(parts: Sequence[Tensor], weights: Sequence[Tensor], table: Tensor,
 def norm_rope_backward(
     grad: Tensor, parts: Sequence[Tensor], weights: Sequence[Tensor], table: Tensor, eps: float
 ) -> list[Tensor]:
-    """Give the gradients of `parts`, each contiguous. grad: (B, T, H, D)."""
-    found, start = [], 0
+    """Compute the gradients of `parts`, each contiguous. grad: (B, T, H, D)."""
+    grads, start = [], 0
     for index, x in enumerate(parts):
         batch, length, heads, dim = x.shape
-        mine, own = grad[:, start : start + length], table[:, start : start + length]
+        part_grad, part_table = grad[:, start : start + length], table[:, start : start + length]
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         _norm_rope_backward[batch * length, triton.cdiv(heads, HEADS)](
-            mine, x, weights[index] if weights else x, own, out, length, heads, *mine.stride()[:3], *x.stride()[:3],
-            own.stride(0) if len(own) > 1 else 0, own.stride(1), eps,
+            part_grad, x, weights[index] if weights else x, part_table, out, length, heads,
+            *part_grad.stride()[:3], *x.stride()[:3],
+            part_table.stride(0) if len(part_table) > 1 else 0, part_table.stride(1), eps,
             NORM=bool(weights), HEADS=HEADS, DIM=dim, num_warps=WARPS,
         )  # fmt: skip
-        found.append(out)
+        grads.append(out)
         start += length
-    return found
+    return grads

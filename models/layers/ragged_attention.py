@@ -1,7 +1,7 @@
-"""Attention over the first tokens of each sample of a batch, as one op: static shapes outside, ragged inside.
+"""Attention over the first tokens of each sample in a batch, as one op: static shapes outside, ragged inside.
 
-A dense mask would cost the fast kernels. The op runs them on the tokens that count, without a mask, and keeps the
-log-sum-exp of the scores for the backward, as torch's own SDPA does.
+A dense mask would rule out the fast kernels. The op runs them on the valid tokens, without a mask, and saves the
+log-sum-exp of the scores for the backward, like torch's own SDPA.
 """
 
 import math
@@ -19,11 +19,11 @@ from torch.utils.flop_counter import register_flop_formula
 def ragged_attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, only_cudnn: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the first lengths[b] tokens of sample b among themselves; zeros behind them.
+    """Run attention among the first lengths[b] tokens of sample b; the output after them is zero.
 
-    q, k, v: (B, T, H, D); lengths: (B,), int64 on the CPU, so that reading them waits for no device and no graph
-    depends on them; only_cudnn: take cuDNN's kernel, not the one that SDPA would → (B, T, H, D) and the log-sum-exp of
-    the scores, fp32 (B, H, T or a little more), for the backward.
+    q, k, v: (B, T, H, D); lengths: (B,), int64 on the CPU, so that reading them needs no sync and no graph depends on
+    them; only_cudnn: use cuDNN's kernel, not SDPA's choice → (B, T, H, D) and the log-sum-exp of the scores, fp32
+    (B, H, T or a little more), for the backward.
     """
     runs, whole = _runs(lengths, q.shape[1])
     kernel = _kernel(q, k, v, whole, only_cudnn)
@@ -47,7 +47,7 @@ def ragged_attention_backward(
     lengths: Tensor,
     only_cudnn: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `ragged_attention` with respect to q, k and v, each (B, T, H, D)."""
+    """Compute the gradients of `ragged_attention` with respect to q, k and v, each (B, T, H, D)."""
     runs, whole = _runs(lengths, q.shape[1])
     kernel = _kernel(q, k, v, whole, only_cudnn)
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
@@ -63,7 +63,7 @@ def ragged_attention_backward(
 
 
 def _runs(lengths: Tensor, size: int) -> tuple[list[tuple[slice, int]], bool]:
-    """Neighbours of one length are run together; whether that is the whole batch in full length."""
+    """Group neighbours of equal length. Also returns whether one group is the whole batch in full length."""
     runs: list[tuple[slice, int]] = []
     start = 0
     for length, group in groupby(lengths.tolist()):
@@ -79,7 +79,7 @@ def _empty(x: Tensor) -> Tensor:
 
 
 def _filled(whole: Tensor, rows: slice, length: int, part: Tensor) -> Tensor:
-    """part: (b, H, length, D)."""
+    """Write part (b, H, length, D) into its rows, and zeros after it."""
     whole[rows, :length] = part.transpose(1, 2)
     whole[rows, length:] = 0
     return whole
@@ -90,7 +90,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _lse_width(length: int) -> int:
-    """The memory-efficient kernel of CUDA rounds the rows of its log-sum-exp up to 32."""
+    """Return the width of the log-sum-exp: CUDA's memory-efficient kernel rounds it up to a multiple of 32."""
     return length if torch.version.hip else -(-length // 32) * 32
 
 
@@ -119,16 +119,16 @@ def _backward(ctx, grad, _):
 ragged_attention.register_autograd(_backward, setup_context=_save)
 
 
-# The partitioner weighs by these what to keep and what to compute again; an op without a formula counts as free.
+# The partitioner decides by these which outputs to save and which to recompute; an op without a formula counts as free.
 
 
 def _flops(q_shape, *_, out_shape=None, **__) -> int:
-    """Two matmuls of B·H·T·T·D in full length."""
+    """Count two matmuls of B·H·T·T·D in full length."""
     return 4 * math.prod(q_shape) * q_shape[1]
 
 
 def _backward_flops(grad_shape, *_, out_shape=None, **__) -> int:
-    """Five of them: the scores are computed again."""
+    """Count five of them: the scores are recomputed."""
     return 10 * math.prod(grad_shape) * grad_shape[1]
 
 
@@ -141,17 +141,17 @@ register_flop_formula(torch.ops.tessera.ragged_attention_backward)(_backward_flo
 
 class _Kernel(NamedTuple):
     """forward(q, k, v) → out, log-sum-exp (B, H, T or `_lse_width`); backward(grad, q, k, v, out, log-sum-exp) →
-    three gradients, where the log-sum-exp may have more rows than were given."""
+    three gradients; its log-sum-exp may have more rows than q."""
 
     forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, whole: bool, only_cudnn: bool) -> _Kernel:
-    """The kernel that torch's SDPA would choose on this device, or cuDNN's where it is asked for.
+    """Return the kernel that torch's SDPA would choose on this device, or cuDNN's on request.
 
-    cuDNN's attention is built anew for each length, which takes longer than it saves where captions differ: it is left
-    to batches of full length.
+    cuDNN builds a new plan for each length, which costs more than it saves if captions differ: it is used for batches
+    of full length only.
     """
     if only_cudnn:
         return _OF_CUDA[SDPBackend.CUDNN_ATTENTION.value]
@@ -170,7 +170,7 @@ _aten = torch.ops.aten
 
 
 def _unused(q: Tensor) -> Tensor:
-    """In place of the random state, which only dropout reads."""
+    """Make a placeholder for the random state, which only dropout reads."""
     return q.new_empty(2, dtype=torch.int64)
 
 
@@ -203,10 +203,10 @@ def _efficient_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
 def _efficient_backward(grad, q, k, v, out, lse):
     lse, none = lse[:, :, : _lse_width(q.shape[2])].contiguous(), _unused(q)
     needed = [True, True, True, False]
-    found = _aten._scaled_dot_product_efficient_attention_backward(
+    grads = _aten._scaled_dot_product_efficient_attention_backward(
         grad, q, k, v, None, out, lse, none, none, 0.0, needed
     )
-    return found[:3]
+    return grads[:3]
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,14 +223,15 @@ def _cudnn_backward(grad, q, k, v, out, lse):
 
 
 def _math_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """softmax(q·kᵀ / sqrt(D))·v, written out."""
+    """Compute softmax(q·kᵀ / sqrt(D))·v."""
     scores = _scores(q, k)
     lse = scores.logsumexp(-1)
     return ((scores - lse[..., None]).exp() @ v.to(lse.dtype)).to(q.dtype), lse
 
 
 def _math_backward(grad, q, k, v, out, lse):
-    """With P the softmax: dV = Pᵀ·dO, dS = P ∘ (dO·Vᵀ − rowsum(dO ∘ O)) (arXiv 2205.14135, appendix B.2)."""
+    """Compute, with P the softmax, dV = Pᵀ·dO and dS = P ∘ (dO·Vᵀ − rowsum(dO ∘ O)) (arXiv 2205.14135, appendix
+    B.2)."""
     wide, scale = lse.dtype, q.shape[-1] ** -0.5
     p = (_scores(q, k) - lse[:, :, : q.shape[2], None]).exp()
     dout = grad.to(wide)

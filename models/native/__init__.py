@@ -1,1 +1,1 @@
-"""Any other model, through ComfyUI's own forward."""
+"""All other models, through ComfyUI's own forward."""

@@ -1,4 +1,4 @@
-"""A block of ComfyUI's model as the trainer runs it: compiled, checkpointed and swapped like our own families'."""
+"""A block of ComfyUI's model in the trainer: compiled, checkpointed and swapped like those of our own families."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,23 +12,23 @@ from .comfyui.entries import Running
 from .shadow import NativeLayer, SharedTensors
 from .writes.out_of_place import out_of_place
 
-# Attributes by which a block knows its place. Where its forward reads one, each block has a graph of its own.
+# Attributes that hold a block's index. If its forward reads one, each block has a separate graph.
 _PLACES = frozenset(
     {"idx", "index", "i", "layer_idx", "layer_id", "layer_index", "block_idx", "block_id", "block_index"}
 )
 
 
 class _At(NamedTuple):
-    """The place of a tensor in a call."""
+    """Index of a tensor in a call."""
 
     number: int
 
 
 class Call(NamedTuple):
-    """A call's arguments apart from the tensors, in whose place stands their number.
+    """The arguments of a call, with each tensor replaced by its index.
 
-    samples: b, the samples that the tensors are of.
-    method: of the block, that is called.
+    samples: b, the batch size of the tensors.
+    method: name of the called method of the block.
     """
 
     args: tuple[Any, ...]
@@ -40,13 +40,13 @@ class Call(NamedTuple):
 def flatten(
     args: Sequence[Any], kwargs: Mapping[str, Any], samples: int, method: str = "forward"
 ) -> tuple[list[Tensor], Call]:
-    """The tensors of a call, each once, and what is needed to make the call of them again."""
+    """Split a call into its tensors, each once, and a `Call` to rebuild it from them."""
     tensors: list[Tensor] = []
 
     def placed(value: Any) -> Any:
         if isinstance(value, Tensor):
-            for number, known in enumerate(tensors):
-                if known is value:
+            for number, tensor in enumerate(tensors):
+                if tensor is value:
                     return _At(number)
             tensors.append(value)
             return _At(len(tensors) - 1)
@@ -60,7 +60,7 @@ def flatten(
 
 
 def unflatten(value: Any, tensors: Sequence[Tensor]) -> Any:
-    """Put the tensors in their places again."""
+    """Insert the tensors for their indices."""
     if type(value) is _At:
         return tensors[value.number]
     if type(value) is list:
@@ -73,9 +73,8 @@ def unflatten(value: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 class NativeBlock(Block):
-    """core: the object that runs a block of the shadow; tensors: what holds its weights beside the Linears; results:
-    how what a method of a block returns is made of tensors, by the names of both, which its first run shows, eager as
-    it is."""
+    """core: the object that runs a block of the shadow; tensors: its weights other than the Linears'; results: the
+    structure of a method's return value, by block and method name, recorded in its first, eager run."""
 
     shapes_known = False
 
@@ -111,8 +110,8 @@ class NativeBlock(Block):
         return f"{kind}:{self._likeness};{rest}"
 
     def mask_shapes(self, inputs: ModelInputs) -> dict[str, tuple[int, int]]:
-        """(samples, rows) that each Linear with an adapter sees of this call. The first call of each shape is run once
-        more to count them."""
+        """Return the (samples, rows) that each Linear with an adapter sees in this call. The first call of each shape
+        is run once more to count them."""
         assert self.call is not None
         tensors, call = self.call
         key = (call.method, call.samples, *(tuple(t.shape) for t in tensors))
@@ -125,14 +124,14 @@ class NativeBlock(Block):
             linear.seen = set()
         with torch.no_grad():
             self(*tensors, call, {})
-        # One that is called with several shapes has no mask.
-        found = {name: next(iter(x.seen)) for name, x in self._linears.items() if x.seen and len(x.seen) == 1}
+        # A Linear called with several shapes has no mask.
+        shapes = {name: next(iter(x.seen)) for name, x in self._linears.items() if x.seen and len(x.seen) == 1}
         for linear in self._linears.values():
             linear.seen = None
-        return found
+        return shapes
 
     def forward(self, *args: Any) -> Any:
-        """args: the tensors, the Call and the dropout masks → a tensor or a tuple of tensors."""
+        """Run the block. args: the tensors, the Call and the dropout masks → a tensor or a tuple of tensors."""
         tensors, call, masks = args[:-2], args[-2], args[-1]
         for name, linear in self._linears.items():
             linear.samples, linear.mask = call.samples, masks.get(name)
@@ -146,37 +145,39 @@ class NativeBlock(Block):
         args, kwargs = unflatten(call.args, tensors), unflatten(call.kwargs, tensors)
         method = getattr(type(self.core), call.method)
         if torch.compiler.is_compiling():
-            found, result = flatten((method(self.core, *args, **kwargs),), {}, call.samples)
+            outputs, result = flatten((method(self.core, *args, **kwargs),), {}, call.samples)
         else:
             with self.running:
                 out = method(self.core, *args, **kwargs)
-            found, result = flatten((out,), {}, call.samples)
+            outputs, result = flatten((out,), {}, call.samples)
             self._results[self.name, call.method] = result.args
-        return found[0] if len(found) == 1 else tuple(found)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def has_run(self, method: str) -> bool:
         return (self.name, method) in self._results
 
     def take_result(self, other: "NativeBlock", method: str) -> None:
-        """Return what a block of the same structure, which has run, returns."""
+        """Take over the return structure of a block of the same structure that has run."""
         self._results[self.name, method] = self._results[other.name, method]
 
     def result(self, out: Any, method: str) -> Any:
-        """Restore what the block's own method returned from the tensors of `forward`."""
+        """Rebuild the return value of the block's own method from the tensors of `forward`."""
         return unflatten(self._results[self.name, method], (out,) if isinstance(out, Tensor) else out)[0]
 
 
 def varying_attributes(cores: Sequence[nn.Module]) -> list[str]:
-    """The plain values in which blocks of one kind differ, as text for each; those that only tell a block's place are
-    left out."""
+    """Describe the plain values in which blocks of one kind differ, as text for each; those that only hold a block's
+    index are left out."""
     plain = []
     for core in cores:
-        found = {}
+        attributes = {}
         for name, module in core.named_modules():
             for attribute, value in vars(module).items():
                 simple = isinstance(value, bool | int | float | str) or value is None
                 if simple and attribute not in _PLACES and not attribute.startswith("_"):
-                    found[f"{name}.{attribute}"] = value
-        plain.append(found)
-    different = {key for found in plain for key in found if any(found[key] != other.get(key) for other in plain)}
-    return ["".join(f"|{key}={found.get(key)!r}" for key in sorted(different)) for found in plain]
+                    attributes[f"{name}.{attribute}"] = value
+        plain.append(attributes)
+    different = {
+        key for attributes in plain for key in attributes if any(attributes[key] != other.get(key) for other in plain)
+    }
+    return ["".join(f"|{key}={attributes.get(key)!r}" for key in sorted(different)) for attributes in plain]

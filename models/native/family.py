@@ -1,4 +1,4 @@
-"""The family of every MODEL that no family of our own claims: it trains on ComfyUI's own forward."""
+"""The family of every MODEL that none of our own families matches: it trains on ComfyUI's own forward."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -30,27 +30,27 @@ from .writes.out_of_place import blocks_to_leave_eager
 
 log = logging.getLogger(__name__)
 
-# The largest relative difference between our run of a forward and ComfyUI's own: what other kernels round otherwise.
-# Where it can be measured what this model's forward rounds in the run's dtype, that many times as much is the bound.
+# The largest relative difference between our run of a forward and ComfyUI's own, due to rounding in other kernels. If
+# this model's rounding error in the run's dtype can be measured, ROUNDINGS times that is the bound.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 ROUNDINGS, LEAST_NOISE = 3.0, 5e-3
-EXACT = 2e-3  # in fp32, in which right ones differ by 1e-5
+EXACT = 2e-3  # in fp32, in which correct forwards differ by 1e-5
 
 HIDDEN = "Its code assigns to parts of tensors that it writes in place, which the compiler does not follow."
 
 
 class NativeFamily(Family):
-    """Made for one MODEL, of which it keeps no reference."""
+    """The family of one MODEL, to which it keeps no reference."""
 
     own_forward = False
     whole_grids = True
 
     def __init__(self, model: Any):
-        """Raises ValueError, with the reason, for a model that no LoRA can be trained on."""
+        """Read the model's facts. Raises ValueError, with the reason, for a model that can't be trained."""
         self.title = type(model).__name__
         if (untrained := why_untrained(model)) is not None:
-            name, why = untrained
-            raise ValueError(f"model is {name}, which Train LoRA can't train ({why}); connect another MODEL.")
+            name, cause = untrained
+            raise ValueError(f"model is {name}, which Train LoRA can't train ({cause}); connect another MODEL.")
         if (reason := _cannot_train(model)) is not None:
             raise ValueError(f"model is a {self.title}, which Train LoRA cannot train: {reason}.")
         blocks = find_blocks(model.diffusion_model)
@@ -60,7 +60,7 @@ class NativeFamily(Family):
         self._batching = Batching()
         self.title = self.facts.title
         self.tested_by_name = named_facts(model) is not None
-        # One that has no row may be of a class of ours, with another forward.
+        # One without a row may have a class of our families, with another forward.
         self.name = self.facts.name if self.tested_by_name else f"native-{self.facts.name}"
         self.model_class = type(model)
         self.transformer_class = type(model.diffusion_model)
@@ -73,7 +73,7 @@ class NativeFamily(Family):
         return False
 
     def fits_data(self, text_family: str) -> bool:
-        """Any data may fit: the first forward tells."""
+        """Return True: only the first forward shows whether the data fits."""
         return True
 
     def matches(self, model: Any) -> bool:
@@ -133,11 +133,11 @@ class NativeFamily(Family):
     ) -> Transformer:
         blocks = numbered(find_blocks(patcher.model.diffusion_model))
         swapped = frozenset(blocks[name].name for name in on_host)
-        own = frozenset(block.name for block in blocks.values())
-        weights = FrozenWeights(patcher, device, compute_dtype, swapped, base, own, in_zeros)
-        chosen = attention_function(attention, device, compute_dtype)
-        kept = self._results, self._streams, self._batching
-        return NativeTransformer(self.title, Shadow(patcher, weights), blocks, chosen, compute_dtype, *kept)
+        block_names = frozenset(block.name for block in blocks.values())
+        weights = FrozenWeights(patcher, device, compute_dtype, swapped, base, block_names, in_zeros)
+        attend = attention_function(attention, device, compute_dtype)
+        run_state = self._results, self._streams, self._batching
+        return NativeTransformer(self.title, Shadow(patcher, weights), blocks, attend, compute_dtype, *run_state)
 
     def training(self, transformer: Transformer) -> AbstractContextManager[None]:
         assert isinstance(transformer, NativeTransformer)
@@ -147,26 +147,26 @@ class NativeFamily(Family):
         self, transformer: Transformer, on_device: OnDevice, inputs: ModelInputs, small: ModelInputs | None
     ) -> dict[str, str]:
         assert isinstance(transformer, NativeTransformer)
-        if (found := transformer.shadow.misread()) is not None:
+        if (misread := transformer.shadow.misread()) is not None:
             raise ValueError(
-                f"model is a {self.title} whose {found.name} is read {found.difference:.1%} differently than ComfyUI "
-                "reads it, so its LoRA would be wrong; nothing was trained. Please report this model."
+                f"model is a {self.title} whose {misread.name} is read {misread.difference:.1%} differently than "
+                "ComfyUI reads it, so its LoRA would be wrong; nothing was trained. Please report this model."
             )
         bound = TOLERANCE[transformer.dtype]
-        with blocks_to_leave_eager() as hidden, unread_arguments() as unread:
+        with blocks_to_leave_eager() as eager_blocks, unread_arguments() as unread:
             difference = transformer.difference(on_device, inputs)
             if small is not None and difference <= bound:
                 bound = self._check_precisely(transformer, on_device, small)
         if not difference <= bound:
             raise ValueError(self._differs(difference, unread))
-        return {name: HIDDEN for name, block in transformer.blocks() if block.name in hidden}
+        return {name: HIDDEN for name, block in transformer.blocks() if block.name in eager_blocks}
 
     def _check_precisely(self, transformer: NativeTransformer, on_device: OnDevice, small: ModelInputs) -> float:
-        """Compare in fp32. Returns the bound that the run's dtype has by what it was measured to round."""
+        """Compare in fp32. Returns the bound for the run's dtype from its measured rounding error."""
         largest = TOLERANCE[transformer.dtype]
         try:
             difference, noise = transformer.precise_difference(on_device, small)
-        except Exception as error:  # of core's, which may cast to a dtype of its own or need a larger grid
+        except Exception as error:  # from core, which may cast to a dtype of its own or need a larger grid
             if comfy.model_management.is_oom(error):
                 raise
             log.debug("%s does not run in fp32: %s", self.title, error)
@@ -177,10 +177,10 @@ class NativeFamily(Family):
 
     def _differs(self, difference: float, unread: Iterable[str] = ()) -> str:
         names = ", ".join(sorted(unread))
-        known = f" It hands {names} to its attention, which training doesn't know." if names else ""
+        unread_note = f" It hands {names} to its attention, which training doesn't know." if names else ""
         return (
             f"model is a {self.title} whose output is {difference:.1%} different when it runs for training in ComfyUI "
-            f"{version()}, so its LoRA would be wrong; nothing was trained.{known} Please report this model."
+            f"{version()}, so its LoRA would be wrong; nothing was trained.{unread_note} Please report this model."
         )
 
     def check_batch(self, transformer: Transformer, on_device: OnDevice, inputs: ModelInputs) -> str | None:
@@ -203,7 +203,7 @@ class NativeFamily(Family):
     def inputs(
         self, patcher: ModelPatcher, samples: Sequence[NoisySample], sigma: Tensor, guidance: float
     ) -> ModelInputs:
-        # A model that was not distilled reads another meaning in it, as Chroma does, or nothing.
+        # A model that was not distilled interprets it differently, like Chroma, or ignores it.
         distilled = self.takes_guidance(patcher.model)
         facts = self.facts
         return native_inputs(

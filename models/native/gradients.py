@@ -1,4 +1,4 @@
-"""Find an operation without a gradient in a block of ComfyUI's before anything is trained, and name both."""
+"""Find an operation without a gradient in a ComfyUI block before training starts, and name both."""
 
 import re
 import warnings
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Torch's words on an operation whose backward is missing, with its name.
+# Torch's error messages for an operation without a backward, with its name.
 _FALLBACK = r"an autograd kernel was not registered"
 _MISSING = tuple(
     map(
@@ -23,14 +23,15 @@ _MISSING = tuple(
 )
 
 
-def check_gradients(where: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Call a block and its backward once. Returns what it gives, cut off from the graph.
+def check_gradients(owner: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a block and its backward once. Returns its output, detached from the graph.
 
-    where: name of the block, for the message.
-    args: those of them that are tensors with a gradient stand for what earlier blocks gave; theirs is not changed.
+    owner: name of the block, for the message.
+    args: tensors among them that require a gradient stand in for outputs of earlier blocks; their gradients are not
+        changed.
 
-    Raises ValueError for a block with an operation that has no gradient. Outputs require a gradient where the block's
-    do, so that calls one after the other check a whole model and hold the graph of one block at a time.
+    Raises ValueError for a block with an operation that has no gradient. Outputs require a gradient if the block's do,
+    so that successive calls check a whole model and hold the graph of one block at a time.
     """
     inputs = [x.detach().requires_grad_() if _has_gradient(x) else x for x in args]
     try:
@@ -40,33 +41,33 @@ def check_gradients(where: str, function: Callable[..., Any], *args: Any) -> Any
         ends = [part for part in parts if _has_gradient(part)]
         floating = any(part.is_floating_point() for part in parts)
         if floating and not ends and any(map(_has_gradient, inputs)):
-            raise ValueError(_sentence(where, "something"))
+            raise ValueError(_sentence(owner, "something"))
         _backward(ends)
     except (RuntimeError, UserWarning) as error:
-        found = explain_missing_gradient(error, where)
-        if found is None:
+        explained = explain_missing_gradient(error, owner)
+        if explained is None:
             raise
-        raise found from error
+        raise explained from error
     cut = tuple(part.detach().requires_grad_() if _has_gradient(part) else part for part in parts)
     return cut[0] if isinstance(out, Tensor) else cut
 
 
-def explain_missing_gradient(error: BaseException, where: str) -> ValueError | None:
-    """Name the operation without a gradient from which an error of torch tells; None for an error of another kind.
+def explain_missing_gradient(error: BaseException, owner: str) -> ValueError | None:
+    """Name the operation without a gradient that a torch error reports; None for an error of another kind.
 
-    where: name of the block, or of the model.
+    owner: name of the block, or of the model.
     """
     text = str(error)
     for pattern in _MISSING:
-        found = pattern.search(text)
-        if found:
-            name = found[1].replace("::", ".").removesuffix(".default").removeprefix("aten.").strip()
-            return ValueError(_sentence(where, name))
+        match = pattern.search(text)
+        if match:
+            name = match[1].replace("::", ".").removesuffix(".default").removeprefix("aten.").strip()
+            return ValueError(_sentence(owner, name))
     return None
 
 
-def _sentence(where: str, operation: str) -> str:
-    return f"model can't be trained: its {where} runs {operation}, which has no gradient; choose another model."
+def _sentence(owner: str, operation: str) -> str:
+    return f"model can't be trained: its {owner} runs {operation}, which has no gradient; choose another model."
 
 
 def _has_gradient(value: Any) -> bool:
@@ -74,25 +75,25 @@ def _has_gradient(value: Any) -> bool:
 
 
 def _backward(ends: list[Tensor]) -> None:
-    """Compute the gradients of all leaves, and keep none."""
+    """Compute the gradients of all leaves, and discard them."""
     leaves = _leaves(ends)
     if leaves:
         with warnings.catch_warnings():
-            # Torch warns of an op without any formula, and drops the gradient there.
+            # Torch warns about an op without any formula, and drops its gradient.
             warnings.filterwarnings("error", message=f".*{_FALLBACK}")
             torch.autograd.grad(ends, leaves, [torch.ones_like(end) for end in ends])
 
 
 def _leaves(ends: list[Tensor]) -> list[Tensor]:
     nodes = [end.grad_fn for end in ends]
-    seen, found = set(), []
+    visited, leaves = set(), []
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)  # of the nodes that hold a leaf
+        visited.add(node)
+        leaf = getattr(node, "variable", None)  # only on nodes that hold a leaf
         if leaf is not None:
-            found.append(leaf)
+            leaves.append(leaf)
         nodes += [following for following, _ in node.next_functions]
-    return found
+    return leaves

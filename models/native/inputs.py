@@ -1,4 +1,4 @@
-"""Inputs of ComfyUI's own forward, made from a batch."""
+"""Conversion of a batch to the inputs of ComfyUI's own forward."""
 
 import copy
 import math
@@ -24,14 +24,14 @@ from .facts.model_facts import Sound
 class NativeGroup:
     """Samples that run in one forward: their tensors have the same shapes, their plain values are equal.
 
-    rows: their places in the batch.
+    rows: their indices in the batch.
     x: (b, C, H, W) or (b, C, T, H, W), in the model's space.
     sigma: (b,), the model's own.
-    conds: the arguments of `apply_model`: tensors (b, …), lists of such, and plain values.
-    shape: of the latent of one sample, where x holds its sound behind it: (b, 1, n).
-    text_options: what the model's `preprocess_text_embeds` takes beside the text, which it has not seen yet; None where
-        it has no part in this.
-    batched: `conds` with True in place of each tensor that has an axis for the samples, and False for any other.
+    conds: the arguments of `apply_model`: tensors (b, …), lists of them, and plain values.
+    shape: of one sample's latent; x with sound packed after it is (b, 1, n).
+    text_options: arguments of the model's `preprocess_text_embeds` besides the text, which is not processed yet; None
+        if it is not used.
+    batched: `conds` with True in place of each tensor that has a batch axis, and False for any other.
     """
 
     rows: tuple[int, ...]
@@ -45,8 +45,8 @@ class NativeGroup:
     def sampler_options(self) -> dict[str, Any]:
         """Make the `transformer_options` that ComfyUI's sampler sets for every model.
 
-        The schedule in `sample_sigmas` holds each sigma twice. A mean flow, HunyuanImage 2.1 Distilled, reads the sigma
-        that comes next: velocity is the mean over a step of no length, and it is what the loss asks for.
+        The schedule in `sample_sigmas` holds each sigma twice. A mean flow, HunyuanImage 2.1 Distilled, reads the next
+        sigma: over a step of zero length the mean velocity is the velocity, as the loss requires.
         """
         schedule = self.sigma.sort(descending=True).values.repeat_interleave(2)
         rows = len(self.rows)
@@ -58,12 +58,12 @@ class NativeGroup:
         }
 
     def split(self) -> list["NativeGroup"]:
-        """Each sample as a group of its own."""
+        """Return each sample as a separate group."""
         return [self._row(index) for index in range(len(self.rows))]
 
     def paired(self) -> tuple["NativeGroup", "NativeGroup", "NativeGroup"]:
-        """Return the first sample twice, beside another of the same shapes, and the other twice: other latent, sigma
-        and caption."""
+        """Return three pairs: the first sample twice, with another of the same shapes, and the other twice. The other
+        has another latent, sigma and caption."""
         first = self._row(0)
         other = replace(
             first,
@@ -74,27 +74,27 @@ class NativeGroup:
         return first.beside(first), first.beside(other), other.beside(other)
 
     def beside(self, other: "NativeGroup") -> "NativeGroup":
-        """A batch of this sample and another of the same shapes."""
+        """Batch this sample with another of the same shapes."""
         conds = {name: _beside(value, other.conds[name], self.batched[name]) for name, value in self.conds.items()}
         x, sigma = torch.cat([self.x, other.x]), torch.cat([self.sigma, other.sigma])
         return replace(self, rows=(0, 1), x=x, sigma=sigma, conds=conds)
 
     def _row(self, index: int) -> "NativeGroup":
-        one = slice(index, index + 1)
-        conds = {name: _sliced(value, self.batched[name], one) for name, value in self.conds.items()}
-        return replace(self, rows=self.rows[one], x=self.x[one], sigma=self.sigma[one], conds=conds)
+        row = slice(index, index + 1)
+        conds = {name: _sliced(value, self.batched[name], row) for name, value in self.conds.items()}
+        return replace(self, rows=self.rows[row], x=self.x[row], sigma=self.sigma[row], conds=conds)
 
     def pictures(self, out: Tensor) -> Tensor:
-        """Cut the sound off what the forward gives for one sample."""
+        """Cut the sound off the forward's output for one sample."""
         return out.flatten()[: math.prod(self.shape)].view(self.shape)
 
     def copied(self) -> "NativeGroup":
-        """With tensors of its own: ComfyUI's forward may write into them."""
+        """Return a copy with cloned tensors: ComfyUI's forward may write into them."""
         conds = {name: _each(value, Tensor.clone) for name, value in self.conds.items()}
         return replace(self, x=self.x.clone(), sigma=self.sigma.clone(), conds=conds)
 
     def cast(self, dtype: torch.dtype) -> "NativeGroup":
-        """With its 16-bit tensors in `dtype`."""
+        """Return a copy with its 16-bit tensors in `dtype`."""
 
         def wider(tensor: Tensor) -> Tensor:
             return tensor.to(dtype) if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
@@ -108,8 +108,8 @@ class NativeGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class NativeInputs(ModelInputs):
-    """groups: run one after the other; together they hold each sample of the batch once. Of tokens and text the
-    forward reads the lengths alone."""
+    """groups: run one after the other; together they hold each sample of the batch once. The forward reads only the
+    lengths of tokens and text."""
 
     groups: tuple[NativeGroup, ...]
 
@@ -127,39 +127,39 @@ def native_inputs(
     sound: Sound | None = None,
     batches: bool = True,
 ) -> NativeInputs:
-    """Group the samples by the shapes of what `extra_conds` makes of each.
+    """Group the samples by the shapes of their `extra_conds`.
 
-    guidance: None leaves what each conditioning says.
-    sound: of models that make it beside the video. It is that of silence, zeros, at its own noise level.
+    guidance: None keeps that of each conditioning.
+    sound: for models that make it along with the video. Its latent is silence, zeros, at its own noise level.
     batches: False runs each sample by itself.
     """
     device = sigma.device
     model, adapter = _with_text_as_encoded(as_loaded(patcher.model))
-    found: dict[Any, list[tuple[int, Tensor, dict[str, Any]]]] = {}
+    by_signature: dict[Any, list[tuple[int, Tensor, dict[str, Any]]]] = {}
     options: dict[Any, Mapping[str, Any] | None] = {}
     for row, sample in enumerate(samples):
         x = sample.latent
-        # As core's sampler tells it: SDXL embeds the size, of 8 pixels to a cell whatever the VAE.
+        # As set by core's sampler: SDXL embeds the size, at 8 pixels per cell whatever the VAE.
         size = {"width": x[None].shape[3] * 8, "height": x[None].shape[2] * 8, "prompt_type": "positive"}
-        # CLIP Text Encode puts a pooled text on each caption, None where the encoder has none.
-        given = {"pooled_output": None, **size, **sample.conditioning}
+        # CLIP Text Encode sets a pooled text on each caption, None if the encoder has none.
+        conditioning = {"pooled_output": None, **size, **sample.conditioning}
         if patcher.model.concat_keys:
-            # What a sampler hands on as the latent that it starts from: none is an empty one, as for text to image.
-            given = {"latent_image": torch.zeros_like(x)[None], **given}
+            # The latent that a sampler starts from: by default an empty one, as for text to image.
+            conditioning = {"latent_image": torch.zeros_like(x)[None], **conditioning}
         if sound is not None:
-            shape = sound.shape(x.shape[1], given.get("frame_rate"))
+            shape = sound.shape(x.shape[1], conditioning.get("frame_rate"))
             silent = _noised_silence(x, shape, sound.sigma(float(sigma[row])))
             packed, shapes = comfy.utils.pack_latents([x[None], silent[None]])
-            x, given = packed[0], {"latent_shapes": shapes, **given}
+            x, conditioning = packed[0], {"latent_shapes": shapes, **conditioning}
         adapter.options = None
-        conds = model_conditioning(model, x, sample.text, given, guidance, device, lists=None)
+        conds = model_conditioning(model, x, sample.text, conditioning, guidance, device, lists=None)
         key = row if not batches else (_signature(sample.latent, conds), repr(adapter.options))
         options[key] = adapter.options
-        found.setdefault(key, []).append((row, x, conds))
+        by_signature.setdefault(key, []).append((row, x, conds))
     groups = []
-    for key, members in found.items():
+    for key, members in by_signature.items():
         rows = tuple(row for row, _, _ in members)
-        conds = {name: _batched([own[name] for _, _, own in members]) for name in members[0][2]}
+        conds = {name: _batched([member_conds[name] for _, _, member_conds in members]) for name in members[0][2]}
         batched = {name: _each(value, _has_batch) for name, value in members[0][2].items()}
         x = torch.stack([x for _, x, _ in members])
         shape = tuple(samples[rows[0]].latent.shape)
@@ -174,25 +174,25 @@ def native_inputs(
 
 
 class _LaterAdapter:
-    """Stands for a model's `preprocess_text_embeds` while `extra_conds` runs: the text stays as it was encoded.
+    """Replaces a model's `preprocess_text_embeds` while `extra_conds` runs: the text stays as encoded.
 
-    options: what the last call got beside the text; None without one.
+    options: the last call's arguments besides the text; None without a call.
     """
 
     def __init__(self) -> None:
         self.options: dict[str, Any] | None = None
 
     def __call__(self, text: Tensor, **options: Any) -> Tensor:
-        # Of cached data a flag is a tensor without axes.
+        # In cached data a flag is a tensor without axes.
         self.options = {name: v.item() if isinstance(v, Tensor) else v for name, v in options.items()}
         return text
 
 
 def _with_text_as_encoded(model: Any) -> tuple[Any, _LaterAdapter]:
-    """A copy of the model whose `extra_conds` leaves the text to the training forward.
+    """Copy the model so that its `extra_conds` leaves the text to the training forward.
 
-    LTX-2 and MiniMax H3 refine the text there once for a whole run of the sampler: by the MODEL's weights without their
-    patches, where they lie, and without a gradient for targets among them.
+    LTX-2 and MiniMax H3 refine the text there once per sampler run: with the MODEL's unpatched weights on their current
+    device, and without a gradient for targets among them.
     """
     adapter = _LaterAdapter()
     if not hasattr(model.diffusion_model, "preprocess_text_embeds"):
@@ -204,14 +204,14 @@ def _with_text_as_encoded(model: Any) -> tuple[Any, _LaterAdapter]:
 
 
 def _noised_silence(x: Tensor, shape: tuple[int, ...], sigma: float) -> Tensor:
-    """Noise at this level, the same for the same noisy latent, and so for the same seed, step and sample."""
+    """Make noise at this level, the same for the same noisy latent, and so for the same seed, step and sample."""
     seed = zlib.crc32(x.detach().cpu().contiguous().numpy().tobytes())
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     return (sigma * noise).to(x.device, x.dtype)
 
 
 def patch_of(latent: Tensor, tokens: int) -> int:
-    """Cells along a side that are one token of the data's grid. latent: (C, H, W) or (C, T, H, W)."""
+    """Return the cells along a side of one token of the data's grid. latent: (C, H, W) or (C, T, H, W)."""
     cells = math.prod(latent.shape[1:])
     patch = math.isqrt(cells // tokens)
     assert patch * patch * tokens == cells, (latent.shape, tokens)
@@ -219,7 +219,7 @@ def patch_of(latent: Tensor, tokens: int) -> int:
 
 
 def patchify(latent: Tensor, keep: int) -> Patches:
-    """latent: (C, H, W) or (C, T, H, W) → its tokens, frame after frame in row order, and their positions."""
+    """Cut a latent (C, H, W) or (C, T, H, W) into tokens, frame after frame in row order, with their positions."""
     patch = patch_of(latent, keep)
     frames = latent if latent.ndim == 4 else latent[:, None]
     channels, count, height, width = frames.shape
@@ -231,10 +231,10 @@ def patchify(latent: Tensor, keep: int) -> Patches:
 
 
 def _each(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Change the tensors of a conditioning."""
+    """Apply a function to the tensors of a conditioning."""
     if isinstance(value, Tensor):
         return change(value)
-    return [_each(one, change) for one in value] if isinstance(value, list) else value
+    return [_each(inner, change) for inner in value] if isinstance(value, list) else value
 
 
 def _altered(tensor: Tensor) -> Tensor:
@@ -243,18 +243,18 @@ def _altered(tensor: Tensor) -> Tensor:
 
 def _sliced(value: Any, batched: Any, rows: slice) -> Any:
     if isinstance(value, list):
-        return [_sliced(one, flag, rows) for one, flag in zip(value, batched, strict=True)]
+        return [_sliced(inner, flag, rows) for inner, flag in zip(value, batched, strict=True)]
     return value[rows] if batched is True else value
 
 
 def _beside(value: Any, other: Any, batched: Any) -> Any:
     if isinstance(value, list):
-        return [_beside(*each) for each in zip(value, other, batched, strict=True)]
+        return [_beside(*entries) for entries in zip(value, other, batched, strict=True)]
     return torch.cat([value, other]) if batched is True else value
 
 
 def _signature(latent: Tensor, conds: Mapping[str, Any]) -> Any:
-    """Equal for samples that one forward may take together."""
+    """Return a key that is equal for samples that can share one forward."""
     return tuple(latent.shape), tuple((name, _signature_of(value)) for name, value in sorted(conds.items()))
 
 

@@ -1,11 +1,11 @@
-"""The kernels of a training step over ComfyUI's own forward: differentiable ones in the place of those for sampling.
+"""The kernels of a training step over ComfyUI's own forward: differentiable ones in place of those for sampling.
 
-ComfyUI's modules bind the attention chosen at its start by name, and hand it more than attention of ours takes. For the
-time of a step all of these names stand for the attention chosen on Training Memory. Comfy-kitchen's ropes have no
-backward; torch's forms of them stand in their place.
+ComfyUI's modules bind the attention chosen at startup by name, and pass it more arguments than ours takes. During a
+step all of these names refer to the attention chosen on Training Memory. Comfy-kitchen's ropes have no backward; forms
+in torch replace them.
 
-What these names are given changes from release to release. Since 0.32 models wrap q, k and v in containers, from which
-`take` moves the tensor out.
+The arguments of these functions change from release to release. Since 0.32 models wrap q, k and v in containers, from
+which `take` moves the tensor out.
 """
 
 import sys
@@ -28,11 +28,11 @@ from .ropes import ROPES
 
 Function = Callable[..., Any]
 
-# Under these names ComfyUI's modules bind the attention that was chosen; other packs may have put theirs there.
+# ComfyUI's modules bind the chosen attention under these names; other packs may have replaced it.
 CHOSEN = ("optimized_attention", "optimized_attention_masked")
 PACKAGES = ("comfy.", "comfy_extras.")
 
-# Arguments of ComfyUI's attention that choose how it is computed, and nothing of its result.
+# Arguments of ComfyUI's attention that select an implementation and do not affect the result.
 WITHOUT_EFFECT = frozenset(
     {"transformer_options", "low_precision_attention", "preferred_attention", "_inside_attn_wrapper"}
 )
@@ -43,10 +43,10 @@ _watching: list[set[str]] = []
 
 @contextmanager
 def training_kernels(attention: Attention) -> Iterator[None]:
-    """Have ComfyUI's forwards run `attention` and differentiable ropes, and know that they train.
+    """Make ComfyUI's forwards run `attention` and differentiable ropes, in training mode.
 
-    It stands around forward and backward, which computes forwards again; inside itself it does nothing. The same
-    functions are put in place each time, so that a graph compiled in one step serves the next.
+    It wraps forward and backward, which recomputes forwards; nested it does nothing. The same functions are installed
+    each time, so that a graph compiled in one step serves the next.
     """
     if _in_force:
         assert _in_force[0] is attention
@@ -55,29 +55,31 @@ def training_kernels(attention: Attention) -> Iterator[None]:
     loaded, modules = len(sys.modules), _modules()
     replaced: list[tuple[_Place, Function, Function]] = []
     management = comfy.model_management
-    before = management.in_training
+    was_training = management.in_training
     _in_force.append(attention)
     try:
         management.in_training = True
         for place in _places(modules):
             kernel = place.namespace[place.name]
-            ours = place.rope or _attend(attention, kernel)
-            replaced.append((place, kernel, ours))
-            place.namespace[place.name] = ours
+            replacement = place.rope or _attend(attention, kernel)
+            replaced.append((place, kernel, replacement))
+            place.namespace[place.name] = replacement
         yield
     finally:
         for place, kernel, _ in replaced:
             place.namespace[place.name] = kernel
-        management.in_training = before
+        management.in_training = was_training
         _in_force.clear()
         if len(sys.modules) != loaded:
-            _restore_new(set(_modules()) - set(modules), {id(ours): kernel for _, kernel, ours in replaced})
+            _restore_new(
+                set(_modules()) - set(modules), {id(replacement): kernel for _, kernel, replacement in replaced}
+            )
 
 
 class _Place(NamedTuple):
-    """One name that stands for a kernel.
+    """One name bound to a kernel.
 
-    rope: what takes its place; None for an attention.
+    rope: its replacement; None for an attention.
     """
 
     namespace: dict[str, Any]
@@ -86,24 +88,24 @@ class _Place(NamedTuple):
 
 
 def _modules() -> tuple[ModuleType, ...]:
-    """Give the modules of ComfyUI that are loaded, and comfy-kitchen."""
+    """Return ComfyUI's loaded modules and comfy-kitchen."""
     return _modules_among(tuple(map(id, list(sys.modules.values()))))
 
 
 @lru_cache(maxsize=1)
 def _modules_among(loaded: tuple[int, ...]) -> tuple[ModuleType, ...]:
-    """Look through the names once for these modules, of which there are thousands."""
-    found = (module for name, module in list(sys.modules.items()) if name.startswith(PACKAGES))
-    return tuple(module for module in (*found, _kitchen()) if module is not None)
+    """Search the loaded modules; cached, since there are thousands of names."""
+    modules = (module for name, module in list(sys.modules.items()) if name.startswith(PACKAGES))
+    return tuple(module for module in (*modules, _kitchen()) if module is not None)
 
 
 def _kitchen() -> Any:
-    return getattr(comfy.quant_ops, "ck", None)  # missing where comfy-kitchen is not installed
+    return getattr(comfy.quant_ops, "ck", None)  # missing if comfy-kitchen is not installed
 
 
 @lru_cache(maxsize=1)
 def _places(modules: tuple[ModuleType, ...]) -> list[_Place]:
-    """Find the names that stand for a kernel; once for these modules, since they hold thousands of names."""
+    """Find the names bound to a kernel; cached, since the modules hold thousands of names."""
     kitchen, core = _kitchen(), comfy.ldm.modules.attention
     ropes = {id(getattr(kitchen, name)): _rope(name) for name in ROPES if hasattr(kitchen, name)}
     attentions = {id(value) for name, value in vars(core).items() if name.startswith("attention")}
@@ -118,9 +120,9 @@ def _places(modules: tuple[ModuleType, ...]) -> list[_Place]:
 
 
 def _restore_new(modules: set[ModuleType], kernels: dict[int, Function]) -> None:
-    """Put kernels back into modules that were imported while ours stood in their place.
+    """Restore kernels in modules that were imported while ours were installed.
 
-    kernels: by id of ours.
+    kernels: ComfyUI's, by id of ours.
     """
     for module in modules:
         for name, value in list(vars(module).items()):
@@ -130,13 +132,13 @@ def _restore_new(modules: set[ModuleType], kernels: dict[int, Function]) -> None
 
 @lru_cache(maxsize=64)
 def _attend(attention: Attention, kernel: Function) -> Function:
-    """Make the function that stands for a kernel of ComfyUI; one for each, so that it can be told what it stood for."""
+    """Make the replacement of a ComfyUI kernel; one per kernel, so that it can be restored."""
     return core_attention(attention)
 
 
 @lru_cache(maxsize=64)
 def _rope(name: str) -> Function:
-    """Make the function that stands for the rope of this name."""
+    """Make the replacement of the rope of this name."""
     form = ROPES[name]
 
     def rope(*args: Any, **kwargs: Any) -> Any:
@@ -150,7 +152,7 @@ def _rope(name: str) -> Function:
 
 
 def _opened(value: Any) -> Any:
-    """Take the tensor out of a container; anything else is returned as it is."""
+    """Take the tensor out of a container; anything else is returned unchanged."""
     take = None if isinstance(value, Tensor) else getattr(value, "take", None)
     return value if take is None else take()
 
@@ -163,7 +165,7 @@ def _tensor(value: Any, argument: str) -> Tensor:
 
 
 def unusable(name: str, cause: str) -> ValueError:
-    """Make the error for a call of ComfyUI's code that what stands in its place can't answer."""
+    """Make the error for a call by ComfyUI's code that the replacement does not support."""
     return ValueError(
         f"model calls {name} of ComfyUI {version()} in a way that Train LoRA doesn't know ({cause}); update Tessera or "
         "choose another model."
@@ -172,24 +174,25 @@ def unusable(name: str, cause: str) -> ValueError:
 
 @contextmanager
 def unread_arguments() -> Iterator[set[str]]:
-    """Collect the names of arguments that models hand to attention in here and that attention for training ignores."""
-    found: set[str] = set()
-    _watching.append(found)
+    """Collect the names of arguments that models pass to attention in this context and that training attention
+    ignores."""
+    names: set[str] = set()
+    _watching.append(names)
     try:
-        yield found
+        yield names
     finally:
-        _watching.remove(found)
+        _watching.remove(names)
 
 
 def core_attention(attention: Attention) -> Function:
-    """Wrap attention of ours in a function that takes the arguments of ComfyUI's and gives what its torch form gives.
+    """Wrap our attention in a function with the arguments and result of ComfyUI's torch attention.
 
-    Where there is a mask or a scale, which attention of ours does not take, torch's SDPA runs.
+    With a mask or a scale, which our attention does not take, torch's SDPA runs.
     """
     limit = comfy.ldm.modules.attention.SDP_BATCH_LIMIT
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q, k, v: (B, H, T, D) → (B, T, H·D)."""
+        """Run our attention in chunks: q, k, v (B, H, T, D) → (B, T, H·D)."""
         if q.shape[0] <= limit:
             return attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         parts = zip(q.split(limit), k.split(limit), v.split(limit), strict=True)
@@ -204,21 +207,21 @@ def core_attention(attention: Attention) -> Function:
         attn_precision: torch.dtype | None = None,
         skip_reshape: bool = False,
         skip_output_reshape: bool = False,
-        *more: Any,
+        *extra: Any,
         scale: float | None = None,
         enable_gqa: bool = False,
         **kwargs: Any,
     ) -> Tensor:
-        """q, k, v: (B, T, H·D), or (B, H, T, D) with `skip_reshape`; each may be in a container.
+        """Run attention. q, k, v: (B, T, H·D), or (B, H, T, D) with `skip_reshape`; each may be in a container.
 
-        Gives (B, T, H·D), or (B, H, T, D) with `skip_output_reshape`. mask: (T, S), (B, T, S) or (B, H, T, S), of bool
-        or to be added, and what broadcasts to it. With `enable_gqa`, keys and values may have fewer heads.
+        Returns (B, T, H·D), or (B, H, T, D) with `skip_output_reshape`. mask: (T, S), (B, T, S) or (B, H, T, S), bool
+        or additive, or broadcastable to it. With `enable_gqa`, keys and values may have fewer heads.
         """
-        if more:
-            raise unusable("optimized_attention", f"{8 + len(more)} arguments")
+        if extra:
+            raise unusable("optimized_attention", f"{8 + len(extra)} arguments")
         if kwargs and not torch.compiler.is_compiling():
-            for found in _watching:
-                found |= kwargs.keys() - WITHOUT_EFFECT
+            for names in _watching:
+                names |= kwargs.keys() - WITHOUT_EFFECT
         q, k, v = _tensor(q, "q"), _tensor(k, "k"), _tensor(v, "v")
         mask = None if mask is None else _tensor(mask, "mask")
         if not skip_reshape:

@@ -1,4 +1,4 @@
-"""The objective of any model of ComfyUI, taken from its own `model_sampling`."""
+"""The objective of any ComfyUI model, from its own `model_sampling`."""
 
 import math
 from functools import cached_property
@@ -9,15 +9,15 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-# At 0 no output changes the denoised latent, so that no target follows from it.
+# At 0 the output has no effect on the denoised latent, so the target is undefined.
 LEAST_FLOW_SIGMA = 1e-6
 _REFUSED = (core.IMG_TO_IMG, core.IMG_TO_IMG_FLOW, core.StableCascadeSampling)
 
 
 def objective_of(patcher: ModelPatcher) -> "SamplingObjective":
-    """Return the objective of a MODEL, by the sampling that is patched onto it where there is one.
+    """Return the objective of a MODEL, by the sampling patched onto it, if any.
 
-    Raises ValueError for a sampling that training does not know.
+    Raises ValueError for a sampling that training does not support.
     """
     sampling = patcher.get_model_object("model_sampling")
     kind = type(patcher.model).__name__
@@ -39,15 +39,15 @@ def default_shift(model: Any) -> float:
     """
     sampling = model.model_sampling
     if isinstance(sampling, core.ModelSamplingFlux):
-        return math.exp(sampling.shift)  # `flux_time_shift` takes its logarithm
+        return math.exp(sampling.shift)  # the shift is a logarithm, as in `flux_time_shift`
     return float(sampling.shift) if isinstance(sampling, core.ModelSamplingDiscreteFlow) else 1.0
 
 
 class SamplingObjective:
-    """Noising and target by a `model_sampling` of ComfyUI, of one sample each.
+    """Noising and target of one sample by ComfyUI's `model_sampling`.
 
-    Levels are sigmas of flow matching where the model is trained so, and else the part of its noise schedule that lies
-    below: a timestep of T for a model with timesteps, and a step in log sigma for one without.
+    Levels are sigmas of flow matching if the model is trained so, else fractions of its noise schedule: of the T
+    timesteps for a model with timesteps, of the steps in log sigma for one without.
     """
 
     def __init__(self, sampling: Any):
@@ -60,8 +60,8 @@ class SamplingObjective:
     def noise_level(self, level: float) -> float:
         """Return sigma at a level in 0 to 1.
 
-        Models with timesteps get one of the sigmas that belong to them, each for an equal part of the levels: core
-        tells the model the nearest timestep, and between two of them it would be told another noise than it sees.
+        Models with timesteps get one of their schedule's sigmas, each for an equal share of the levels: core passes the
+        model the nearest timestep, which between two of them would not match the noise in x_t.
         """
         if isinstance(self.sampling, core.CONST):
             return max(level, LEAST_FLOW_SIGMA)
@@ -72,13 +72,13 @@ class SamplingObjective:
         if isinstance(self.sampling, core.ModelSamplingDiscrete):
             return self._table[min(int(level * count), count - 1)]
         place = level * (count - 1)
-        below = min(int(place), count - 2)
-        logs = math.log(self._table[below]), math.log(self._table[below + 1])
-        return math.exp(logs[0] + (place - below) * (logs[1] - logs[0]))
+        lower = min(int(place), count - 2)
+        logs = math.log(self._table[lower]), math.log(self._table[lower + 1])
+        return math.exp(logs[0] + (place - lower) * (logs[1] - logs[0]))
 
     @cached_property
     def _table(self) -> list[float]:
-        """The sigmas of the schedule, rising."""
+        """The sigmas of the schedule, ascending."""
         return list(self.sampling.sigmas.detach().double().tolist())
 
     def add_noise(self, latent: Tensor, noise: Tensor, sigma: float) -> Tensor:
@@ -92,25 +92,25 @@ class SamplingObjective:
         """
         latent, noise = latent.double(), noise.double()
         x_t = self._noised(latent, noise, sigma)
-        zero, one = torch.zeros_like(x_t), torch.ones_like(x_t)
-        slope = self._denoised(one, zero, sigma) - self._denoised(zero, zero, sigma)
-        return ((latent - self._denoised(zero, x_t, sigma)) / slope).float()
+        zeros, ones = torch.zeros_like(x_t), torch.ones_like(x_t)
+        slope = self._denoised(ones, zeros, sigma) - self._denoised(zeros, zeros, sigma)
+        return ((latent - self._denoised(zeros, x_t, sigma)) / slope).float()
 
     def noise_ratio(self, sigma: float) -> float:
-        one, zero = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
-        noise, signal = self._noised(zero, one, sigma).item(), self._noised(one, zero, sigma).item()
+        ones, zeros = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+        noise, signal = self._noised(zeros, ones, sigma).item(), self._noised(ones, zeros, sigma).item()
         return noise / signal if signal else math.inf
 
     def output_scale(self, sigma: float) -> float:
-        one, zero = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
-        return abs(self._denoised(one, zero, sigma).item() - self._denoised(zero, zero, sigma).item())
+        ones, zeros = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+        return abs(self._denoised(ones, zeros, sigma).item() - self._denoised(zeros, zeros, sigma).item())
 
     def _noised(self, latent: Tensor, noise: Tensor, sigma: float) -> Tensor:
         level = torch.tensor([sigma], dtype=latent.dtype, device=latent.device)
-        # Copies: core writes into what it is given.
+        # Copies: core writes into its arguments.
         x_t = self.sampling.noise_scaling(level, noise[None].clone(), latent[None].clone())[0]
-        # CogVideoX is the one whose x is x_t of DDPM, by its `calculate_input` and `calculate_denoised`, and not
-        # x0 + sigma·noise, as its `noise_scaling` has it.
+        # Only CogVideoX's x is x_t of DDPM, by its `calculate_input` and `calculate_denoised`, and not x0 +
+        # sigma·noise, as in its `noise_scaling`.
         return x_t / (1.0 + level**2) ** 0.5 if isinstance(self.sampling, core.V_PREDICTION_DDPM) else x_t
 
     def _denoised(self, output: Tensor, x_t: Tensor, sigma: float) -> Tensor:

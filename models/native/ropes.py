@@ -1,7 +1,8 @@
-"""Rotary position embedding (arXiv 2104.09864) as comfy-kitchen computes it, in plain torch, since its has no backward.
+"""Rotary position embedding (arXiv 2104.09864) like comfy-kitchen's, in plain torch, since comfy-kitchen has no
+backward.
 
-Each function takes the arguments of the kernel of its name and gives its values. Tensors of heads are (B, H, T, D) or
-(B, T, H, D); tables of rotations are (…, D/2, 2, 2), which broadcast against them, and rows behind T are left out.
+Each function has the arguments and values of the kernel of its name. Tensors of heads are (B, H, T, D) or (B, T, H, D);
+tables of rotations are (…, D/2, 2, 2), which broadcast against them, and rows after T are ignored.
 """
 
 from collections.abc import Callable
@@ -29,29 +30,29 @@ def apply_rope_split_half1(x: Tensor, freqs_cis: Tensor) -> Tensor:
 
 
 def apply_rope(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
-    """`apply_rope1` of queries and keys."""
+    """Apply `apply_rope1` to queries and keys."""
     return apply_rope1(xq, freqs_cis), apply_rope1(xk, freqs_cis)
 
 
 def apply_rope_split_half(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
-    """`apply_rope_split_half1` of queries and keys."""
+    """Apply `apply_rope_split_half1` to queries and keys."""
     return apply_rope_split_half1(xq, freqs_cis), apply_rope_split_half1(xk, freqs_cis)
 
 
 def rms_rope1(x: Tensor, freqs_cis: Tensor, scale: Tensor, epsilon: float = 1e-6) -> Tensor:
-    """`apply_rope1` after an RMS norm of the last dimension. scale: (D,)."""
+    """Apply `apply_rope1` after an RMS norm of the last dimension. scale: (D,)."""
     return apply_rope1(_norm(x, scale, epsilon), freqs_cis)
 
 
 def rms_rope_split_half1(x: Tensor, freqs_cis: Tensor, scale: Tensor, epsilon: float = 1e-6) -> Tensor:
-    """`apply_rope_split_half1` after an RMS norm of the last dimension. scale: (D,)."""
+    """Apply `apply_rope_split_half1` after an RMS norm of the last dimension. scale: (D,)."""
     return apply_rope_split_half1(_norm(x, scale, epsilon), freqs_cis)
 
 
 def rms_rope(
     q: Tensor, k: Tensor, freqs_cis: Tensor, q_scale: Tensor, k_scale: Tensor | None = None, epsilon: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """`rms_rope1` of queries and keys, with one scale for both where there is no second."""
+    """Apply `rms_rope1` to queries and keys, with `q_scale` for both if there is no `k_scale`."""
     k_scale = q_scale if k_scale is None else k_scale
     return rms_rope1(q, freqs_cis, q_scale, epsilon), rms_rope1(k, freqs_cis, k_scale, epsilon)
 
@@ -65,9 +66,9 @@ def rms_rope_split_half(
     epsilon: float = 1e-6,
     rot_dim: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """`rms_rope_split_half1` of queries and keys.
+    """Apply `rms_rope_split_half1` to queries and keys.
 
-    rot_dim: only so many entries of the last dimension are rotated, the first ones; 0 for all. The norm is of all.
+    rot_dim: the number of leading entries of the last dimension to rotate; 0 for all. The norm is over all.
     """
     k_scale = q_scale if k_scale is None else k_scale
     q, k = _norm(q, q_scale, epsilon), _norm(k, k_scale, epsilon)

@@ -1,6 +1,6 @@
-"""A shadow of ComfyUI's model: its modules and forward, over weights that autograd may save.
+"""A shadow copy of ComfyUI's model: its modules and forward, over weights that autograd may save.
 
-The MODEL itself is never changed. Whatever a forward leaves on its modules, it leaves on the shadow.
+The MODEL itself is never changed. A forward leaves any state on the shadow's modules.
 """
 
 import copy
@@ -25,12 +25,12 @@ _NOT_COPIED = object()
 
 
 class NativeLinear(LoraLinear):
-    """A Linear of the shadow. ComfyUI calls it with x alone, of any shape (…, in), so the mask of its dropout is set on
-    it before its block runs.
+    """A Linear of the shadow. ComfyUI calls it with only x, of any shape (…, in), so its dropout mask is set on it
+    before its block runs.
 
     mask: of the step, or None.
-    samples: the samples of the batch; where x has as many rows, each is one of them.
-    place: its name in its block, and whether that runs; None outside of blocks.
+    samples: the batch size; if x has as many rows, each is one sample.
+    place: its name in its block, and the block's running state; None outside blocks.
     """
 
     def __init__(self, weights: FrozenWeights, name: str, module: nn.Module):
@@ -47,7 +47,7 @@ class NativeLinear(LoraLinear):
         if self.adapter is None:
             return self.frozen().apply(x)
         shape = x.shape[:-1]
-        # An adapter takes (samples, rows, in). Tokens of all samples in one row are those of one sample.
+        # An adapter takes (samples, rows, in). Tokens of all samples in one row count as one sample.
         rows = x.reshape(shape[0] if shape[0] == self.samples else 1, -1, x.shape[-1])
         if self.seen is not None:
             self.seen.add((rows.shape[0], rows.shape[1]))
@@ -56,7 +56,7 @@ class NativeLinear(LoraLinear):
 
 
 class NativeConv(LoraConv):
-    """A convolution of the shadow, as `NativeLinear` is a Linear of it. The mask of its dropout has h·w rows."""
+    """A convolution of the shadow, like `NativeLinear`. Its dropout mask has h·w rows."""
 
     def __init__(self, weights: FrozenWeights, name: str, module: nn.Conv2d):
         super().__init__(weights, name, module)
@@ -80,9 +80,9 @@ NativeLayer = NativeLinear | NativeConv
 
 
 class SharedTensors(FrozenModule):
-    """The parameters and buffers of one module of the shadow, which lie in that module's own table.
+    """The parameters and buffers of one module of the shadow, stored in that module's own `_buffers`.
 
-    names: of its parameters; all else in the table are buffers, as the MODEL holds them.
+    names: of its parameters; all other entries are buffers, as in the MODEL.
     """
 
     def __init__(self, weights: FrozenWeights, prefix: str, module: nn.Module, original: nn.Module):
@@ -109,11 +109,11 @@ class SharedTensors(FrozenModule):
 
 
 class Shadow:
-    """ComfyUI's model with other modules behind it.
+    """ComfyUI's model with replaced modules.
 
-    base: like the MODEL's BaseModel, for `apply_model`, whose result is the raw output.
+    base: copy of the MODEL's BaseModel, whose `apply_model` returns the raw output.
     layers: the Linears, and the convolutions that can have an adapter, by the MODEL's own module names.
-    tensors: of all other modules, by their names.
+    tensors: those of all other modules, by module name.
     """
 
     def __init__(self, patcher: ModelPatcher, weights: FrozenWeights):
@@ -130,14 +130,14 @@ class Shadow:
             fresh = fresh_attributes(model) or {}
             stale: dict[str, dict[str, Any]] = {}
             for name, module in model.diffusion_model.named_modules():
-                before = fresh.get(f"diffusion_model.{name}".rstrip("."))
-                stale[name] = leftovers(vars(module), before, settings_too=True)
-                for attribute, held in vars(module).items():
-                    # A copy would free the MODEL's own memory with itself.
-                    if held is not None and (attribute in LOADING or attribute in stale[name]):
-                        memo[id(held)] = _NOT_COPIED
-                    elif cannot_be_copied(held):
-                        memo[id(held)] = held
+                initial = fresh.get(f"diffusion_model.{name}".rstrip("."))
+                stale[name] = leftovers(vars(module), initial, settings_too=True)
+                for attribute, value in vars(module).items():
+                    # A copy's destruction would free the MODEL's own memory.
+                    if value is not None and (attribute in LOADING or attribute in stale[name]):
+                        memo[id(value)] = _NOT_COPIED
+                    elif cannot_be_copied(value):
+                        memo[id(value)] = value
                 for tensor in (*module._parameters.values(), *module._buffers.values()):
                     if tensor is not None:
                         memo.setdefault(id(tensor), torch.empty(0))  # `SharedTensors` reads them
@@ -156,12 +156,12 @@ class Shadow:
         self.base._modules = {**model._modules, "diffusion_model": diffusion_model}
         self.base._modules["model_sampling"] = raw_output(patcher.get_model_object("model_sampling"))
         reset(vars(self.base), leftovers(vars(model), fresh.get("")))
-        own = {n: dict(v) for n, v in vars(self.base).items() if type(v) is dict and n not in OF_TORCH}
-        vars(self.base).update(own)  # a forward may fill them
+        dict_copies = {n: dict(v) for n, v in vars(self.base).items() if type(v) is dict and n not in OF_TORCH}
+        vars(self.base).update(dict_copies)  # a forward may fill them
         self.base.current_patcher = None
 
     def make_linear(self, weights: FrozenWeights, name: str, module: nn.Module) -> nn.Module:
-        """Make what stands for a Linear of the MODEL."""
+        """Make the replacement for a Linear of the MODEL."""
         return NativeLinear(weights, name, module)
 
     @property
@@ -169,49 +169,48 @@ class Shadow:
         return self.base._modules["diffusion_model"]
 
     def misread(self) -> Misread | None:
-        """Find a module whose weights are read otherwise than ComfyUI does."""
+        """Find a module whose weights are read differently than by ComfyUI."""
         return find_misread(self._weights, {n: partial(self._run, n) for n in (*self.layers, *self.tensors)})
 
     def _run(self, name: str, x: Tensor) -> Tensor:
-        """Run one module in fp32 on weights that are read anew: where its block is swapped, it may hold those of
-        another."""
+        """Run one module in fp32 on freshly read weights: if its block is swapped, it may hold those of another."""
         module = self.diffusion_model.get_submodule(name)
         if name in self.layers and not isinstance(module, NativeConv):
             return self._weights.linear(name, without_base=True).to(self._weights.device).apply(x)
         module, weights = copy.copy(module), self._weights
         read = {part: weights.stored(f"{name}.{part}") for part in ("weight", "bias") if part in module._buffers}
-        moved = {part: None if tensor is None else tensor.to(weights.device) for part, tensor in read.items()}
-        vars(module)["_buffers"] = module._buffers | moved
-        vars(module)["comfy_cast_weights"] = True  # whatever the dtype of x
-        vars(module)["place"] = None  # it has its weights, though its block does not run
+        on_device = {part: None if tensor is None else tensor.to(weights.device) for part, tensor in read.items()}
+        vars(module)["_buffers"] = module._buffers | on_device
+        vars(module)["comfy_cast_weights"] = True  # for any dtype of x
+        vars(module)["place"] = None  # it has its weights although its block is not running
         out: Tensor = module(x)
         return out
 
     def state(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Note all attributes of the modules for `restore`; weights, which come and go, apart."""
+        """Record all attributes of the modules for `restore`, except weights, which are swapped."""
         modules = (module for module in self.diffusion_model.modules() if not isinstance(module, FrozenModule))
         tables = [vars(self.base), *map(vars, modules)]
-        # Dicts that a forward fills; those of torch hold the weights.
-        own = [value for t in tables for name, value in t.items() if type(value) is dict and name not in OF_TORCH]
-        return [(table, dict(table)) for table in (*tables, *own)]
+        # Dicts that a forward may fill; torch's hold the weights.
+        dicts = [value for t in tables for name, value in t.items() if type(value) is dict and name not in OF_TORCH]
+        return [(table, dict(table)) for table in (*tables, *dicts)]
 
 
 def restore(state: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    """Put the attributes back: a forward may keep there what it has computed of a prompt."""
-    for table, before in state:
-        # In C, as there are thousands of them; one that lies elsewhere in the table counts as another.
-        if table.keys() != before.keys() or any(map(is_not, table.values(), before.values())):
+    """Restore the attributes: a forward may cache values computed from a prompt there."""
+    for table, saved in state:
+        # Compared in C, as there are thousands; reordered entries count as changed.
+        if table.keys() != saved.keys() or any(map(is_not, table.values(), saved.values())):
             table.clear()
-            table.update(before)
+            table.update(saved)
 
 
 def is_linear(module: nn.Module) -> bool:
-    """True for a Linear that runs torch's or ComfyUI's forward; not for subclasses with one of their own."""
+    """Return whether a module is a Linear that runs torch's or ComfyUI's forward; not subclasses with their own."""
     return hasattr(module, "in_features") and hasattr(module, "weight") and has_known_forward(module)
 
 
 def raw_output(model_sampling: nn.Module) -> nn.Module:
-    """A model sampling that hands on the model's own output in place of the denoised latent."""
+    """Copy a model sampling so that it returns the model's raw output instead of the denoised latent."""
     raw = copy.copy(model_sampling)
     vars(raw)["calculate_denoised"] = _own_output
     return raw

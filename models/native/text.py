@@ -1,4 +1,4 @@
-"""The captions of any text encoder that ComfyUI has, as the encoder itself makes them."""
+"""Captions for any text encoder in ComfyUI, tokenised by the encoder itself."""
 
 import copy
 import re
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from ..text import CaptionTokens, TextPolicy, find_no_embeddings
 
-# Core reads `\(` as a bracket that is no weight: doubled, the backslash stays one.
+# Core reads `\(` as a literal bracket: a doubled backslash stays a backslash.
 _ESCAPED_BRACKET = re.compile(r"\\(?=[()])")
 
 
 class CoreText(TextPolicy):
-    """The text encoders of one CLIP: tokens, lengths and outputs are what `clip` itself gives for the caption.
+    """The text encoders of one CLIP: tokens, lengths and outputs are those of `clip` itself for the caption.
 
-    Captions are literal, whatever the tokenizer. Control images are not shown to the encoder.
+    Captions are literal with any tokenizer. The encoder does not see control images.
     """
 
     latents, pictures_only, whole_grids = (), False, True
@@ -27,7 +27,7 @@ class CoreText(TextPolicy):
         self.family = encoder_name(clip)
         literal = copy.copy(clip)
         literal.tokenizer = _literal(clip.tokenizer)
-        # Most tokenizers take `\(` for `(`; some of one encoder (LongCat, Lens) never look for brackets.
+        # Most tokenizers read `\(` as `(`; some for a single encoder (LongCat, Lens) never parse brackets.
         self._reads_escapes = literal.tokenize("\\(") == literal.tokenize("(")
 
     def tokenize(self, clip: Any, caption: str, max_length: int | None = None) -> CaptionTokens:
@@ -42,14 +42,15 @@ class CoreText(TextPolicy):
         return None
 
     def key(self, clip: Any) -> tuple[Any, ...]:
-        """The classes too: Z-Image and FLUX.2 klein read one Qwen3 with other layers, LTX and Chroma one T5."""
+        """Return the class names: Z-Image and FLUX.2 klein use different layers of one Qwen3, LTX and Chroma share a
+        T5."""
         encoder = clip.cond_stage_model
-        return tuple(f"{type(one).__module__}.{type(one).__qualname__}" for one in (encoder, clip.tokenizer))
+        return tuple(f"{type(part).__module__}.{type(part).__qualname__}" for part in (encoder, clip.tokenizer))
 
     def collect(self, encoded: Mapping[str, Any], length: int | None) -> dict[str, Tensor]:
-        """Take all that the encoder gave. Numbers become tensors without axes, as a cached file holds tensors alone.
+        """Take all outputs of the encoder. Numbers become tensors without axes, as a cached file holds only tensors.
 
-        Raises ValueError for outputs that a training step can't be given.
+        Raises ValueError for outputs that a training step can't take.
         """
         shape = tuple(encoded["cond"].shape)
         if len(shape) != 3 or shape[0] != 1:
@@ -57,20 +58,20 @@ class CoreText(TextPolicy):
                 f"The text encoders of {self.family} give a caption in the shape {shape}, which no training takes; it "
                 f"must be (1, tokens, width)."
             )
-        kept = {name: value for name, value in encoded.items() if value is not None and name != "hooks"}
-        for name, value in kept.items():
+        outputs = {name: value for name, value in encoded.items() if value is not None and name != "hooks"}
+        for name, value in outputs.items():
             if not isinstance(value, Tensor | bool | int | float):
                 raise ValueError(
                     f"The text encoders of {self.family} give {name} as a {type(value).__name__}, which can't be "
                     f"stored; encode with CLIP Text Encode and connect Latents to Training Data."
                 )
-        return {name: value if isinstance(value, Tensor) else torch.tensor(value) for name, value in kept.items()}
+        return {name: value if isinstance(value, Tensor) else torch.tensor(value) for name, value in outputs.items()}
 
     def width(self, clip: Any) -> int:
-        """Features of one encoded token, for the estimate of disk space: of all encoders, with each layer that they
-        hand on."""
+        """Return the features per encoded token, for the estimate of disk space: over all encoders, with each layer
+        that they output."""
         stage = clip.cond_stage_model
-        # LTX-2 brings all layers of its encoder together in one projection.
+        # LTX-2 combines all layers of its encoder in one projection.
         if (projection := getattr(stage, "text_embedding_projection", None)) is not None:
             return sum(part.out_features for part in projection.modules() if hasattr(part, "out_features"))
         encoders = [part for part in stage.modules() if isinstance(part, SDClipModel)]
@@ -78,9 +79,9 @@ class CoreText(TextPolicy):
 
 
 def encoder_name(clip: Any) -> str:
-    """Name a CLIP by what its tokenizer is for, and its encoders: `ZImage (qwen3_4b)`, `SDXL (clip_g, clip_l)`.
+    """Name a CLIP by its tokenizer's model and its encoders: `ZImage (qwen3_4b)`, `SDXL (clip_g, clip_l)`.
 
-    ComfyUI's class of the encoder may be shared (LTX has Mochi's), and is made on the spot.
+    ComfyUI's encoder class may be shared (LTX uses Mochi's), and is created ad hoc.
     """
     name = type(clip.tokenizer).__name__.strip("_").removesuffix("Tokenizer")
     names = sorted(part.embedding_key for part in _parts(clip.tokenizer))
@@ -94,7 +95,7 @@ def _layers(encoder: SDClipModel) -> int:
 
 
 def _literal(tokenizer: Any) -> Any:
-    """A copy of a tokenizer, with those in it, that reads brackets and `embedding:` as text."""
+    """Copy a tokenizer, including inner ones, so that it reads brackets and `embedding:` as text."""
     literal = copy.copy(tokenizer)
     for name, part in _tokenizers(tokenizer):
         setattr(literal, name, _literal(part))
@@ -109,7 +110,7 @@ def _tokenizers(tokenizer: Any) -> list[tuple[str, Any]]:
 
 
 def _parts(tokenizer: Any) -> Iterator[Any]:
-    """Each tokenizer for one encoder inside a tokenizer."""
+    """Yield each single-encoder tokenizer inside a tokenizer."""
     for _, part in _tokenizers(tokenizer):
         if hasattr(part, "embedding_identifier"):
             yield part

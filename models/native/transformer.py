@@ -1,4 +1,5 @@
-"""ComfyUI's own forward as a transformer of the trainer: it owns the loop, and its blocks run where it calls them."""
+"""ComfyUI's own forward as a transformer of the trainer: ComfyUI owns the loop, and hooks run its blocks in the
+trainer."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,8 +28,8 @@ from .shadow import Shadow, restore
 from .verify.precision import cast_buffers, dtype_told, run_in
 from .writes.out_of_place import OutOfPlace
 
-# What one sample may do to another of its batch. Independent ones come out the same bit for bit; experts that a router
-# gives other tokens add in another order.
+# The largest influence of a sample on another of its batch. Independent samples are bit-identical; experts that a
+# router gives other tokens add in another order.
 INFLUENCE = 1e-5
 
 OnDevice = Callable[..., Any]
@@ -36,15 +37,15 @@ OnDevice = Callable[..., Any]
 
 @dataclass
 class Batching:
-    """apart: True if the samples of a batch run one by one, since they influence each other in the forward."""
+    """apart: True if the samples of a batch run one by one, since they influence each other."""
 
     apart: bool = False
 
 
 class NativeTransformer:
-    """title: of the model, for messages; blocks: of the MODEL, by the names under which they are swapped; streams: the
-    numbers of the tensors that blocks have of the one before, by structure, so that a rebuilt one fits its graphs;
-    batching: whether samples share a forward, which a rebuilt one goes on with."""
+    """title: of the model, for messages; blocks: of the MODEL, by their swap names; streams: indices of the tensors
+    that come from the previous block, by structure, shared so that a rebuilt transformer matches its graphs; batching:
+    whether samples share a forward, shared with a rebuilt transformer too."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class NativeTransformer:
     ):
         self.title, self.shadow, self.attention, self.dtype = title, shadow, attention, dtype
         self.batching = batching
-        self._compute_dtype = dtype  # another one in a check
+        self._compute_dtype = dtype  # another dtype during a check
         cores = {name: shadow.diffusion_model.get_submodule(block.name) for name, block in blocks.items()}
         by_kind: dict[str, list[str]] = {}
         for name, block in blocks.items():
@@ -71,16 +72,17 @@ class NativeTransformer:
         }
         self._blocks: dict[str, NativeBlock] = {}
         for name, block in blocks.items():
-            tensors = [t for at, t in shadow.tensors.items() if f"{at}.".startswith(f"{block.name}.")]
+            tensors = [t for path, t in shadow.tensors.items() if f"{path}.".startswith(f"{block.name}.")]
             inner = hook_block(cores[name], partial(self._enter, name))
             self._blocks[name] = NativeBlock(block, inner, tensors, varying[name], results)
         lists: dict[str, set[str]] = {}
-        for name, own in self._blocks.items():
-            lists.setdefault(own.structure(), set()).add(list_of(blocks[name]))
-        for own in self._blocks.values():
-            # Lists of one kind of block, such as refiners and layers, may see other lengths; each method is a graph.
-            entries = entries_of(type(own.core), shadow.diffusion_model)
-            own.shapes = len(lists[own.structure()]) * len(entries)
+        for name, native_block in self._blocks.items():
+            lists.setdefault(native_block.structure(), set()).add(list_of(blocks[name]))
+        for native_block in self._blocks.values():
+            # Lists of one kind of block, such as refiners and layers, may see different lengths; each method is a
+            # graph.
+            entries = entries_of(type(native_block.core), shadow.diffusion_model)
+            native_block.shapes = len(lists[native_block.structure()]) * len(entries)
         self._run: Callable[[NativeBlock, list[Tensor], Any], Any] | None = None
         self._samples, self._ran = 1, False
         self._mode: OutOfPlace | None = None
@@ -98,20 +100,20 @@ class NativeTransformer:
         return [*self.shadow.layers.values(), *self.shadow.tensors.values()]
 
     def training(self) -> Any:
-        """The context of a forward and its backward: kernels with a gradient, and the attention that was chosen, which
-        may compute in no other dtype than the run's."""
+        """Return the context of a forward and its backward: differentiable kernels, and the chosen attention, which may
+        support only the run's dtype."""
         return training_kernels(self.attention if self._compute_dtype == self.dtype else sdpa)
 
     def forward(self, run: RunBlock, inputs: ModelInputs) -> Tensor:
-        """The raw output of each sample as tokens, (B, N, C·patch)."""
+        """Compute the raw output of each sample as tokens, (B, N, C·patch)."""
 
         def through(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
             block.call = tensors, call
             try:
                 out = run(block, *tensors, call)
             finally:
-                block.call = None  # else it would keep the step's graph until the next call
-            if not block.has_run(call.method):  # measuring a step gives it the output of another of its structure
+                block.call = None  # else it would hold the step's graph until the next call
+            if not block.has_run(call.method):  # a measured step gets another block's output
                 alike, ran = block.structure(), (b for b in self._blocks.values() if b.has_run(call.method))
                 block.take_result(next(b for b in ran if b.structure() == alike), call.method)
             return block.result(out, call.method)
@@ -121,7 +123,8 @@ class NativeTransformer:
         return _tokens(raw, self._groups(inputs), inputs.tokens.shape[1])
 
     def difference(self, on_device: OnDevice, inputs: ModelInputs) -> float:
-        """The relative difference between this forward and ComfyUI's own with its own kernels, both without gradients.
+        """Compute the relative difference between this forward and ComfyUI's own with its own kernels, both without
+        gradients.
 
         on_device: calls a function on a block and its arguments with the block's weights on the device. Raises
         ValueError for a block with an operation that has no gradient.
@@ -132,12 +135,12 @@ class NativeTransformer:
 
         with torch.no_grad():
             with self.training():
-                found = self._forward(ours, inputs, outer=True)
-            return relative(found, self._core_output(on_device, inputs))
+                actual = self._forward(ours, inputs, outer=True)
+            return relative(actual, self._core_output(on_device, inputs))
 
     def precise_difference(self, on_device: OnDevice, inputs: ModelInputs) -> tuple[float, float]:
-        """The same in fp32 on the stored weights; and that of ComfyUI's own forward in the run's dtype, what that
-        dtype rounds."""
+        """Compute `difference` in fp32 on the stored weights, and that of ComfyUI's own forward in the run's dtype: its
+        rounding error."""
 
         def ours(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
             return block.result(on_device(partial(run_in, torch.float32, _run), block, *tensors, call, {}), call.method)
@@ -146,9 +149,9 @@ class NativeTransformer:
             rounded = self._core_output(on_device, inputs)
             with self.in_fp32():
                 with self.training():
-                    found = self._forward(ours, inputs, outer=True)
+                    actual = self._forward(ours, inputs, outer=True)
                 expected = self._core_output(on_device, inputs)
-            return relative(found, expected), relative(rounded, expected)
+            return relative(actual, expected), relative(rounded, expected)
 
     def _core_output(self, on_device: OnDevice, inputs: ModelInputs) -> list[Tensor]:
         def core(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
@@ -159,7 +162,7 @@ class NativeTransformer:
 
     @contextmanager
     def in_fp32(self) -> Iterator[None]:
-        """Have what stands around the blocks compute in fp32."""
+        """Run the modules outside the blocks in fp32."""
         inside = [f"{block.name}." for block in self._blocks.values()]
         modules = self.shadow.tensors.items()
         outside = [module for name, module in modules if not f"{name}.".startswith(tuple(inside))]
@@ -174,9 +177,10 @@ class NativeTransformer:
             self._clean, self._compute_dtype = clean, self.dtype
 
     def influence(self, on_device: OnDevice, inputs: ModelInputs) -> float:
-        """The relative difference that one sample of a batch makes to the output of another; 0 where each sees itself.
+        """Compute the relative change that one sample of a batch makes to the output of another; 0 if they are
+        independent.
 
-        Two samples of one shape run together and each beside a copy of itself, so that no kernel adds in another order.
+        Two samples of one shape run together, and each with a copy of itself, so that no kernel adds in another order.
         """
         assert isinstance(inputs, NativeInputs)
 
@@ -187,21 +191,21 @@ class NativeTransformer:
         try:
             with torch.no_grad():
                 groups = inputs.groups[0].paired()
-                first, both, other = self._forward(core, replace(inputs, groups=groups), outer=False)
+                first, mixed, other = self._forward(core, replace(inputs, groups=groups), outer=False)
         finally:
             self.batching.apart = apart
-        pairs = (both[0].float(), first[0].float()), (both[1].float(), other[1].float())
-        return max(float((found - alone).norm() / alone.norm()) for found, alone in pairs)
+        pairs = (mixed[0].float(), first[0].float()), (mixed[1].float(), other[1].float())
+        return max(float((together - alone).norm() / alone.norm()) for together, alone in pairs)
 
     def _groups(self, inputs: ModelInputs) -> Sequence[NativeGroup]:
         assert isinstance(inputs, NativeInputs)
         if not self.batching.apart:
             return inputs.groups
-        return [one for group in inputs.groups for one in group.split()]
+        return [single for group in inputs.groups for single in group.split()]
 
     def _forward(self, run: Callable[..., Any], inputs: ModelInputs, outer: bool) -> list[Tensor]:
         """Return the raw output of each group."""
-        found = []
+        outputs = []
         self._run = run
         try:
             for group in self._groups(inputs):
@@ -210,10 +214,10 @@ class NativeTransformer:
                 self._before.clear()
                 if self._compute_dtype != self.dtype:
                     group = group.cast(self._compute_dtype)
-                found.append(self._out_of_place(group) if outer else self._call(group.copied()))
+                outputs.append(self._out_of_place(group) if outer else self._call(group.copied()))
         finally:
             self._run = None
-        return found
+        return outputs
 
     def _out_of_place(self, group: NativeGroup) -> Tensor:
         self._mode = OutOfPlace(type(self.shadow.diffusion_model).__name__)
@@ -233,7 +237,7 @@ class NativeTransformer:
                     conds["c_crossattn"] = self._refine_text(conds["c_crossattn"], group.text_options)
                 out = self.shadow.base.apply_model(group.x, group.sigma, transformer_options=options, **conds)
         except (RuntimeError, TypeError, KeyError, IndexError, AttributeError, AssertionError) as error:
-            # Only what ComfyUI's own code raises before anything is compiled: no sentence of ours, nor the compiler's.
+            # Only errors of ComfyUI's own code before anything is compiled: not our own errors, nor the compiler's.
             of_core = type(error).__module__ == "builtins" and not isinstance(error, NotImplementedError)
             if self._ran or not of_core or comfy.model_management.is_oom(error):
                 raise
@@ -248,11 +252,11 @@ class NativeTransformer:
         return out
 
     def _refine_text(self, text: Tensor, options: Mapping[str, Any]) -> Tensor:
-        """Run the model's text adapter, (b, L, D), each sample by itself as ComfyUI's sampler does."""
+        """Run the model's text adapter, (b, L, D), on each sample separately like ComfyUI's sampler."""
         refine: Any = self.shadow.diffusion_model.preprocess_text_embeds
         samples, self._samples = self._samples, 1
         try:
-            return torch.cat([refine(one, **options) for one in text.split(1)])
+            return torch.cat([refine(row, **options) for row in text.split(1)])
         finally:
             self._samples = samples
 
@@ -260,13 +264,13 @@ class NativeTransformer:
         """Run a method of a block that the model has called."""
         block, mode = self._blocks[name], self._mode
         tensors, call = flatten(args, kwargs, self._samples, method)
-        if block.running.depth or not tensors:  # from within the block, or no computation
+        if block.running.depth or not tensors:  # called from within the block, or no computation
             return getattr(type(block.core), method)(block.core, *args, **kwargs)
         assert self._run is not None, block.name
         if mode is None:
             return self._run(block, tensors, call)
         args, kwargs = mode.current(args), mode.current(kwargs)
-        mode.__exit__(None, None, None)  # a block has a mode of its own, which the compiler sees
+        mode.__exit__(None, None, None)  # a block has its own mode, which the compiler sees
         try:
             tensors, call = flatten(_steady(args), _steady(kwargs), self._samples, method)
             return self._run(block, self._alike(block, tensors, method), call)
@@ -274,14 +278,14 @@ class NativeTransformer:
             mode.__enter__()
 
     def _alike(self, block: NativeBlock, tensors: list[Tensor], method: str) -> list[Tensor]:
-        """Have the first block of a kind look like the others to the compiler: what they are given by the block before
-        is contiguous and requires a gradient."""
+        """Make the first block of a kind look like the others to the compiler: tensors from the previous block are
+        contiguous and require a gradient."""
         structure = f"{method} {block.structure()}"
         ids = tuple(map(id, tensors))
-        before = self._before.get(structure)
+        previous_ids = self._before.get(structure)
         streams = self._streams.setdefault(structure, set())
-        if before is not None and len(before) == len(ids):
-            streams |= {number for number in range(len(ids)) if ids[number] != before[number]}
+        if previous_ids is not None and len(previous_ids) == len(ids):
+            streams |= {number for number in range(len(ids)) if ids[number] != previous_ids[number]}
         self._before[structure] = ids
         tensors = list(tensors)
         for number in streams:
@@ -292,7 +296,7 @@ class NativeTransformer:
                 tensors[number] = tensor
         trained = any(linear.adapter is not None for linear in block.linears().values())
         if trained and torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in tensors):
-            # Block swap brings a block back for its backward by the gradient of its inputs.
+            # Block swap reloads a block for its backward by the gradient of its inputs.
             floating = [number for number, tensor in enumerate(tensors) if tensor.is_floating_point()]
             for number in floating[:1]:
                 tensors[number] = tensors[number].detach().requires_grad_()
@@ -300,8 +304,8 @@ class NativeTransformer:
 
 
 def _in_row_order(tensor: Tensor) -> Tensor:
-    """With the strides of a new tensor: torch calls it contiguous too where those of axes of length 1 are others, and
-    the compiler does not."""
+    """Return the tensor with the strides of a new one: torch calls it contiguous even if axes of length 1 have other
+    strides, the compiler does not."""
     return tensor.reshape(-1).view(tensor.shape)
 
 
@@ -318,24 +322,24 @@ def _run_core(block: NativeBlock, *args: Any) -> Any:
 
 
 def _steady(value: Any) -> Any:
-    """Without what changes from call to call in the options that ComfyUI hands down."""
+    """Drop entries that change from call to call from the options that ComfyUI passes down."""
     if type(value) is tuple:
         return tuple(map(_steady, value))
     if type(value) is dict:
-        named = {name: _steady(inner) if name == "transformer_options" else inner for name, inner in value.items()}
-        return steady(named)
+        entries = {name: _steady(inner) if name == "transformer_options" else inner for name, inner in value.items()}
+        return steady(entries)
     return value
 
 
-def relative(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Compute ‖found − expected‖ / ‖expected‖ over all tensors."""
-    difference = sum(((a.float() - b.float()) ** 2).sum() for a, b in zip(found, expected, strict=True))
+def relative(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Compute ‖actual − expected‖ / ‖expected‖ over all tensors."""
+    difference = sum(((a.float() - b.float()) ** 2).sum() for a, b in zip(actual, expected, strict=True))
     return float((difference / sum((b.float() ** 2).sum() for b in expected)) ** 0.5)
 
 
 def _tokens(raw: Sequence[Tensor], groups: Sequence[NativeGroup], count: int) -> Tensor:
     rows: dict[int, Tensor] = {}
     for group, out in zip(groups, raw, strict=True):
-        for row, one in zip(group.rows, out, strict=True):
-            rows[row] = patchify(group.pictures(one), count).tokens
+        for row, sample_out in zip(group.rows, out, strict=True):
+            rows[row] = patchify(group.pictures(sample_out), count).tokens
     return torch.stack([rows[row] for row in range(len(rows))])

@@ -1,7 +1,7 @@
 """Qwen-Image: the transformer of QwenLM/Qwen-Image over the weights of ComfyUI's `comfy.ldm.qwen_image.model`.
 
-Edit models see their reference pictures as tokens behind the picture's own. Text stands behind both, so that a
-caption's pads are a sample's last tokens, which no other token attends to: a padded caption gives what it gives alone.
+Edit models see their reference pictures as tokens after the picture's own. Text follows both, so that a caption's pads
+are a sample's last tokens, which no other token attends to: padding does not change the output.
 """
 
 import math
@@ -24,8 +24,8 @@ from .transformer import QwenInputs, QwenTransformer
 
 
 def qwen_resolution_shift(tokens: int) -> float:
-    """exp(mu) of Qwen-Image's sampler for a picture of that many tokens: mu from 0.5 at 256 tokens to 0.9 at 8192
-    (Qwen/Qwen-Image, scheduler/scheduler_config.json, in diffusers' calculate_shift)."""
+    """Compute exp(mu) of Qwen-Image's sampler for a picture of that many tokens: mu from 0.5 at 256 tokens to 0.9 at
+    8192 (Qwen/Qwen-Image, scheduler/scheduler_config.json, in diffusers' calculate_shift)."""
     return math.exp(0.5 + (0.9 - 0.5) * (tokens - 256) / (8192 - 256))
 
 
@@ -41,7 +41,7 @@ class QwenImage(Family):
     names = QWEN_IMAGE_NAMES
     ragged = True
     resolution_shifts = {"resolution_qwen": qwen_resolution_shift}
-    # Every Linear of a block but the modulation, which musubi-tuner leaves out too (networks/lora_qwen_image.py:
+    # Every Linear of a block except the modulation, which musubi-tuner excludes too (networks/lora_qwen_image.py:
     # exclude_patterns `.*(_mod_).*`).
     default_targets = (
         "transformer_blocks.*.attn.*",
@@ -51,19 +51,20 @@ class QwenImage(Family):
     swap_order = ("transformer_blocks",)
 
     def variant(self, model: Any) -> str:
-        """Edit and Edit-2509 can't be told from Qwen-Image by their weights."""
+        """Return the release. Edit and Edit-2509 can't be distinguished from Qwen-Image by their weights."""
         timestep_zero = model.diffusion_model.default_ref_method == "index_timestep_zero"
         return "qwen-image-edit-2511" if timestep_zero else "qwen-image"
 
     def origin(self, model: Any) -> Origin:
-        """As musubi-tuner writes them (utils/sai_model_spec.py, dataset/architectures.py)."""
+        """Return the origin as musubi-tuner writes it (utils/sai_model_spec.py, dataset/architectures.py)."""
         url, module = "https://github.com/QwenLM/Qwen-Image", "networks.lora_qwen_image"
         if self.variant(model) == "qwen-image":
             return Origin("Qwen-Image", url, "qwen_image", module)
         return Origin("Qwen-Image-Edit-2511", url, "qwen_image_edit", module)
 
     def shift(self, model: Any, tokens: int) -> float:
-        """musubi-tuner's docs/qwen_image.md trains with `--timestep_sampling shift --discrete_flow_shift 2.2`."""
+        """Return musubi-tuner's shift: docs/qwen_image.md trains with `--timestep_sampling shift --discrete_flow_shift
+        2.2`."""
         return 2.2
 
     def text_width(self, model: Any) -> int:
@@ -110,8 +111,8 @@ class QwenImage(Family):
             positions=torch.stack([part.positions for part in parts]),
             lengths=torch.tensor([part.length for part in parts], dtype=torch.int64, device="cpu"),
             timestep=timestep,
-            # With references there are always two rows of modulation, so that a step's graph does not depend on the
-            # method that its samples name.
+            # With references there are always two rows of modulation, so that a step's graph does not depend on its
+            # samples' method.
             reference_timestep=torch.where(zero, 0 * timestep, timestep) if references else None,
         )
 

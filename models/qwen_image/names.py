@@ -1,4 +1,4 @@
-"""Qwen-Image's modules, which ComfyUI and diffusers call alike (diffusers, transformer_qwenimage.py)."""
+"""Qwen-Image's modules, whose names ComfyUI and diffusers share (diffusers, transformer_qwenimage.py)."""
 
 from ..name_table import NameTable
 

@@ -1,4 +1,4 @@
-"""One sample as Qwen-Image sees it: the tokens of its image, references and caption, with their positions."""
+"""The inputs of one sample to Qwen-Image: the tokens of its image, references and caption, with their positions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,19 +36,19 @@ def sample_parts(model: Any, sample: NoisySample, guidance: float, device: torch
     text = own_text(sample)
     conditioning = own_conditioning(sample)
     cond = model_conditioning(model, sample.latent, text, conditioning, guidance, device, {"ref_latents"})
-    own = first(patchify_image(sample.latent.to(model.get_dtype_inference())), sample.tokens)
+    patches = first(patchify_image(sample.latent.to(model.get_dtype_inference())), sample.tokens)
     method = cond.get("ref_latents_method", model.diffusion_model.default_ref_method)
     references = patchify_references(latents, method) if (latents := cond.get("ref_latents")) else None
-    # Text runs on along the diagonal from the farther edge of the sample's own picture.
+    # Text continues along the diagonal from the farther edge of the sample's own picture.
     start = max((side + PATCH // 2) // PATCH // 2 for side in sample.latent.shape[-2:])
     text_positions = torch.arange(start, start + sample.text_length, dtype=torch.float32, device=device)
-    positions = [own.positions, text_positions[:, None].expand(-1, 3)]
+    positions = [patches.positions, text_positions[:, None].expand(-1, 3)]
     if references is not None:
         positions.insert(1, references.positions)
     pads = sample.text_length - text.shape[1]
     assert pads >= 0, (sample.text_length, text.shape)
     return SampleParts(
-        tokens=own.tokens,
+        tokens=patches.tokens,
         references=None if references is None else references.tokens,
         text=F.pad(cond["c_crossattn"][0], (0, 0, 0, pads)),
         positions=torch.cat(positions),
@@ -58,7 +58,7 @@ def sample_parts(model: Any, sample: NoisySample, guidance: float, device: torch
 
 
 def own_conditioning(sample: NoisySample) -> dict[str, Any]:
-    """Give the conditioning without the mask of `own_text`, its reference latents (1, C, 1, H, W)."""
+    """Return the conditioning without the mask of `own_text`, its reference latents as (1, C, 1, H, W)."""
     conditioning = {k: v for k, v in sample.conditioning.items() if k != "attention_mask"}
     if references := conditioning.get("reference_latents"):
         conditioning["reference_latents"] = [x.unsqueeze(2) if x.ndim == 4 else x for x in references]
@@ -66,15 +66,16 @@ def own_conditioning(sample: NoisySample) -> dict[str, Any]:
 
 
 def own_text(sample: NoisySample) -> Tensor:
-    """The caption without what an attention mask leaves out at its end. Raises ValueError for any other mask."""
+    """Return the caption without the tokens that an attention mask excludes at its end. Raises ValueError for any other
+    mask."""
     mask = sample.conditioning.get("attention_mask")
     if mask is None:
         return sample.text
-    # Core adds a mask of floats to the scores; others are 1 for what counts.
-    kept = (mask == 0 if mask.is_floating_point() else mask != 0).flatten()
-    length = int(kept.sum())
-    masked = bool((mask.flatten()[~kept] <= -1e4).all()) if mask.is_floating_point() else True
-    if kept.shape[0] != sample.text.shape[1] or not length or not kept[:length].all() or not masked:
+    # Core adds a float mask to the scores; other masks are 1 for valid tokens.
+    attended = (mask == 0 if mask.is_floating_point() else mask != 0).flatten()
+    length = int(attended.sum())
+    masked = bool((mask.flatten()[~attended] <= -1e4).all()) if mask.is_floating_point() else True
+    if attended.shape[0] != sample.text.shape[1] or not length or not attended[:length].all() or not masked:
         raise ValueError(
             "positive carries an attention mask that does more than leave out the end of the caption, which Qwen-Image "
             "training does not take; encode the caption with a CLIP Text Encode or Text Encode Qwen Image Edit node."
@@ -83,9 +84,9 @@ def own_text(sample: NoisySample) -> Tensor:
 
 
 def patchify_image(latent: Tensor, index: int = 0, h_offset: int = 0, w_offset: int = 0) -> Patches:
-    """latent: (C, T, H, W) → its tokens of 2×2 cells, (channel, row, column) inside each, and their positions (frame,
-    row, column), rows and columns counted from the middle. A picture's frame is `index`; offsets are in cells. An odd
-    side is filled up as core does."""
+    """Cut a latent (C, T, H, W) into tokens of 2×2 cells, (channel, row, column) inside each, with their positions
+    (frame, row, column), rows and columns counted from the middle. A picture's frame is `index`; offsets are in cells.
+    An odd side is padded as in core."""
     channels, frames = latent.shape[:2]
     latent = comfy.ldm.common_dit.pad_to_patch_size(latent[None], (1, PATCH, PATCH))[0]
     h, w = latent.shape[2] // PATCH, latent.shape[3] // PATCH
@@ -102,17 +103,17 @@ def first(patches: Patches, keep: int) -> Patches:
 
 
 def _centred(count: int, offset: int, latent: Tensor) -> Tensor:
-    """offset … offset + count − 1 tokens, less half the count; in the latent's dtype, as core counts them."""
+    """Return offset … offset + count − 1 tokens, minus half the count; computed in the latent's dtype, as in core."""
     first = (offset + PATCH // 2) // PATCH
     steps = torch.linspace(first, count - 1 + first, steps=count, dtype=latent.dtype, device=latent.device)
     return (steps - count // 2).float()
 
 
 def patchify_references(latents: Sequence[Tensor], method: str) -> Patches:
-    """The tokens of reference pictures, each (1, C, T, H, W), one picture after the other.
+    """Cut reference pictures, each (1, C, T, H, W), into tokens, one picture after the other.
 
-    Where each stands, as core has it: `index` and `index_timestep_zero` count frames up from 1, `negative_index` down
-    from −1, any other method puts them side by side in frame 1.
+    Positions as in core: `index` and `index_timestep_zero` count frames up from 1, `negative_index` down from −1, any
+    other method puts them side by side in frame 1.
     """
     height = width = 0
     cut = []

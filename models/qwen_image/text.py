@@ -22,13 +22,13 @@ from ..text import (
     padded_length,
 )
 
-# The area in pixels at which the text encoder sees control images, and that of one token, as core's nodes have them.
+# The pixel area at which the text encoder sees control images, and that of one token, as in core's nodes.
 SEEN_AREA = {PLUS: 384 * 384, FIRST_EDIT: 1024 * 1024}
 SEEN_TOKEN = 28 * 28
 
 
 class QwenImageText(TextPolicy):
-    """Qwen2.5-VL around the family's template, unpadded; control pictures are seen by it as well."""
+    """Qwen2.5-VL with the family's template, unpadded; it sees control pictures too."""
 
     family, latents, takes_controls = "Qwen-Image", (WAN21,), True
     encoder = comfy.text_encoders.qwen_image.QwenImageTEModel
@@ -42,16 +42,16 @@ class QwenImageText(TextPolicy):
     def tokenize_edit(
         self, clip: Any, caption: str, count: int, style: str, pictures: Sequence[Tensor] = ()
     ) -> CaptionTokens:
-        """As core's TextEncodeQwenImageEditPlus (PLUS) or TextEncodeQwenImageEdit (FIRST_EDIT) tokenises them."""
+        """Tokenise like core's TextEncodeQwenImageEditPlus (PLUS) or TextEncodeQwenImageEdit (FIRST_EDIT)."""
         template = clip.tokenizer.llama_template_images
         assert count and template.count(self._picture) == 1, (count, template)
         if style == PLUS:
             template = template.replace(self._picture, "")
-            named = "".join(f"Picture {index + 1}: {self._picture}" for index in range(count))
+            numbered = "".join(f"Picture {index + 1}: {self._picture}" for index in range(count))
         else:
             assert count == 1, count
-            named = ""
-        return CaptionTokens(self._tokens(clip, template, caption, pictures, named), None)
+            numbered = ""
+        return CaptionTokens(self._tokens(clip, template, caption, pictures, numbered), None)
 
     def resize_control(self, picture: Tensor, style: str) -> Tensor:
         height, width = picture.shape[1:3]
@@ -63,14 +63,14 @@ class QwenImageText(TextPolicy):
     def control_tokens(self, style: str) -> int:
         return SEEN_AREA[style] // SEEN_TOKEN
 
-    def _tokens(self, clip: Any, template: str, caption: str, pictures: Sequence[Tensor], before: str = "") -> Tokens:
+    def _tokens(self, clip: Any, template: str, caption: str, pictures: Sequence[Tensor], prefix: str = "") -> Tokens:
         name = clip.tokenizer.clip
-        # The template is filled here: core leaves it out for a caption that begins as a template does.
-        text = template.format(before + escape_weights(caption))
+        # The template is filled here: core omits it for a caption that begins like a template.
+        text = template.format(prefix + escape_weights(caption))
         return literal_tokenizer(clip.tokenizer, (name,)).tokenize_with_weights(text, images=list(pictures))
 
     def stop_text(self, clip: Any, caption: str) -> str | None:
-        """Core masks all that comes from the pad token on, wherever it stands."""
+        """Return the pad token if the caption contains it: core masks everything from its first occurrence on."""
         part = inner_tokenizer(clip.tokenizer)
         ((pairs,),) = self.tokenize(clip, caption).tokens.values()
         return part.inv_vocab[part.pad_token] if any(pair[0] == part.pad_token for pair in pairs) else None

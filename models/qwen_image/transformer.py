@@ -1,4 +1,4 @@
-"""The transformer of Qwen-Image: blocks over frozen weights, and what stands before and behind them."""
+"""The transformer of Qwen-Image: blocks over frozen weights, and the layers before and after them."""
 
 import math
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ Modulation = tuple[Tensor, Tensor, Tensor]
 @dataclass(frozen=True, kw_only=True)
 class QwenInputs(ModelInputs):
     """positions: (B, N + R + L, 3); lengths: (B,), int64 on the CPU, the tokens of each sample without its text's pads;
-    reference_timestep: (B,) fp32, the timestep that the tokens of references see, or None where there are none."""
+    reference_timestep: (B,) fp32, the timestep of reference tokens, or None if there are none."""
 
     on_host = ("lengths",)
 
@@ -55,25 +55,26 @@ class QwenStream(nn.Module):
         self.norm_k = RMSNorm(weights, f"{prefix}.attn.{k_norm}", getattr(block.attn, k_norm).eps)
         self.num_heads = block.num_attention_heads
 
-    def heads(self, x: Tensor, first: Modulation, own: int, masks: Masks) -> tuple[Tensor, Tensor, Tensor]:
-        """x: (B, T, D) → q and k before their norm, and v, each (B, T, H, head)."""
-        x = modulate_parts(x, first[0], first[1], own)
+    def heads(self, x: Tensor, first: Modulation, reference_start: int, masks: Masks) -> tuple[Tensor, Tensor, Tensor]:
+        """Project x (B, T, D) to q and k before their norm, and v, each (B, T, H, head)."""
+        x = modulate_parts(x, first[0], first[1], reference_start)
         qkv = run_together((self.q, self.k, self.v), x, [masks.get(name) for name in "qkv"])
         q, k, v = (part.unflatten(-1, (self.num_heads, -1)) for part in qkv)
         return q, k, v
 
     def after_attention(
-        self, x: Tensor, attended: Tensor, first: Modulation, second: Modulation, own: int, masks: Masks
+        self, x: Tensor, attended: Tensor, first: Modulation, second: Modulation, reference_start: int, masks: Masks
     ) -> Tensor:
-        x = gate_parts(x, self.proj(attended, masks.get("proj")), first[2], own)
-        hidden = F.gelu(
-            self.mlp_in(modulate_parts(x, second[0], second[1], own), masks.get("mlp_in")), approximate="tanh"
+        x = gate_parts(x, self.proj(attended, masks.get("proj")), first[2], reference_start)
+        mlp_hidden = F.gelu(
+            self.mlp_in(modulate_parts(x, second[0], second[1], reference_start), masks.get("mlp_in")),
+            approximate="tanh",
         )
-        return gate_parts(x, self.mlp_out(hidden, masks.get("mlp_out")), second[2], own)
+        return gate_parts(x, self.mlp_out(mlp_hidden, masks.get("mlp_out")), second[2], reference_start)
 
 
 class QwenBlock(Block):
-    """Pictures and text with weights of their own, joined in attention."""
+    """Pictures and text with separate weights, joined in attention."""
 
     kind = "block"
 
@@ -94,23 +95,23 @@ class QwenBlock(Block):
         return {name: rows.get(name, rows[name.partition(".")[0]]) for name in self.linears()}
 
     def forward(
-        self, img: Tensor, txt: Tensor, vec: Tensor, pe: Tensor, bounds: Tensor, own: int, masks: Masks
+        self, img: Tensor, txt: Tensor, vec: Tensor, pe: Tensor, bounds: Tensor, reference_start: int, masks: Masks
     ) -> tuple[Tensor, Tensor]:
-        """img: (B, N + R, D); txt: (B, L, D); vec: (B, 1 or 2, D) after SiLU, its second row for the references; pe:
-        (B, N + R + L, 1, head/2, 2); bounds: as the attention takes them; own: N."""
+        """Run the block. img: (B, N + R, D); txt: (B, L, D); vec: (B, 1 or 2, D) after SiLU, its second row for the
+        references; pe: (B, N + R + L, 1, head/2, 2); bounds: as the attention takes them; reference_start: N."""
         img_masks, txt_masks = masks_of("img.", masks), masks_of("txt.", masks)
         img_mod = self.img.mod(vec, img_masks.get("mod")).chunk(6, dim=-1)
         txt_mod = self.txt.mod(vec[:, :1], txt_masks.get("mod")).chunk(6, dim=-1)
-        img_heads = self.img.heads(img, img_mod[:3], own, img_masks)
-        txt_heads = self.txt.heads(txt, txt_mod[:3], own, txt_masks)
+        img_heads = self.img.heads(img, img_mod[:3], reference_start, img_masks)
+        txt_heads = self.txt.heads(txt, txt_mod[:3], reference_start, txt_masks)
         qs, ks, vs = zip(img_heads, txt_heads, strict=True)
         q = norm_rope(qs, (self.img.norm_q.weight, self.txt.norm_q.weight), pe, self.img.norm_q.eps)
         k = norm_rope(ks, (self.img.norm_k.weight, self.txt.norm_k.weight), pe, self.img.norm_k.eps)
         v = torch.cat(vs, dim=1)
         attended = self.attend(q, k, v, bounds)
         img_attended, txt_attended = attended.split((img.shape[1], txt.shape[1]), dim=1)
-        img = self.img.after_attention(img, img_attended, img_mod[:3], img_mod[3:], own, img_masks)
-        txt = self.txt.after_attention(txt, txt_attended, txt_mod[:3], txt_mod[3:], own, txt_masks)
+        img = self.img.after_attention(img, img_attended, img_mod[:3], img_mod[3:], reference_start, img_masks)
+        txt = self.txt.after_attention(txt, txt_attended, txt_mod[:3], txt_mod[3:], reference_start, txt_masks)
         return img, txt
 
 
@@ -136,10 +137,10 @@ class QwenTransformer:
         return [(f"transformer_blocks.{i}", block) for i, block in enumerate(self.transformer_blocks)]
 
     def linears(self) -> dict[str, LoraLayer]:
-        """Every Linear by the model's own module name."""
-        found = {f"{p}.{b.native_name(n)}": lin for p, b in self.blocks() for n, lin in b.linears().items()}
+        """Return every Linear by the model's own module name."""
+        linears = {f"{p}.{b.native_name(n)}": lin for p, b in self.blocks() for n, lin in b.linears().items()}
         embedder = "time_text_embed.timestep_embedder"
-        return found | {
+        return linears | {
             "img_in": self.img_in,
             "txt_in": self.txt_in,
             f"{embedder}.linear_1": self.time_in,
@@ -153,7 +154,8 @@ class QwenTransformer:
         return [*self.linears().values(), *norms, self.txt_norm]
 
     def embed(self, inputs: QwenInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """→ img (B, N + R, D), txt (B, L, D), vec (B, 1 or 2, D) after SiLU, pe (B, N + R + L, 1, head/2, 2)."""
+        """Embed the inputs → img (B, N + R, D), txt (B, L, D), vec (B, 1 or 2, D) after SiLU, pe (B, N + R + L, 1,
+        head/2, 2)."""
         references = () if inputs.references is None else (inputs.references,)
         img = self.img_in(torch.cat((inputs.tokens, *references), dim=1))
         txt = self.txt_in(self.txt_norm(inputs.text))
@@ -164,7 +166,7 @@ class QwenTransformer:
         return img, txt, vec, pe
 
     def head(self, img: Tensor, vec: Tensor) -> Tensor:
-        """img: (B, N, D), vec: (B, 1, D) → velocity (B, N, C·patch)."""
+        """Run the final layer: img (B, N, D), vec (B, 1, D) → velocity (B, N, C·patch)."""
         scale, shift = self.norm_out(vec).chunk(2, dim=-1)
         return self.proj_out(modulate(img, shift, scale))
 
@@ -172,17 +174,18 @@ class QwenTransformer:
         assert isinstance(inputs, QwenInputs)
         img, txt, vec, pe = self.embed(inputs)
         bounds = self.attention.bounds(inputs.lengths, pe.shape[1], pe.device)
-        own = inputs.tokens.shape[1]
+        sample_tokens = inputs.tokens.shape[1]
         if torch.is_grad_enabled():
             # The first block must look like the others to the compiler: its inputs require grad too.
             img, txt = (x if x.requires_grad else x.requires_grad_() for x in (img, txt))
         for block in self.transformer_blocks:
-            img, txt = run(block, img, txt, vec, pe, bounds, own)
-        return self.head(img[:, :own], vec[:, :1])
+            img, txt = run(block, img, txt, vec, pe, bounds, sample_tokens)
+        return self.head(img[:, :sample_tokens], vec[:, :1])
 
 
 def timestep_features(t: Tensor) -> Tensor:
-    """(…,) → (…, 256), fp32: cos then sin of 1000·t·10000^(−i/128), i = 0 … 127, multiplied in core's order."""
+    """Embed timesteps, (…,) → (…, 256) fp32: cos then sin of 1000·t·10000^(−i/128), i = 0 … 127, multiplied in core's
+    order."""
     exponent = -math.log(10000) * torch.arange(128, dtype=torch.float32, device=t.device) / 128
     angle = 1000 * (t.float()[..., None] * exponent.exp())
     return torch.cat((angle.cos(), angle.sin()), dim=-1)

@@ -1,1 +1,1 @@
-"""The tiny models of the Try it workflow, made of seeds and one small file."""
+"""The tiny models of the Try it workflow, made from seeds and one small file."""

@@ -28,10 +28,10 @@ LATENT_VARIANCE = 1.0  # about that of the tiny VAE's latents
 
 
 def load_clip(seed: int = 0) -> Any:
-    """A CLIP-L and a T5 of random weights, which give each text numbers of its own, as a CLIP in fp32.
+    """Load a CLIP-L and a T5 with random weights, which encode each text differently, as a CLIP in fp32.
 
-    The T5 attends strongly and by distance, so that the pads after a text, most of its 256 tokens, are not all alike:
-    see `load_model`.
+    The T5 attends strongly and by distance, so that the pads after a text, most of its 256 tokens, differ: see
+    `load_model`.
     """
     scales = t5_scales(1)
     for name in scales:
@@ -45,14 +45,14 @@ def load_clip(seed: int = 0) -> Any:
 
 
 def load_model(clip: Any, seed: int = 0) -> Any:
-    """A FLUX of a million random weights that removes noise and knows no picture, as a MODEL in fp32.
+    """Load a FLUX of a million random weights that removes noise but knows no pictures, as a MODEL in fp32.
 
-    clip: what `load_clip` gives, whose texts it reads.
+    clip: the CLIP of `load_clip`, whose texts it reads.
 
-    A token of the picture learns where it stands by what it attends to: FLUX has no other positions than those of its
-    queries and keys. With one head and random weights that is next to nothing, and a LoRA on it learns ten times as
-    slowly. So the model sees how tokens of the text differ, not what they have in common, and its queries have a
-    constant part, which its position turns.
+    A picture token gets its position only through attention: FLUX has no positions other than those of queries and
+    keys. With one head and random weights that signal is almost zero, and a LoRA on it learns ten times as slowly. So
+    the model sees the differences between text tokens, not their common part, and its queries have a constant part,
+    which RoPE rotates by position.
     """
     tensors = fill(flux_shapes(HIDDEN, DOUBLE_BLOCKS, SINGLE_BLOCKS, T5_WIDTH, CLIP_WIDTH, guidance=True), seed)
     make_denoiser(tensors, LATENT_VARIANCE)
@@ -72,5 +72,5 @@ def load_model(clip: Any, seed: int = 0) -> Any:
 
 
 def load_vae() -> Any:
-    """The trained VAE, of an eighth of the size and FLUX's 16 latent channels."""
+    """Load the trained VAE, with latents of 1/8 the size and FLUX's 16 channels."""
     return comfy.sd.VAE(sd=vae_tensors(), dtype=torch.float32)

@@ -1,6 +1,6 @@
 """A small CLIP-L and a small T5 whose vocabularies fit ComfyUI's tokenizers, with random weights.
 
-Their sizes cannot be read from the weights by ComfyUI, so they are passed on as model options.
+ComfyUI cannot infer their sizes from the weights, so they are passed as model options.
 """
 
 from torch import Tensor
@@ -13,7 +13,7 @@ CLIP_CONFIG = {"hidden_size": CLIP_WIDTH, "intermediate_size": 64, "num_attentio
 T5_CONFIG = {"d_model": T5_WIDTH, "d_ff": 128, "d_kv": 16, "num_heads": 4, "num_layers": 2}
 CLIP_VOCABULARY, CLIP_POSITIONS = 49408, 77
 T5_VOCABULARY, T5_BUCKETS = 32128, 32
-# Rows of embeddings are filled with variance 1 / width; tokens are brought to one, positions to a half of that.
+# Rows of embeddings are filled with variance 1 / width; tokens are scaled to variance one, positions to half the scale.
 CLIP_SCALES = {
     "text_model.embeddings.token_embedding.weight": CLIP_WIDTH**0.5,
     "text_model.embeddings.position_embedding.weight": CLIP_WIDTH**0.5 / 2,
@@ -21,7 +21,7 @@ CLIP_SCALES = {
 
 
 def clip_shapes() -> Shapes:
-    """Names and shapes of a CLIP-L text encoder in Hugging Face's names."""
+    """Return shapes of a CLIP-L text encoder by Hugging Face's names."""
     width, mlp = CLIP_CONFIG["hidden_size"], CLIP_CONFIG["intermediate_size"]
     shapes: Shapes = {
         "text_model.embeddings.token_embedding.weight": (CLIP_VOCABULARY, width),
@@ -42,9 +42,9 @@ def clip_shapes() -> Shapes:
 
 
 def t5_shapes(vocabulary: int, biases: int) -> Shapes:
-    """Names and shapes of a T5 v1.1 encoder.
+    """Return names and shapes of a T5 v1.1 encoder.
 
-    biases: the number of layers, from the first, with a table of relative positions of their own.
+    biases: the number of layers, from the first, with their own table of relative positions.
     """
     width, mlp, heads = T5_CONFIG["d_model"], T5_CONFIG["d_ff"], T5_CONFIG["num_heads"]
     inner = heads * T5_CONFIG["d_kv"]
@@ -65,8 +65,8 @@ def t5_shapes(vocabulary: int, biases: int) -> Shapes:
 
 
 def t5_scales(biases: int) -> dict[str, float]:
-    """Factors of the filled weights of a T5, by name."""
-    # T5 does not divide its attention scores by the root of the head size: the queries' weights make up for it.
+    """Return factors for the filled weights of a T5, by name."""
+    # T5 does not divide its attention scores by the root of the head size: the query weights compensate for it.
     scales = {"shared.weight": T5_WIDTH**0.5}
     for index in range(T5_CONFIG["num_layers"]):
         attention = f"encoder.block.{index}.layer.0.SelfAttention"
@@ -77,7 +77,7 @@ def t5_scales(biases: int) -> dict[str, float]:
 
 
 def scaled(shapes: Shapes, scales: dict[str, float], seed: int) -> dict[str, Tensor]:
-    """Random weights of these shapes, those that `scales` names multiplied."""
+    """Make random weights of these shapes, multiplied by the factors in `scales`."""
     tensors = fill(shapes, seed)
     for name, scale in scales.items():
         tensors[name] *= scale

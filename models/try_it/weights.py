@@ -16,7 +16,8 @@ def linear(shapes: Shapes, name: str, inputs: int, outputs: int, bias: bool = Tr
 
 
 def fill(shapes: Shapes, seed: int) -> dict[str, Tensor]:
-    """fp32 tensors of these shapes. Each has a generator of (seed, name), so that no tensor depends on another.
+    """Make fp32 tensors of these shapes. Each has a generator seeded by (seed, name), so that no tensor depends on
+    another.
 
     Matrices and kernels: normal, variance 1 / fan-in. Biases: normal, 0.1. Norm weights (one axis): 1 plus normal 0.1.
     """

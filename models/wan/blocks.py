@@ -1,5 +1,5 @@
-"""Wan's transformer block over the weights of `comfy.ldm.wan.model.WanAttentionBlock`, safe under autograd and whole
-under a compiler: core's attention wrapper reads free memory on the CPU and its RoPE has no backward."""
+"""Wan's transformer block over the weights of `comfy.ldm.wan.model.WanAttentionBlock`, safe under autograd and without
+graph breaks: core's attention wrapper reads free memory on the CPU and its RoPE has no backward."""
 
 from typing import Any
 
@@ -16,12 +16,12 @@ from .layers import Modulation, gate_frames, modulate_frames
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:
-    """(B, T, D) → (B, T, H, D / H)"""
+    """Split heads: (B, T, D) → (B, T, H, D / H)."""
     return x.unflatten(-1, (heads, -1))
 
 
 class SelfAttention(nn.Module):
-    """Queries and keys are normalised over all heads at once, then turned by their position."""
+    """Self-attention; queries and keys are normalised over all heads at once, then rotated by position."""
 
     def __init__(self, weights: FrozenWeights, prefix: str, core: Any, attention: Attention):
         super().__init__()
@@ -39,7 +39,8 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Looks at the text, and where the model has weights for it at the start picture, in an attention of its own."""
+    """Cross-attention to the text and, if the model has weights for it, to the start picture, in a separate
+    attention."""
 
     def __init__(self, weights: FrozenWeights, prefix: str, core: Any, attention: Attention, with_image: bool):
         super().__init__()
@@ -85,7 +86,7 @@ class TextBlock(Block):
         return {name: context.get(name, inputs.image_tokens) for name in self.linears()}
 
     def forward(self, x: Tensor, e: Tensor, pe: Tensor, text: Tensor, masks: Masks) -> Tensor:
-        """x: (B, N, D), e: (B, 1, 6, D) of the timestep, pe: (B, N, 1, head/2, 2), text: (B, L, D)."""
+        """Run the block. x: (B, N, D), e: (B, 1, 6, D) of the timestep, pe: (B, N, 1, head/2, 2), text: (B, L, D)."""
         return self._run(x, e, pe, text, None, None, masks)
 
     def _run(
@@ -95,9 +96,9 @@ class TextBlock(Block):
         attended = self.self_attn(modulate_frames(x, shift, scale, clean), pe, masks_of("self_attn.", masks))
         x = gate_frames(x, attended, gate, clean)
         x = x + self.cross_attn(self.norm3(x), text, image, masks_of("cross_attn.", masks))
-        hidden = self.ffn["0"](modulate_frames(x, ffn_shift, ffn_scale, clean), masks.get("ffn.0"))
-        hidden = self.ffn["2"](F.gelu(hidden, approximate="tanh"), masks.get("ffn.2"))
-        return gate_frames(x, hidden, ffn_gate, clean)
+        mlp_hidden = self.ffn["0"](modulate_frames(x, ffn_shift, ffn_scale, clean), masks.get("ffn.0"))
+        mlp_hidden = self.ffn["2"](F.gelu(mlp_hidden, approximate="tanh"), masks.get("ffn.2"))
+        return gate_frames(x, mlp_hidden, ffn_gate, clean)
 
 
 class ImageBlock(TextBlock):
@@ -117,17 +118,17 @@ class ImageBlock(TextBlock):
     def forward(  # type: ignore[override]
         self, x: Tensor, e: Tensor, pe: Tensor, text: Tensor, image: Tensor, masks: Masks
     ) -> Tensor:
-        """As TextBlock; image: (B, I, D)."""
+        """Run the block as TextBlock does; image: (B, I, D)."""
         return self._run(x, e, pe, text, image, None, masks)
 
 
 class FrameBlock(TextBlock):
-    """A block of Wan 2.2 5B, which has two timesteps: that of the noisy frames, and 0 for those that are given."""
+    """A block of Wan 2.2 5B, which has two timesteps: that of the noisy frames, and 0 for clean frames."""
 
     kind = "wan_frames"
 
     def forward(  # type: ignore[override]
         self, x: Tensor, e: Tensor, pe: Tensor, text: Tensor, clean: Tensor, masks: Masks
     ) -> Tensor:
-        """As TextBlock; e: (B, 2, 6, D), clean: (B, N, 1), true for the tokens of given frames."""
+        """Run the block as TextBlock does; e: (B, 2, 6, D), clean: (B, N, 1), true for the tokens of clean frames."""
         return self._run(x, e, pe, text, None, clean, masks)

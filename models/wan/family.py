@@ -27,15 +27,15 @@ TITLES = {
     "2.2-i2v-14b": "Wan 2.2 I2V 14B",
     "2.2-5b": "Wan 2.2 5B",
 }
-# (class, channels in, has CLIP vision's embedding) → variant. Fun-Control and its like take more channels.
+# (class, input channels, has CLIP vision's embedding) → variant. Fun-Control and similar models take more channels.
 _VARIANTS = {
     (comfy.model_base.WAN21, 16, False): "2.1-t2v",
     (comfy.model_base.WAN21, 36, True): "2.1-i2v",
     (comfy.model_base.WAN21, 36, False): "2.2-i2v-14b",
     (comfy.model_base.WAN22, 48, False): "2.2-5b",
 }
-# What `extra_conds` may make of a conditioning and this forward runs. CLIP vision's states are left unread by models
-# without weights for them, here as in core.
+# Outputs of `extra_conds` that this forward supports. Models without weights for CLIP vision's states ignore them, as
+# in core.
 _TAKEN = {"c_crossattn", "c_concat", "clip_fea"}
 
 
@@ -48,7 +48,7 @@ def _variant(model: Any) -> str | None:
 
 
 class Wan(Family):
-    """Wan 2.1 and 2.2. Models that are shown more than a start picture (VACE, Fun-Control, S2V, Animate) run another
+    """Wan 2.1 and 2.2. Models with more inputs than a start picture (VACE, Fun-Control, S2V, Animate) run another
     forward and are other families."""
 
     name = "wan"
@@ -58,7 +58,7 @@ class Wan(Family):
     transformer_class = comfy.ldm.wan.model.WanModel
     text = WanText()
     names = WAN_NAMES
-    # Attention and MLP of every block, as musubi-tuner's networks/lora_wan.py chooses them.
+    # Attention and MLP of every block, like musubi-tuner's networks/lora_wan.py.
     default_targets = ("blocks.*.self_attn.*", "blocks.*.cross_attn.*", "blocks.*.ffn.*")
     swap_order = ("blocks",)
 
@@ -66,15 +66,15 @@ class Wan(Family):
         return _variant(model) is not None
 
     def variant(self, model: Any) -> str:
-        """`2.1-t2v`, `2.1-i2v`, `2.2-i2v-14b` or `2.2-5b`. The experts of Wan 2.2 T2V have the shapes of Wan 2.1 T2V,
-        and nothing in a file tells them apart: they are called `2.1-t2v` too."""
+        """Return `2.1-t2v`, `2.1-i2v`, `2.2-i2v-14b` or `2.2-5b`. The experts of Wan 2.2 T2V have the shapes of Wan 2.1
+        T2V, and nothing in a file distinguishes them: they are `2.1-t2v` too."""
         variant = _variant(model)
         assert variant is not None, type(model)
         return variant
 
     def origin(self, model: Any) -> Origin:
-        """As musubi-tuner names it (utils/sai_model_spec.py), which says wan2.1 of the 14B models of 2.2 too and does
-        not train the 5B."""
+        """Return the origin as musubi-tuner names it (utils/sai_model_spec.py), which uses wan2.1 for the 14B models of
+        2.2 too and does not train the 5B."""
         version = "2.2" if self._is_5b(model) else "2.1"
         return Origin(f"wan{version}", f"https://github.com/Wan-Video/Wan{version}", "wan", "networks.lora_wan")
 
@@ -82,12 +82,12 @@ class Wan(Family):
         return WAN22 if self._is_5b(model) else WAN21
 
     def shift(self, model: Any, tokens: int) -> float:
-        """musubi-tuner's docs/wan.md: `--timestep_sampling shift --discrete_flow_shift 3.0`, which shifts sigmas of a
-        logistic normal as is done here."""
+        """Return the shift of musubi-tuner's docs/wan.md: `--timestep_sampling shift --discrete_flow_shift 3.0`, which
+        shifts sigmas of a logistic normal, as here."""
         return 3.0
 
     def expert_boundary(self, model: Any) -> float | None:
-        """Wan-Video/Wan2.2, wan/configs/wan_t2v_A14B.py and wan_i2v_A14B.py: `boundary`."""
+        """Return `boundary` of Wan-Video/Wan2.2, wan/configs/wan_t2v_A14B.py and wan_i2v_A14B.py."""
         return {"2.1-t2v": 0.875, "2.2-i2v-14b": 0.9}.get(self.variant(model))
 
     def text_width(self, model: Any) -> int:
@@ -99,21 +99,21 @@ class Wan(Family):
 
     def check(self, model: Any, sample: SampleFacts) -> None:
         variant = self.variant(model)
-        name, title, given = sample.name, TITLES[variant], sample.conditioning
-        if sample.references or "reference_latents" in given:
+        name, title, conditioning = sample.name, TITLES[variant], sample.conditioning
+        if sample.references or "reference_latents" in conditioning:
             raise ValueError(f"{name} has reference pictures, which {title} does not take; prepare the data without.")
         if variant.endswith("t2v") or variant == "2.2-5b":
-            if START_PICTURE in given:
+            if START_PICTURE in conditioning:
                 raise ValueError(
                     f"{name} has a start picture, which {title} has no input for; prepare the data with image_to_video "
                     "switched off and the model's own VAE, or connect an image-to-video model."
                 )
-        elif START_PICTURE not in given:
+        elif START_PICTURE not in conditioning:
             raise ValueError(
                 f"{name} has no start picture and {title} never runs without one; switch image_to_video on in Prepare "
                 "Dataset, or connect a text-to-video model."
             )
-        if variant == "2.1-i2v" and "clip_vision_output" not in given:
+        if variant == "2.1-i2v" and "clip_vision_output" not in conditioning:
             raise ValueError(
                 f"{name} has no CLIP vision output, without which {title} would read the caption as a picture; connect "
                 "clip_vision to Prepare Dataset (Load CLIP Vision, clip_vision_h.safetensors)."
@@ -159,7 +159,7 @@ class Wan(Family):
         timestep = patcher.get_model_object("model_sampling").timestep(sigma).float()[:, None]
         clean = None
         if self._is_5b(model):
-            # Always with both timesteps, so that samples with and without clean frames share one graph.
+            # Always both timesteps, so that samples with and without clean frames share one graph.
             frames = torch.tensor([sample.clean_frames for sample in samples], device=device)
             clean = positions[..., :1] < frames[:, None, None]
             timestep = torch.cat((timestep, torch.zeros_like(timestep)), dim=1)
@@ -173,7 +173,7 @@ class Wan(Family):
         )
 
     def as_core_takes(self, sample: NoisySample) -> NoisySample:
-        """Fill its text with zeros to the length that core's encoder gives, and mask its clean frames."""
+        """Pad the text with zeros to the length of core's encoder output, and mask the clean frames."""
         text = sample.text[:, : sample.text_length]
         text = F.pad(text, (0, 0, 0, sample.text_length - text.shape[1]))
         conditioning = dict(_spared(sample.conditioning))
@@ -184,16 +184,16 @@ class Wan(Family):
         return replace(sample, text=text, conditioning=conditioning)
 
     def patchify(self, latent: Tensor, keep: int) -> Patches:
-        """latent: (C, T, H, W) with even H and W → the first keep / T tokens of each frame, in row order with their
-        channels last as the head writes them, and their positions."""
+        """Cut a latent (C, T, H, W) with even H and W into the first keep / T tokens of each frame, in row order with
+        channels last as the head writes them, with their positions."""
         channels, frames, height, width = latent.shape
-        h, w, kept = height // PATCH, width // PATCH, keep // frames
+        h, w, tokens_per_frame = height // PATCH, width // PATCH, keep // frames
         patches = latent.reshape(channels, frames, h, PATCH, w, PATCH).permute(1, 2, 4, 3, 5, 0)
-        tokens = patches.reshape(frames, h * w, PATCH * PATCH * channels)[:, :kept].reshape(keep, -1)
+        tokens = patches.reshape(frames, h * w, PATCH * PATCH * channels)[:, :tokens_per_frame].reshape(keep, -1)
         # Core counts positions in the dtype of the latent.
         axes = [torch.linspace(0, n - 1, steps=n, dtype=latent.dtype, device=latent.device) for n in (frames, h, w)]
         grid = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).float()
-        return Patches(tokens, grid.reshape(frames, h * w, 3)[:, :kept].reshape(keep, 3))
+        return Patches(tokens, grid.reshape(frames, h * w, 3)[:, :tokens_per_frame].reshape(keep, 3))
 
     def _is_5b(self, model: Any) -> bool:
         return type(model) is comfy.model_base.WAN22
@@ -203,13 +203,13 @@ FAMILIES = (Wan(),)
 
 
 def _spared(conditioning: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The conditioning with a start picture of its own: core scales it in place, unless its resize made a copy."""
+    """Return the conditioning with a cloned start picture: core scales it in place, unless its resize made a copy."""
     picture = conditioning.get(START_PICTURE)
     return conditioning if picture is None else {**conditioning, START_PICTURE: picture.clone()}
 
 
 def _with_start_picture(latent: Tensor, picture: Tensor | None) -> Tensor:
-    """latent: (C, T, H, W), picture: (1, C', T, H, W) → (C + C', T, H, W)"""
+    """Concatenate latent (C, T, H, W) and picture (1, C', T, H, W) → (C + C', T, H, W)."""
     if picture is None:
         return latent
     if picture.shape[2:] != latent.shape[1:]:
@@ -221,11 +221,11 @@ def _with_start_picture(latent: Tensor, picture: Tensor | None) -> Tensor:
 
 
 def _joined(images: Sequence[Tensor | None]) -> Tensor:
-    """(B, I, 1280)"""
-    there = [image for image in images if image is not None]
-    if len(there) < len(images) or len({image.shape for image in there}) > 1:
+    """Batch CLIP vision's outputs, (B, I, 1280)."""
+    embeddings = [image for image in images if image is not None]
+    if len(embeddings) < len(images) or len({image.shape for image in embeddings}) > 1:
         raise ValueError(
             "Samples have clip_vision_output of different lengths, or none; encode one start picture for each with the "
             "same CLIP vision model."
         )
-    return torch.cat(there)
+    return torch.cat(embeddings)

@@ -1,4 +1,4 @@
-"""The small frozen parts that only Wan's blocks and embeddings are made of, each over ComfyUI's own weights."""
+"""Small frozen layers specific to Wan's blocks and embeddings, each over ComfyUI's own weights."""
 
 import torch
 from torch import Tensor
@@ -9,12 +9,12 @@ from ...memory.weights.residency import FrozenModule
 from ..layers.frozen import FrozenTensors
 from ..layers.math import modulate
 
-PATCH = 2  # latent cells a side of a token; a token is one frame deep
-_ROWS = slice(0, 1), slice(1, 2)  # of the noisy frames, and of those that are given
+PATCH = 2  # latent cells per side of a token; a token is one frame deep
+_ROWS = slice(0, 1), slice(1, 2)  # of the noisy frames and of the clean frames
 
 
 class Modulation(FrozenTensors):
-    """The learned part of a block's or the head's modulation, which the timestep's part is added to."""
+    """The learned part of a block's or the head's modulation, added to the timestep's part."""
 
     modulation: Tensor
 
@@ -22,36 +22,36 @@ class Modulation(FrozenTensors):
         super().__init__(weights, prefix, "modulation")
 
     def forward(self, e: Tensor) -> tuple[Tensor, ...]:
-        """e: (B, F, n or 1, D) → n of (B, F, D), one row for each timestep."""
+        """Add e (B, F, n or 1, D) → n of (B, F, D), one row per timestep."""
         return (self.modulation[:, None] + e).unbind(2)
 
 
 def modulate_frames(x: Tensor, shift: Tensor, scale: Tensor, clean: Tensor | None) -> Tensor:
-    """`modulate` with a row of shift and scale for each timestep: (B, 1, D), or (B, 2, D) where `clean` (B, N, 1) says
-    which of the two a token has. x: (B, N, D).
+    """Apply `modulate` with a row of shift and scale per timestep: (B, 1, D), or (B, 2, D) with `clean` (B, N, 1)
+    selecting the row of each token. x: (B, N, D).
 
-    Tokens are chosen after the products: autograd then keeps the rows for backward. Rows chosen before would be kept as
-    (B, N, D), which musubi-tuner's `force_v2_1_time_embedding` avoids with one timestep for all frames.
+    Tokens are selected after the multiplications: autograd then saves the rows for backward. Rows selected before would
+    be saved as (B, N, D), which musubi-tuner's `force_v2_1_time_embedding` avoids with one timestep for all frames.
     """
     if clean is None:
         return modulate(x, shift, scale)
     normed = F.layer_norm(x, x.shape[-1:], eps=1e-6)
-    noisy, given = (torch.addcmul(shift[:, row], normed, 1 + scale[:, row]) for row in _ROWS)
-    return torch.where(clean, given, noisy)
+    noisy_out, clean_out = (torch.addcmul(shift[:, row], normed, 1 + scale[:, row]) for row in _ROWS)
+    return torch.where(clean, clean_out, noisy_out)
 
 
 def gate_frames(x: Tensor, y: Tensor, gate: Tensor, clean: Tensor | None) -> Tensor:
-    """x + gate·y, with rows of the gate as in `modulate_frames`. x, y: (B, N, D)."""
+    """Compute x + gate·y, with rows of the gate as in `modulate_frames`. x, y: (B, N, D)."""
     if clean is None:
         return torch.addcmul(x, y, gate)
-    noisy, given = (torch.addcmul(x, y, gate[:, row]) for row in _ROWS)
-    return torch.where(clean, given, noisy)
+    noisy_out, clean_out = (torch.addcmul(x, y, gate[:, row]) for row in _ROWS)
+    return torch.where(clean, clean_out, noisy_out)
 
 
 class PatchEmbedding(FrozenModule):
-    """A convolution whose stride is its kernel, on tokens that are cut already: a matrix product, in fp32 as in core.
+    """A convolution whose stride is its kernel, on pre-cut tokens: a matmul, in fp32 as in core.
 
-    Channels come last in a token, as the head writes them, so the kernel's axes are turned once here.
+    Channels come last in a token, as the head writes them, so the kernel's axes are permuted once here.
     """
 
     weight: Tensor
@@ -59,7 +59,7 @@ class PatchEmbedding(FrozenModule):
 
     def __init__(self, weights: FrozenWeights):
         super().__init__()
-        # Core keeps this layer in fp32, whatever the model computes in.
+        # Core keeps this layer in fp32, whatever the compute dtype.
         self._weights = FrozenWeights(weights.patcher, weights.device, torch.float32)
         self.take()
 
@@ -70,13 +70,13 @@ class PatchEmbedding(FrozenModule):
         self.register_buffer("bias", self._weights.tensor("patch_embedding.bias"), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(B, N, 4·C) → (B, N, D)"""
+        """Embed tokens (B, N, 4·C) → (B, N, D)."""
         return F.linear(tokens.float(), self.weight, self.bias).to(tokens.dtype)
 
 
 def sinusoid(t: Tensor, dim: int) -> Tensor:
-    """Sinusoidal embedding of timesteps in fp32, as Wan-Video/Wan2.1 (wan/modules/model.py) gives it, with its periods
-    from `pow`. t: (B,), 0 to 1000 → (B, dim), cosines first."""
+    """Compute the sinusoidal embedding of timesteps in fp32, as in Wan-Video/Wan2.1 (wan/modules/model.py), with its
+    periods from `pow`. t: (B,), 0 to 1000 → (B, dim), cosines first."""
     half = dim // 2
     periods = torch.pow(10000, -torch.arange(half, device=t.device, dtype=torch.float32).div(half))
     angle = torch.outer(t.float(), periods)

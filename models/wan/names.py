@@ -14,8 +14,8 @@ _TO_DIFFUSERS: dict[str, tuple[str, ...]] = {
     "time_projection.1": (f"{_EMBEDDER}.time_proj",),
     "img_emb.proj.1": (f"{_EMBEDDER}.image_embedder.ff.net.0.proj",),
     "img_emb.proj.3": (f"{_EMBEDDER}.image_embedder.ff.net.2",),
-    **{f"blocks.{{}}.self_attn.{own}": (f"blocks.{{}}.attn1.{there}",) for own, there in _ATTENTION.items()},
-    **{f"blocks.{{}}.cross_attn.{own}": (f"blocks.{{}}.attn2.{there}",) for own, there in _ATTENTION.items()},
+    **{f"blocks.{{}}.self_attn.{name}": (f"blocks.{{}}.attn1.{target}",) for name, target in _ATTENTION.items()},
+    **{f"blocks.{{}}.cross_attn.{name}": (f"blocks.{{}}.attn2.{target}",) for name, target in _ATTENTION.items()},
     "blocks.{}.cross_attn.k_img": ("blocks.{}.attn2.add_k_proj",),
     "blocks.{}.cross_attn.v_img": ("blocks.{}.attn2.add_v_proj",),
     "blocks.{}.ffn.0": ("blocks.{}.ffn.net.0.proj",),
@@ -23,7 +23,7 @@ _TO_DIFFUSERS: dict[str, tuple[str, ...]] = {
     "head.head": ("proj_out",),
 }
 
-# Modules whose weights are no matrix: other trainers store differences of them, or LoRAs of the convolution.
+# Modules without a weight matrix: other trainers store weight differences of them, or LoRAs of the convolution.
 _OTHERS = (
     "patch_embedding",
     "img_emb.proj.0",
@@ -36,8 +36,8 @@ _OTHERS = (
     "blocks.{}.cross_attn.norm_k_img",
 )
 
-# ComfyUI has no table of diffusers' names of Wan. diffusers' converter of kohya's takes names of blocks only, and fails
-# on any other.
+# ComfyUI has no table of diffusers' names for Wan. diffusers' converter of kohya's names supports blocks only, and
+# fails on any other.
 _GAPS = (
     Gap("ComfyUI", "diffusers", ("*",)),
     Gap("diffusers", "kohya", ("*_embedding*", "time_projection.*", "img_emb.*", "head.*"), refuses=True),

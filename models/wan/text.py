@@ -11,7 +11,7 @@ TEXT_LENGTH = 512  # Wan-Video/Wan2.1, wan/configs/shared_config.py: text_len
 
 
 class WanText(TextPolicy):
-    """umT5 over exactly 512 tokens, zeros where there are none; the model attends to all."""
+    """umT5 over exactly 512 tokens, padded with zeros; the model attends to all."""
 
     family, latents, pictures_only = "Wan", (WAN21, WAN22), False
     encoder = comfy.text_encoders.wan.WanT5Model
@@ -28,5 +28,5 @@ class WanText(TextPolicy):
         return CaptionTokens(tokens, TEXT_LENGTH, dropped)
 
     def model_length(self, length: int) -> int:
-        """512: shorter captions are filled with zeros, which the model attends to; longer ones are cut."""
+        """Return 512: shorter captions are padded with zeros, which the model attends to; longer ones are cut."""
         return TEXT_LENGTH

@@ -20,10 +20,10 @@ from .layers import Modulation, PatchEmbedding, modulate_frames, sinusoid
 
 @dataclass(frozen=True, kw_only=True)
 class WanInputs(ModelInputs):
-    """positions: (B, N, 3) frame, row and column of the kept tokens; image: (B, I, 1280) of CLIP vision, or None.
+    """positions: (B, N, 3) frame, row and column of the tokens; image: (B, I, 1280) of CLIP vision, or None.
 
-    timestep is (B, 1), or (B, 2) where the model takes clean frames: that of the noisy frames, and 0. clean: (B, N, 1),
-    true for the tokens of clean frames, or None where the model takes none.
+    timestep is (B, 1), or (B, 2) if the model takes clean frames: that of the noisy frames, and 0. clean: (B, N, 1),
+    true for the tokens of clean frames, or None if the model takes none.
     """
 
     positions: Tensor
@@ -32,7 +32,7 @@ class WanInputs(ModelInputs):
 
 
 class ImagePositions(FrozenTensors):
-    """Tells the tokens of the first picture from those of the last, in models that take both."""
+    """Position embedding that distinguishes the tokens of the first and last picture, in models that take both."""
 
     emb_pos: Tensor
 
@@ -44,7 +44,7 @@ class ImagePositions(FrozenTensors):
 
 
 class ImageEmbedding(nn.Module):
-    """The states of CLIP vision as a context of the model's width."""
+    """Projection of CLIP vision's states to the model's width, as context."""
 
     def __init__(self, weights: FrozenWeights, core: Any):
         super().__init__()
@@ -80,13 +80,15 @@ class WanTransformer:
         return [(f"blocks.{i}", block) for i, block in enumerate(self._blocks)]
 
     def linears(self) -> dict[str, LoraLayer]:
-        """Every Linear by the model's own module name."""
-        found = {f"{name}.{own}": linear for name, block in self.blocks() for own, linear in block.linears().items()}
+        """Return every Linear by the model's own module name."""
+        linears = {
+            f"{name}.{suffix}": linear for name, block in self.blocks() for suffix, linear in block.linears().items()
+        }
         for name in ("text_embedding", "time_embedding"):
-            found |= {f"{name}.0": getattr(self, name)[0], f"{name}.2": getattr(self, name)[1]}
+            linears |= {f"{name}.0": getattr(self, name)[0], f"{name}.2": getattr(self, name)[1]}
         if self.img_emb is not None:
-            found |= {"img_emb.proj.1": self.img_emb.linear_in, "img_emb.proj.3": self.img_emb.linear_out}
-        return found | {"time_projection.1": self.time_projection, "head.head": self.head}
+            linears |= {"img_emb.proj.1": self.img_emb.linear_in, "img_emb.proj.3": self.img_emb.linear_out}
+        return linears | {"time_projection.1": self.time_projection, "head.head": self.head}
 
     def frozen_modules(self) -> list[FrozenModule]:
         outer = [self.patch_embedding, *self.text_embedding, *self.time_embedding, self.time_projection]
@@ -96,8 +98,8 @@ class WanTransformer:
         return [module for module in owners.modules() if isinstance(module, FrozenModule)]
 
     def embed(self, inputs: WanInputs) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """→ x (B, N, D), e (B, F, D), its projection (B, F, 6, D), and the context: text (B, L, D), and the image's
-        (B, I, D) where the model looks at it. F: 1, or 2 where the model takes clean frames."""
+        """Embed the inputs → x (B, N, D), e (B, F, D), its projection (B, F, 6, D), and the context: text (B, L, D),
+        and the image (B, I, D) if the model uses it. F: 1, or 2 if the model takes clean frames."""
         x = self.patch_embedding(inputs.tokens)
         waves = sinusoid(inputs.timestep.flatten(), self.freq_dim).to(self.dtype)
         e = self.time_embedding[1](F.silu(self.time_embedding[0](waves))).unflatten(0, inputs.timestep.shape)
@@ -109,7 +111,7 @@ class WanTransformer:
         return x, e, projected, [text, self.img_emb(inputs.image)]
 
     def final(self, x: Tensor, e: Tensor, clean: Tensor | None) -> Tensor:
-        """x: (B, N, D) → velocity (B, N, 4·C)."""
+        """Run the head: x (B, N, D) → velocity (B, N, 4·C)."""
         shift, scale = self.head_modulation(e.unsqueeze(2))
         return self.head(modulate_frames(x, shift, scale, clean))
 

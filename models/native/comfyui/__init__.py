@@ -1,1 +1,1 @@
-"""Ways into ComfyUI's blocks, and leftovers of its sampling."""
+"""Hooks into ComfyUI's blocks, and removal of state left by its sampling."""

@@ -1,7 +1,7 @@
-"""Ways into a block of ComfyUI's: its `forward`, and other methods that some models call from outside.
+"""Hooks for the entry points of a ComfyUI block: `forward`, and other methods that some models call from outside.
 
-A block is two objects over one table of attributes. One stands in the model, and each of its methods leads to the
-trainer; the other, of the block's own class, runs what was called, so that nothing inside a block is hooked.
+A block is two objects that share one `__dict__`. One is in the model, and each of its methods calls the trainer; the
+other, of the block's own class, runs the called method, so that nothing inside a block is hooked.
 """
 
 import inspect
@@ -14,13 +14,13 @@ from torch import nn
 
 Enter = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 
-_ENTER = "_tessera_enter"  # in the table of a block
+_ENTER = "_tessera_enter"  # in the `__dict__` of a block
 
 
 class Running:
-    """State of a block that its layers look at: does its code run now?
+    """State of a block for its layers: whether its code is running.
 
-    depth: calls of the block that are under way.
+    depth: number of active calls of the block.
     """
 
     def __init__(self, block: str):
@@ -33,7 +33,7 @@ class Running:
         self.depth -= 1
 
     def check(self, layer: str) -> None:
-        """Raise ValueError for a layer that runs while its block does not, so that no swap would bring its weights."""
+        """Raise ValueError for a layer that runs outside its block, so that block swap would not load its weights."""
         if not self.depth:
             raise ValueError(
                 f"model can't be trained: its {layer} runs while its block {self.block} does not, so that block swap "
@@ -42,19 +42,19 @@ class Running:
 
 
 def hook_block(core: nn.Module, enter: Enter) -> nn.Module:
-    """Lead all calls of a block's methods to `enter(method, args, kwargs)`. Returns the object that runs them."""
+    """Redirect all calls of a block's methods to `enter(method, args, kwargs)`. Returns the object that runs them."""
     kind: Any = type(core)
     inner: nn.Module = kind.__new__(kind)
     object.__setattr__(inner, "__dict__", vars(core))
     for name in _methods(kind):
-        vars(core).pop(name, None)  # of other nodes, which an explicit forward does not run
+        vars(core).pop(name, None)  # set by other nodes; an explicit forward does not run them
     vars(core)[_ENTER] = enter
     object.__setattr__(core, "__class__", _hooked(kind))
     return inner
 
 
 def entries_of(kind: type, model: nn.Module) -> list[str]:
-    """Name the methods of a block's class that the model's own code may call on its blocks, with its `forward`."""
+    """Return the methods of a block's class that the model's own code may call on its blocks, including `forward`."""
     outside: set[Any] = {type(outer) for outer in model.modules() if not isinstance(outer, kind)}
     called = {name for outer in outside for name in _names(outer)}
     return [name for name in _methods(kind) if name == "forward" or name in called]
@@ -62,7 +62,7 @@ def entries_of(kind: type, model: nn.Module) -> list[str]:
 
 @lru_cache(maxsize=256)
 def _names(kind: type) -> frozenset[str]:
-    """Names that a class's functions use, but for torch's."""
+    """Return the names that a class's functions use, except torch's functions."""
     functions = (value for owner in _owners(kind) for value in vars(owner).values() if isinstance(value, FunctionType))
     return frozenset(name for function in functions for code in _codes(function.__code__) for name in code.co_names)
 
@@ -84,19 +84,19 @@ def _of_torch(owner: type) -> bool:
 
 @lru_cache(maxsize=256)
 def _methods(kind: type) -> dict[str, FunctionType]:
-    """Methods that a class adds to those of a module of torch, and `forward`."""
-    found: dict[str, FunctionType] = {}
+    """Return the methods that a class adds to those of torch's Module, and `forward`."""
+    methods: dict[str, FunctionType] = {}
     for owner in _owners(kind):
         for name, value in vars(owner).items():
-            own = name == "forward" or not (hasattr(nn.Module, name) or name.startswith("__"))
-            if own and isinstance(value, FunctionType) and not inspect.isgeneratorfunction(value):
-                found.setdefault(name, value)
-    return found
+            is_entry = name == "forward" or not (hasattr(nn.Module, name) or name.startswith("__"))
+            if is_entry and isinstance(value, FunctionType) and not inspect.isgeneratorfunction(value):
+                methods.setdefault(name, value)
+    return methods
 
 
 @lru_cache(maxsize=256)
 def _hooked(kind: type) -> type:
-    """Derive the class whose methods lead to `enter`; one for each, so that like blocks stay alike."""
+    """Derive the class whose methods call `enter`; cached per class, so that equal blocks stay of one class."""
 
     def led(name: str, method: FunctionType) -> Callable[..., Any]:
         @wraps(method)

@@ -1,7 +1,7 @@
-"""Leftovers of sampling on a model: caches of prompts, shapes of latents, handles of its memory.
+"""State that sampling leaves on a model: caches of prompts, shapes of latents, handles of its memory.
 
-Training must not see it, or a preview would change the training and a resumed run differ. A fresh model of the same
-class and sizes, which takes no memory, shows what belongs there.
+Training must not see it, or a preview would change the training and a resumed run would differ. A fresh model of the
+same class and sizes on the meta device shows the initial attributes.
 """
 
 import copy
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Attributes of one object as its constructor makes them: None, False or what is empty; _FILLED for any other value.
+# Attributes of one object as its constructor sets them: None, False or an empty container; _FILLED for any other value.
 Fresh = Mapping[str, Any]
 
 OF_TORCH = frozenset(vars(nn.Module()))
@@ -27,7 +27,7 @@ _made: dict[Any, dict[str, Fresh] | None] = {}
 
 
 def fresh_attributes(model: Any) -> dict[str, Fresh] | None:
-    """Return the attributes of a fresh model, under "", and of the modules of its diffusion model, by their names.
+    """Return the attributes of a fresh model, under "", and of the modules of its diffusion model, by name.
 
     None for a model that can't be made from its configuration. model: a BaseModel.
     """
@@ -43,18 +43,20 @@ def _make(model: Any) -> dict[str, Fresh] | None:
     vars(config).update(vars(model.model_config))
     config.unet_config = dict(config.unet_config)
     level = logging.root.manager.disable
-    logging.disable(max(level, logging.INFO))  # it would say once more what was loaded
+    logging.disable(max(level, logging.INFO))  # it would log the loaded model again
     try:
         fresh = config.get_model({}, "", device=torch.device("meta"))
-        found = {f"diffusion_model.{name}".rstrip("."): vars(m) for name, m in fresh.diffusion_model.named_modules()}
-    except Exception:  # whatever a class of another pack does that is not made for this
+        module_tables = {
+            f"diffusion_model.{name}".rstrip("."): vars(m) for name, m in fresh.diffusion_model.named_modules()
+        }
+    except Exception:  # a class of another pack may not support this
         logging.getLogger(__name__).debug("no fresh %s", type(model).__name__, exc_info=True)
         return None
     finally:
         logging.disable(level)
     if type(fresh) is not type(model):
         return None
-    return {name: _empty_ones(table) for name, table in {"": vars(fresh), **found}.items()}
+    return {name: _empty_ones(table) for name, table in {"": vars(fresh), **module_tables}.items()}
 
 
 def _empty_ones(table: Mapping[str, Any]) -> Fresh:
@@ -66,7 +68,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _is_setting(value: Any) -> bool:
-    """Return True for what a loader or another node may have set: no tensor, no size, no handle."""
+    """Return whether a loader or another node may have set the value: no tensor, no size, no handle."""
     if isinstance(value, torch.Size):
         return False
     if isinstance(value, list | tuple | set | frozenset):
@@ -77,24 +79,24 @@ def _is_setting(value: Any) -> bool:
 
 
 def leftovers(table: Mapping[str, Any], fresh: Fresh | None, settings_too: bool = False) -> dict[str, Any]:
-    """Collect the attributes that hold something of a sample, with their fresh values; ABSENT for those without.
+    """Collect the attributes that hold state of a sample, with their fresh values; ABSENT for those without one.
 
     table: attributes of a model or a module; those of torch, parameters among them, are left out.
-    settings_too: a cache's plain values go with its tensors, such as the length that it was made for.
+    settings_too: include a cache's plain values, such as the length that it was made for.
     """
     if fresh is None:
         return {name: None for name, value in table.items() if name not in OF_TORCH and _holds_sizes(value)}
-    found = {}
+    fresh_values = {}
     for name, value in table.items():
         if name in OF_TORCH or name.startswith("_tessera") or _is_setting(value):
             continue
-        before = fresh.get(name, ABSENT)
-        if before is not _FILLED:
-            found[name] = copy.copy(before)
-    if found and settings_too:
-        plain = {name: before for name, before in fresh.items() if before is not _FILLED and name in table}
-        found |= {name: copy.copy(before) for name, before in plain.items() if table[name] is not before}
-    return found
+        initial = fresh.get(name, ABSENT)
+        if initial is not _FILLED:
+            fresh_values[name] = copy.copy(initial)
+    if fresh_values and settings_too:
+        plain = {name: initial for name, initial in fresh.items() if initial is not _FILLED and name in table}
+        fresh_values |= {name: copy.copy(initial) for name, initial in plain.items() if table[name] is not initial}
+    return fresh_values
 
 
 def _holds_sizes(value: Any) -> bool:
@@ -111,9 +113,9 @@ class _Absent:
 ABSENT = _Absent()
 
 
-def reset(table: dict[str, Any], found: Mapping[str, Any]) -> None:
-    """Put the fresh values of `leftovers` into a table of attributes."""
-    for name, value in found.items():
+def reset(table: dict[str, Any], fresh_values: Mapping[str, Any]) -> None:
+    """Write the fresh values of `leftovers` into a table of attributes."""
+    for name, value in fresh_values.items():
         if value is ABSENT:
             table.pop(name, None)
         else:
@@ -121,7 +123,7 @@ def reset(table: dict[str, Any], found: Mapping[str, Any]) -> None:
 
 
 def as_loaded(model: Any) -> Any:
-    """Copy a BaseModel shallowly, and its diffusion model, without what sampling has left on the two."""
+    """Copy a BaseModel and its diffusion model shallowly, without state left by sampling on either."""
     fresh = fresh_attributes(model) or {}
     outer, inner = copy.copy(model), copy.copy(model.diffusion_model)
     outer._modules = {**model._modules, "diffusion_model": inner}
@@ -131,7 +133,7 @@ def as_loaded(model: Any) -> Any:
 
 
 def cannot_be_copied(value: Any) -> bool:
-    """Return True for a lock, a stream, a handle of foreign code."""
+    """Return whether the value is a lock, a stream, or a handle of foreign code."""
     if isinstance(value, (*_SETTINGS, Tensor, list, tuple, dict, set)):
         return False
     try:

@@ -1,1 +1,1 @@
-"""Facts about models that train with ComfyUI's own forward, by name, and rules for models that nobody has named."""
+"""Facts about models that train with ComfyUI's own forward, by name, and rules for unnamed models."""

@@ -1,5 +1,5 @@
-"""The named models of pictures. Files, steps, cfg, sampler and scheduler are those of ComfyUI's workflow templates
-where `template` names one; what comes from elsewhere has its source beside it."""
+"""The named models of pictures. Files, steps, cfg, sampler and scheduler are those of ComfyUI's workflow templates if
+`template` names one; other values cite their source."""
 
 from .model_facts import ModelFacts, NamedRelease, PreviewDefaults
 from .patterns import COSMOS_2, DOUBLE_AND_SINGLE, KANDINSKY_5, NEXT_DIT
@@ -36,10 +36,11 @@ IMAGES = (
         name="krea-2",
         title="Krea 2",
         model_classes=("Krea2",),
-        # Attention and MLP of the blocks, without the fusion of the text, which musubi-tuner trains too
+        # Attention and MLP of the blocks, without the text fusion, which musubi-tuner trains too
         # (networks/lora_krea2.py).
         default_targets=("blocks.*.attn.*", "blocks.*.mlp.*"),
-        # Of the raw model's sampler at 1024 x 1024 (musubi-tuner, docs/krea2.md); ComfyUI's class has Turbo's.
+        # The shift of the raw model's sampler at 1024 x 1024 (musubi-tuner, docs/krea2.md); ComfyUI's class has
+        # Turbo's.
         shift=2.5,
         vae="qwen_image_vae.safetensors",
         encoders=("qwen3vl_4b_fp8_scaled.safetensors",),
@@ -100,8 +101,8 @@ IMAGES = (
         name="omnigen2",
         title="Omnigen2",
         model_classes=("Omnigen2",),
-        # diffusion-pipe trains every OmniGen2TransformerBlock (models/omnigen2.py); the refiners of text and reference
-        # pictures are not in the way of the noisy latent.
+        # diffusion-pipe trains every OmniGen2TransformerBlock (models/omnigen2.py); the noisy latent does not pass
+        # through the refiners of text and reference pictures.
         default_targets=(
             "noise_refiner.*.attn.*",
             "noise_refiner.*.feed_forward.*",
@@ -124,8 +125,8 @@ IMAGES = (
         name="hidream",
         title="HiDream",
         model_classes=("HiDream",),
-        # Without the routed experts, as ai-toolkit has it (ui/src/app/jobs/new/options.tsx, hidream:
-        # ignore_if_contains): a token meets two of them.
+        # Without the routed experts, as in ai-toolkit (ui/src/app/jobs/new/options.tsx, hidream: ignore_if_contains): a
+        # token is routed to two of them.
         default_targets=(
             "double_stream_blocks.*.attn1.*",
             "double_stream_blocks.*.ff_i.shared_experts.*",
@@ -167,7 +168,7 @@ IMAGES = (
         name="chroma-radiance",
         title="Chroma Radiance",
         model_classes=("ChromaRadiance",),
-        # Without the approximator of the blocks' modulation and the pixel decoder.
+        # Without the modulation approximator and the pixel decoder.
         default_targets=DOUBLE_AND_SINGLE,
         shift=1.0,  # ModelSamplingAuraFlow in the template; ComfyUI's class has FLUX's
         encoders=("t5xxl_fp8_e4m3fn_scaled.safetensors",),
@@ -191,7 +192,7 @@ IMAGES = (
         encoders=("oldt5_xxl_fp8_e4m3fn_scaled.safetensors",),
         clip_type="cosmos",
         releases=(
-            # Comfy-Org/workflow_templates, templates/image_cosmos_predict2_2B_t2i.json; the package has it no more.
+            # Comfy-Org/workflow_templates, templates/image_cosmos_predict2_2B_t2i.json; no longer in the package.
             NamedRelease(
                 title="Cosmos Predict2",
                 file="cosmos_predict2_2B_t2i.safetensors",

@@ -1,4 +1,4 @@
-"""The facts about a model: the named ones, and what a rule says about all others."""
+"""The facts about a model: named ones, and those derived by rule for all others."""
 
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -16,28 +16,28 @@ NAMED = (*IMAGES, *STABLE_DIFFUSION, *VIDEOS, *NEWER)
 
 
 def named_titles() -> tuple[str, ...]:
-    """Names of the models that have a row, for pages."""
+    """Return the names of the models that have a row, for pages."""
     return tuple(facts.title for facts in NAMED)
 
 
 def facts_of(model: Any) -> ModelFacts:
-    """The facts about a model, with those of its default targets that it has.
+    """Return the facts about a model, with those default targets that the model has.
 
     model: a ComfyUI BaseModel.
     """
-    named = named_facts(model)
-    if named is None:
+    facts = named_facts(model)
+    if facts is None:
         title = type(model).__name__
         return ModelFacts(
             name=title.lower(), title=title, model_classes=(title,), default_targets=default_targets(model)
         )
     names = list(linear_shapes(model))
-    there = tuple(pattern for pattern in named.default_targets if any(fnmatchcase(name, pattern) for name in names))
-    return replace(named, default_targets=there or default_targets(model))
+    targets = tuple(pattern for pattern in facts.default_targets if any(fnmatchcase(name, pattern) for name in names))
+    return replace(facts, default_targets=targets or default_targets(model))
 
 
 def named_facts(model: Any) -> ModelFacts | None:
-    """The row of a model; None where no row names it. Classes of packs that have a name of core's are not core's."""
+    """Return the row of a model; None if no row names it. A pack's class with the same name as core's is not core's."""
     kind, config = type(model), type(getattr(model, "model_config", None))
     if kind.__module__ != "comfy.model_base":
         return None

@@ -8,7 +8,7 @@ from ...latents import LatentPolicy
 
 @dataclass(frozen=True)
 class PreviewDefaults:
-    """Settings of KSampler for a preview, as ComfyUI's template of the model has them."""
+    """KSampler settings for a preview, from ComfyUI's template of the model."""
 
     steps: int
     cfg: float
@@ -18,15 +18,15 @@ class PreviewDefaults:
 
 @dataclass(frozen=True, kw_only=True)
 class NamedRelease:
-    """One file of a model that is published under a name of its own.
+    """One file of a model that is published under its own name.
 
     title: for texts.
-    file: of the weights, as the template names it; empty where no template has them.
-    checkpoint: True where the file holds text encoders and VAE too.
-    template: ComfyUI's workflow template that file, encoders, VAE and sampling stand in; empty where there is none.
-    sampling: of previews.
-    distilled: True where guidance or steps were distilled into it, which plain training undoes.
-    adapter: the LoRA that people have in force while they train on it, and at no other time; empty where none is known.
+    file: the weights file named in the template; empty if no template has it.
+    checkpoint: True if the file holds text encoders and VAE too.
+    template: ComfyUI's workflow template with file, encoders, VAE and sampling; empty if there is none.
+    sampling: settings for previews.
+    distilled: True if guidance or steps were distilled into it, which plain training undoes.
+    adapter: the LoRA that is active during training on it, and only then; empty if none is known.
     """
 
     title: str
@@ -40,11 +40,10 @@ class NamedRelease:
 
 @dataclass(frozen=True)
 class Sound:
-    """The sound that a model makes beside its video, from one packed latent of both.
+    """The sound that a model makes along with its video, from one packed latent of both.
 
-    shape: latent frames of the video, and its pictures a second where its conditioning tells them → (C, …) of the
-        sound's latent.
-    sigma: the video's sigma → the sound's, which may run on a schedule of its own.
+    shape: latent frames of the video, and its frame rate if its conditioning sets one → (C, …) of the sound latent.
+    sigma: the video's sigma → the sound's, which may have its own schedule.
     """
 
     shape: Callable[[int, float | None], tuple[int, ...]]
@@ -58,20 +57,20 @@ class ModelFacts:
     name: in metadata and in keys.
     title: in messages.
     model_classes: names of its classes in comfy.model_base.
-    configs: names of its classes in comfy.supported_models, where `model_classes` hold other models too.
+    configs: names of its classes in comfy.supported_models, if `model_classes` are used by other models too.
     default_targets: patterns of the Linears that a LoRA trains; a release lacks some of them.
-    shift: of the timesteps in training, as `objective.shift_sigma` applies it; None for that of ComfyUI's class.
-    guidance: the distilled guidance that it is trained at; None where it takes none.
+    shift: timestep shift in training, as `objective.shift_sigma` applies it; None for that of ComfyUI's class.
+    guidance: the distilled guidance to train at; None if it takes none.
     megapixels: the size of the pictures, or of the frames of a clip, that it was made for.
-    vae: the file of its VAE, empty where it stands in the checkpoint or the model works on pixels.
+    vae: the file of its VAE, empty if the checkpoint contains it or the model works on pixels.
     encoders: the files of its text encoders, in the order of the loader's inputs.
-    clip_type: `type` of the loader of its text encoders.
-    releases: of this model, the one to train on first.
-    licence: the name of one that binds what is made with the weights; empty for an open one.
-    sound: beside the video; None for models that make none.
-    latents: of the pictures or video; None where ComfyUI's latent format tells them.
-    batches: False where its forward takes one sample, or lets those of a batch influence each other.
-    notes: what else a user should know before training, a sentence each.
+    clip_type: `type` input of its text encoder loader.
+    releases: releases of this model, the one to train on first.
+    licence: name of a licence that restricts derivatives of the weights; empty for an open one.
+    sound: sound along with the video; None for models without.
+    latents: policy of the pictures or video; None if ComfyUI's latent format determines it.
+    batches: False if its forward takes one sample, or lets those of a batch influence each other.
+    notes: further remarks for the user before training, a sentence each.
     """
 
     name: str
@@ -93,17 +92,17 @@ class ModelFacts:
     notes: tuple[str, ...] = field(default=())
 
     def remarks(self) -> list[str]:
-        """Sentences for the user before a run: the licence, and the model's own notes."""
+        """Return sentences for the user before a run: the licence, and the model's own notes."""
         licence = f"{self.title} is under the {self.licence}; read it before you share a LoRA."
         return [*([licence] if self.licence else []), *self.notes]
 
     def distillation_notes(self) -> list[str]:
-        """A sentence for each distilled release, with what to do about it."""
+        """Return a sentence for each distilled release, with advice."""
         return [_distilled(self, release) for release in self.releases if release.distilled]
 
 
 def _distilled(facts: ModelFacts, release: NamedRelease) -> str:
-    """Weights do not tell a distilled release from its base: the sentence is for both."""
+    """Make the note on a release. Weights do not distinguish it from its base: the sentence is for both."""
     base = facts.releases[0]
     looked_at = f"train on {base.title} and look at the LoRA on {release.title} (model of Training Preview)"
     ways = [] if base.distilled else [looked_at]

@@ -1,15 +1,15 @@
-"""Models that came after the ComfyUI that the tests run: what ComfyUI's workflow templates of October 2026 say of them
+"""Models newer than the ComfyUI that the tests run, from ComfyUI's workflow templates of October 2026
 (comfyui-workflow-templates 0.11.97)."""
 
 from .model_facts import ModelFacts, NamedRelease, PreviewDefaults
 
-# By the name of its class, which stored sources have (comfy/ldm/qwen_image21/model.py, since ComfyUI 0.37).
+# By the class name in published sources (comfy/ldm/qwen_image21/model.py, since ComfyUI 0.37).
 NEWER = (
     ModelFacts(
         name="qwen-image-2.1",
         title="Qwen Image 2.1",
         model_classes=("QwenImage21",),
-        # Attention and MLP of every block; modulation is one for all blocks, and outside of them.
+        # Attention and MLP of every block; all blocks share one modulation, outside of them.
         default_targets=("transformer_blocks.*.attn.*", "transformer_blocks.*.img_mlp.*"),
         vae="qwen_image_2.1_vae_bf16.safetensors",
         encoders=("qwen3vl_8b_int8_convrot.safetensors",),
@@ -24,7 +24,7 @@ NEWER = (
             NamedRelease(
                 title="Qwen Image 2.1 Turbo",
                 file="qwen_image_2.1_turbo_int8_convrot.safetensors",
-                template="image_qwen_image_2_1_turbo_t2i",  # which has eight sigmas of its own
+                template="image_qwen_image_2_1_turbo_t2i",  # with its own eight sigmas
                 sampling=PreviewDefaults(8, 1.0, "euler", "simple"),
                 distilled=True,
             ),
@@ -32,7 +32,7 @@ NEWER = (
     ),
 )
 
-# No package or stored source names their classes: they train by rule, and no row is found for them.
+# Their class names are in no package or published source: they train by rule, without a row.
 BY_RULE = (
     ModelFacts(
         name="flux-3-klein",
@@ -71,7 +71,7 @@ BY_RULE = (
             NamedRelease(
                 title="LTX-2.5",
                 file="ltx-2.5-22b-distilled-transformer-comfy-int8-convrot.safetensors",
-                template="video_ltx2_5_t2v",  # which has eight sigmas of its own, and an upscaler
+                template="video_ltx2_5_t2v",  # with its own eight sigmas, and an upscaler
                 sampling=PreviewDefaults(8, 1.0, "euler_ancestral", "simple"),
                 distilled=True,
             ),

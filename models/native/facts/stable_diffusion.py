@@ -56,8 +56,8 @@ STABLE_DIFFUSION = (
         name="sd3.5",
         title="SD 3.5",
         model_classes=("SD3",),
-        # Attention and MLP of both streams, as sd-scripts has them (networks/lora_sd3.py), without modulation. The last
-        # block's text has no MLP; the medium model attends twice.
+        # Attention and MLP of both streams, as in sd-scripts (networks/lora_sd3.py), without modulation. The last
+        # block's text has no MLP; the medium model has two attentions.
         default_targets=(
             "joint_blocks.*.x_block.attn.*",
             "joint_blocks.*.x_block.attn2.*",

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-# Class of comfy.supported_models → what it is or does instead.
+# Class of comfy.supported_models → description of its purpose.
 UNTRAINED: dict[str, str] = {
     "LotusD": "makes depth and normal maps of pictures",
     "Stable_Zero123": "multi-view: makes views of an object, without captions",
@@ -34,9 +34,9 @@ UNTRAINED: dict[str, str] = {
 
 
 def why_untrained(model: Any) -> tuple[str, str] | None:
-    """Return the name and the reason of a model that is not trained; None for any other.
+    """Return the name and the reason for a model that is not trained; None for any other.
 
-    model: a ComfyUI BaseModel. Classes of packs that have a name of core's are not core's.
+    model: a ComfyUI BaseModel. A pack's class with the same name as core's is not core's.
     """
     config = type(getattr(model, "model_config", None))
     reason = UNTRAINED.get(config.__name__) if config.__module__ == "comfy.supported_models" else None

@@ -1,5 +1,5 @@
-"""The named models of videos. Files, steps, cfg, sampler and scheduler are those of ComfyUI's workflow templates where
-`template` names one; what comes from elsewhere has its source beside it."""
+"""The named models of videos. Files, steps, cfg, sampler and scheduler are those of ComfyUI's workflow templates if
+`template` names one; other values cite their source."""
 
 import math
 
@@ -54,8 +54,8 @@ WAN_CONDITIONED: tuple[tuple[str, str, str, tuple[NamedRelease, ...]], ...] = (
 SILENT = "Pictures and clips train without their sound: the model hears noised silence, which is left out of the loss."
 
 
-# Its latent format counts the sound's 32 channels. The frames are those of its VAE (ComfyUI, comfy/sd.py): chunks of 17
-# make 5 latent frames each, and the last 3 are dropped.
+# Its latent format counts the sound's 32 channels. Frames as in its VAE (ComfyUI, comfy/sd.py): chunks of 17 become 5
+# latent frames each, and the last 3 are dropped.
 MINIMAX_LATENTS = LatentPolicy(
     "MiniMax H3",
     "minimax_h3_video_vae_fp16.safetensors",
@@ -70,20 +70,22 @@ MINIMAX_LATENTS = LatentPolicy(
 
 
 def _minimax_sound(frames: int, rate: float | None) -> tuple[int, ...]:
-    """Stereo at 40 latents a second beside 24 pictures (ComfyUI, comfy_extras/nodes_minimax_h3.py, temporal_shape); of
-    five latent frames the first holds one picture and the others four (comfy/ldm/minimax/model.py)."""
+    """Return the sound shape: stereo at 40 latents per second for 24 pictures (ComfyUI,
+    comfy_extras/nodes_minimax_h3.py, temporal_shape); of five latent frames the first holds one picture and the others
+    four (comfy/ldm/minimax/model.py)."""
     pictures = sum(1 if index % 5 == 0 else 4 for index in range(frames))
     return 32, 2, round(pictures / 24 * 40)
 
 
 def _minimax_sound_sigma(sigma: float) -> float:
-    """The sound's schedule is shifted by 3 where the video's is by 12 (comfy/ldm/minimax/model.py)."""
+    """Return the sound's sigma: its schedule is shifted by 3, the video's by 12 (comfy/ldm/minimax/model.py)."""
     base = sigma / (12.0 + sigma * (1.0 - 12.0))
     return 3.0 * base / (1.0 + (3.0 - 1.0) * base)
 
 
 def _ltx_sound(frames: int, rate: float | None) -> tuple[int, ...]:
-    """25 latents a second of 16 bins (ComfyUI, LTXVEmptyLatentAudio); a video that tells no rate has 25 pictures."""
+    """Return the sound shape: 25 latents per second of 16 bins (ComfyUI, LTXVEmptyLatentAudio); the default rate is 25
+    pictures."""
     pictures = 8 * (frames - 1) + 1
     return 8, math.ceil(pictures / (rate or 25.0) * 25.0), 16
 
@@ -151,8 +153,8 @@ VIDEOS = (
         name="minimax-h3",
         title="MiniMax H3",
         model_classes=("MiniMaxH3",),
-        # ai-toolkit, ui/src/app/jobs/new/options.tsx, minimax_h3: ignore_if_contains adaln_proj; without the refiner of
-        # the text.
+        # ai-toolkit, ui/src/app/jobs/new/options.tsx, minimax_h3: ignore_if_contains adaln_proj; without the text
+        # refiner.
         default_targets=("blocks.*.attn.*", "blocks.*.mlp.*"),
         megapixels=1.03,  # 1344 x 768, as the template starts
         vae="minimax_h3_video_vae_fp16.safetensors",
@@ -194,7 +196,8 @@ VIDEOS = (
         licence="LTX-2 Community License",
         sound=Sound(_ltx_sound),
         notes=(SILENT,),
-        # Gates between sound and picture go by the highest noise level of the batch (comfy/ldm/lightricks/av_model.py).
+        # Gates between sound and picture depend on the highest noise level of the batch
+        # (comfy/ldm/lightricks/av_model.py).
         batches=False,
     ),
     ModelFacts(
@@ -216,8 +219,8 @@ VIDEOS = (
         ),
     ),
     *(
-        # Wan's models with further conditioning, without what reads that conditioning (musubi-tuner,
-        # networks/lora_wan.py: WanAttentionBlock).
+        # Wan's models with further conditioning, without the modules that read it (musubi-tuner, networks/lora_wan.py:
+        # WanAttentionBlock).
         ModelFacts(
             name=name,
             title=title,

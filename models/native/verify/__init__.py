@@ -1,1 +1,1 @@
-"""ComfyUI's own forward over the weights of a run, to compare the training forward with."""
+"""ComfyUI's own forward over the weights of a run, as a reference for the training forward."""

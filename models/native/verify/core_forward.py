@@ -1,4 +1,4 @@
-"""ComfyUI's own forward over a placed transformer: with ComfyUI's blocks, kernels and attention, without a gradient."""
+"""ComfyUI's own forward over a placed transformer, with ComfyUI's blocks, kernels and attention, without gradients."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,7 +19,7 @@ from .precision import cast_buffers, cast_floating, computing_in, dtype_told, ru
 
 
 class CoreForward:
-    """ComfyUI's model over the weights of a transformer with a forward of our own.
+    """ComfyUI's model over the weights of a transformer with our own forward.
 
     on_device: calls a function on a block and its arguments with the block's weights on the device.
     """
@@ -34,14 +34,14 @@ class CoreForward:
         self._clean = self.shadow.state()
 
     def misread(self) -> Misread | None:
-        """Find a module whose weights are read otherwise than ComfyUI does."""
+        """Find a module whose weights are read differently than by ComfyUI."""
         return self.shadow.misread()
 
     @torch.no_grad()
     def own_velocity(
         self, transformer: Transformer, sample: NoisySample, sigma: Tensor, guidance: float, dtype: torch.dtype
     ) -> Tensor:
-        """Run the same by our own forward. The adapters are to be switched off."""
+        """Run the same sample by our own forward. The adapters have to be disabled."""
         inputs = self.family.inputs(self.patcher, [sample], sigma, guidance).to(self.device)
         if dtype == self.dtype:
             return transformer.forward(lambda block, *args: self._on_device(_run, block, *args, {}), inputs)
@@ -53,7 +53,7 @@ class CoreForward:
 
     @torch.no_grad()
     def velocity(self, sample: NoisySample, sigma: Tensor, guidance: float, dtype: torch.dtype) -> Tensor:
-        """Run one sample, a whole grid, in `dtype`. Returns what the model gives as tokens, (1, N, C·patch).
+        """Run one sample, a whole grid, in `dtype`. Returns the model's output as tokens, (1, N, C·patch).
 
         sample, sigma: on the host, sigma (1,), the model's own.
         """
@@ -71,7 +71,7 @@ class CoreForward:
         return self.family.patchify(out[0].float(), sample.tokens).tokens[None]
 
     def _call(self, group: NativeGroup, dtype: torch.dtype) -> Tensor:
-        # Both forwards begin with what is rounded to the dtype of the run.
+        # Both forwards start from x rounded to the dtype of the run.
         x = group.x.to(self.dtype).to(dtype)
         options: dict[str, Any] = {"sigmas": group.sigma, "cond_or_uncond": [0]}
         arguments = {"transformer_options": options, **group.conds}

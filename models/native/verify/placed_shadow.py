@@ -1,4 +1,4 @@
-"""A shadow of ComfyUI's model that multiplies by the weights of a run: none of its large matrices is held twice."""
+"""A shadow of ComfyUI's model that uses the weights of a run: no large matrix is held twice."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,9 +14,9 @@ from ..shadow import Shadow
 
 
 class PlacedLinear(nn.Module):
-    """A Linear of ComfyUI's forward on frozen weights that somebody else holds.
+    """A Linear of ComfyUI's forward on frozen weights owned by another module.
 
-    read: gives them, at each call: those of a swapped block lie in a slot.
+    read: returns them at each call: those of a swapped block are in a slot.
     """
 
     def __init__(self, read: Callable[[], FrozenLinear], module: Any):
@@ -37,10 +37,9 @@ class PlacedLinear(nn.Module):
 
 
 class PlacedShadow(Shadow):
-    """ComfyUI's model over the Linears of a transformer, whose adapters have no part in it.
+    """ComfyUI's model over the Linears of a transformer, without its adapters.
 
-    A Linear that the transformer lacks is read anew at each call, and so are none but small tensors of other modules,
-    once.
+    A Linear that the transformer lacks is read at each call; of other modules only small tensors are read, once.
     """
 
     def __init__(self, patcher: ModelPatcher, weights: FrozenWeights, placed: Mapping[str, LoraLayer]):
@@ -56,7 +55,7 @@ class PlacedShadow(Shadow):
         return PlacedLinear(anew if layer is None else layer.frozen, module)
 
     def leave(self) -> None:
-        """Let go of the transformer."""
+        """Drop the references to the transformer."""
         self._placed = {}
 
 

@@ -1,4 +1,4 @@
-"""A transformer that computes in another dtype for a check, on the weights as they are stored."""
+"""Checks of a transformer in another compute dtype, on the weights as stored."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,59 +13,59 @@ from ...layers.lora_linear import LoraLayer
 
 
 def small_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Give the floating buffers of a block or module by name, but for the matrices of Linears, which are cast at each
-    use."""
-    found = {}
+    """Return the floating-point buffers of a block or module by name, except the matrices of Linears, which are cast at
+    each use."""
+    tensors = {}
     for owner, inner in module.named_modules():
         names = ("bias",) if isinstance(inner, LoraLayer) else tuple(inner._buffers)
         for name in names:
             tensor = inner._buffers.get(name)
             if tensor is not None and tensor.is_floating_point() and tensor.dtype.itemsize > 1:
-                found[f"{owner}.{name}" if owner else name] = tensor
-    return found
+                tensors[f"{owner}.{name}" if owner else name] = tensor
+    return tensors
 
 
 def run_in(dtype: torch.dtype, function: Callable[..., Any], block: Block, *args: Any) -> Any:
-    """Call a function on a block and its arguments with its small tensors, those in its slot now, in `dtype`."""
+    """Call a function on a block and its arguments with its small tensors, as now in its slot, in `dtype`."""
     with cast_buffers(dtype, [block]):
         return function(block, *args)
 
 
 @contextmanager
 def computing_in(dtype: torch.dtype, transformer: Transformer) -> Iterator[None]:
-    """Have what stands around the transformer's blocks compute in this dtype."""
+    """Run the transformer's modules outside its blocks in this dtype."""
     inside = {id(module) for _, block in transformer.blocks() for module in block.modules()}
     outside = [module for module in transformer.frozen_modules() if id(module) not in inside]
     attributes: Any = transformer
-    before = attributes.dtype
+    saved_dtype = attributes.dtype
     with cast_buffers(dtype, outside):
         attributes.dtype = dtype
         try:
             yield
         finally:
-            attributes.dtype = before
+            attributes.dtype = saved_dtype
 
 
 @contextmanager
 def cast_buffers(dtype: torch.dtype, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Cast the small tensors of these modules for the time of the context."""
+    """Cast the small tensors of these modules within the context."""
     saved: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
     try:
         for module in modules:
             for name, tensor in small_tensors(module).items():
-                owner, _, own = name.rpartition(".")
+                owner, _, buffer_name = name.rpartition(".")
                 table = module.get_submodule(owner)._buffers
-                saved.append((table, own, tensor))
-                table[own] = tensor.to(dtype)
+                saved.append((table, buffer_name, tensor))
+                table[buffer_name] = tensor.to(dtype)
         yield
     finally:
-        for table, own, tensor in saved:
-            table[own] = tensor
+        for table, buffer_name, tensor in saved:
+            table[buffer_name] = tensor
 
 
 @contextmanager
 def dtype_told(dtype: torch.dtype, base: Any) -> Iterator[None]:
-    """Have a shadow's `BaseModel` and its modules know this dtype as the one that they compute in."""
+    """Set this dtype as the compute dtype of a shadow's `BaseModel` and its modules."""
     saved: list[tuple[dict[str, Any], str, Any]] = [(vars(base), "manual_cast_dtype", base.manual_cast_dtype)]
     tables = [vars(module) for module in base._modules["diffusion_model"].modules()]
     saved += [(table, "dtype", table["dtype"]) for table in tables if isinstance(table.get("dtype"), torch.dtype)]

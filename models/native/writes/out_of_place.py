@@ -1,8 +1,8 @@
-"""Run in-place code out of place, so that autograd and checkpointing keep the values that they saved.
+"""Run in-place code out of place, so that values saved by autograd and checkpointing stay valid.
 
 ComfyUI's blocks are written for sampling: `x += …`, `q.mul_(…)`, `x[:, :n] = …`. Under autograd such a write raises, or
-inside a checkpoint changes gradients without an error. Here each write makes a new tensor, which takes the place of the
-old one and of its views wherever the code uses them later. Dynamo traces all of it.
+inside a checkpoint changes gradients without an error. Here each write makes a new tensor, which replaces the old one
+and its views wherever the code uses them later. Dynamo traces all of it.
 """
 
 import sys
@@ -30,50 +30,50 @@ from .torch_functions import (
     VISIBLE,
 )
 
-# How a view was made: a function and what it got behind the tensor that it views.
+# The derivation of a view: a function and its arguments after the base tensor.
 Step = tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]]
 
 
 class Place:
-    """A tensor as the code knows it, whatever new tensors hold its values.
+    """A tensor from the code's point of view, whichever new tensor holds its values.
 
-    value: the tensor that held them when it was last looked up.
-    seen: how many writes to its memory that value knows.
-    memory: number of the memory that it shares with its views.
+    value: the tensor that held them at the last lookup.
+    seen: number of writes to its memory that `value` includes.
+    memory: index of the memory that it shares with its views.
     base: the place that it is a view of; None for the whole memory.
-    step: the way from the base to it; None where it is not known.
-    cut: number of the call that cut it from its base, 0 for none; parts of one cut do not overlap.
+    step: its derivation from the base; None if unknown.
+    cut: index of the call that split it from its base, 0 for none; parts of one split do not overlap.
     """
 
-    def __init__(self, value: Tensor, seen: int, memory: int, base: "Place | None", step: Step | None, cut: int):
-        self.value, self.seen, self.memory = value, seen, memory
+    def __init__(self, value: Tensor, writes_seen: int, memory: int, base: "Place | None", step: Step | None, cut: int):
+        self.value, self.seen, self.memory = value, writes_seen, memory
         self.base, self.step, self.cut = base, step, cut
 
 
 class OutOfPlace(TorchFunctionMode):
-    """Calls in-place functions out of place, and hands on the new tensor wherever the old one is used later.
+    """Calls in-place functions out of place, and substitutes the new tensor wherever the old one is used later.
 
-    Views are remembered with the way they were made: a write to a view is put into its base when the base or another
-    view is used, and views of a written base are made anew. Tensors that come from outside count as separate memory.
+    Views are recorded with their derivation: a write to a view is applied to its base when the base or another view is
+    used, and views of a written base are recreated. Tensors from outside count as separate memory.
 
     where: name of the block, for messages.
     hidden: True after code that a compiled run would not follow, since dynamo hides it from every mode: a write such as
-        `x[i] = …`, or what reads written memory, such as iteration over it.
+        `x[i] = …`, or a read of written memory, such as iteration over it.
 
     Raises NotImplementedError, with the function and the block, for a write that can't be followed.
     """
 
-    def __init__(self, where: str):
+    def __init__(self, block_name: str):
         super().__init__()
-        self.where = where
-        self.places: dict[Tensor, Place] = {}  # by every tensor that ever stood for one; a tensor's hash is its id
+        self.where = block_name
+        self.places: dict[Tensor, Place] = {}  # by every tensor that ever represented one; a tensor's hash is its id
         self.writes: list[list[Place]] = []  # of each memory
         self.cuts = 0
         self.eager = not torch.compiler.is_compiling()
         self.written = False
-        self.hiding = False  # the call at hand is one that dynamo hides
-        self.renewed: set[int] = set()  # memories of its arguments that others stand for now
-        # Memories: made here, written in ways that dynamo hides or shows, and used in ways that it hides.
+        self.hiding = False  # dynamo hides the current call
+        self.renewed: set[int] = set()  # memories of its arguments that new tensors represent now
+        # Memories: created here, written in ways that dynamo hides or shows, and used in ways that it hides.
         self.fresh: set[int] = set()
         self.hidden_writes: set[int] = set()
         self.shown_writes: set[int] = set()
@@ -81,7 +81,7 @@ class OutOfPlace(TorchFunctionMode):
 
     @property
     def hidden(self) -> bool:
-        # Where dynamo hides every write to memory of a block's own, the graph writes it as the code does.
+        # If dynamo hides every write to memory created in the block, the graph writes it like the code.
         changed = self.hidden_writes - (self.fresh - self.shown_writes)
         return bool(changed or self.hidden_uses & self.shown_writes)
 
@@ -89,55 +89,58 @@ class OutOfPlace(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in FACTS:
             return func(*args, **kwargs)
-        now, named = args, kwargs
+        new_args, new_kwargs = args, kwargs
         if self.written:
             if self.eager:
                 self.renewed.clear()
-            now = tuple([self.current(value, func) for value in args])
+            new_args = tuple([self.current(value, func) for value in args])
             if kwargs:
-                named = {name: self.current(value, func) for name, value in kwargs.items()}
+                new_kwargs = {name: self.current(value, func) for name, value in kwargs.items()}
         self.hiding = False
         if not (self.eager and func in PLAIN):
             if self.eager and not (func in VISIBLE or isinstance(func, OPERATORS_OF_TORCH)):
                 self.hiding = True
                 self.hidden_uses |= self.renewed
             if func in IN_PLACE:
-                return self._write_in_place(func, args, kwargs, now, named)
+                return self._write_in_place(func, args, kwargs, new_args, new_kwargs)
             if func in INPLACE_AT:
-                at = INPLACE_AT[func]
-                if named.get("inplace") or (len(now) > at and now[at]):
-                    now, named = now[:at], {**named, "inplace": False}
-                    return self._write(args[0] if args else kwargs["input"], func(*now, **named))
-            if func in DROPOUTS and _drops_nothing(func, now, named):
-                return now[0] if now else named["input"]  # dynamo makes another tensor of it, up to torch 2.11
+                position = INPLACE_AT[func]
+                if new_kwargs.get("inplace") or (len(new_args) > position and new_args[position]):
+                    new_args, new_kwargs = new_args[:position], {**new_kwargs, "inplace": False}
+                    return self._write(args[0] if args else kwargs["input"], func(*new_args, **new_kwargs))
+            if func in DROPOUTS and _drops_nothing(func, new_args, new_kwargs):
+                # Dynamo makes another tensor of it, up to torch 2.11.
+                return new_args[0] if new_args else new_kwargs["input"]
             self._refuse_writing(func)
-        if "out" in named and named["out"] is not None:
+        if "out" in new_kwargs and new_kwargs["out"] is not None:
             out = kwargs["out"]
             if not isinstance(out, Tensor):
                 raise NotImplementedError(f"{self.where} calls {func.__name__} with several tensors as out.")
-            return self._write(out, func(*now, **{name: value for name, value in named.items() if name != "out"}))
+            return self._write(
+                out, func(*new_args, **{name: value for name, value in new_kwargs.items() if name != "out"})
+            )
         if func is Tensor.unflatten:  # a method of Python, which dynamo can't trace here up to torch 2.11
             func = torch.unflatten
-        result = func(*now, **named)
+        result = func(*new_args, **new_kwargs)
         if isinstance(result, Tensor):
             if self.eager and func in FACTORIES:
                 self.fresh.add(self._place(result).memory)
             if result._base is not None or func in DETACH:
-                self._note_view(func, now, named, result, (func, now[1:], named), 0)
+                self._note_view(func, new_args, new_kwargs, result, (func, new_args[1:], new_kwargs), 0)
         elif isinstance(result, tuple | list):
-            self._note_parts(func, now, named, result)
+            self._note_parts(func, new_args, new_kwargs, result)
         return result
 
     def current(self, value: Any, func: Any = None) -> Any:
-        """Put what is there now in the place of each tensor of a structure of tuples, lists and dicts."""
+        """Replace each tensor in a structure of tuples, lists and dicts by its current one."""
         if isinstance(value, Tensor):
             place = self.places.get(value)
             if place is None:
                 return value
-            now = self._read(place, func)
-            if self.eager and now is not value:
+            tensor = self._read(place, func)
+            if self.eager and tensor is not value:
                 self.renewed.add(place.memory)
-            return now
+            return tensor
         if type(value) is list:
             return [self.current(inner, func) for inner in value]
         if type(value) is tuple:
@@ -147,7 +150,7 @@ class OutOfPlace(TorchFunctionMode):
         return value
 
     def _refuse_writing(self, func: Any) -> None:
-        """Raise for functions that write and that are not known by another that returns a new tensor."""
+        """Raise for functions that write and have no known out-of-place counterpart."""
         if func in REFUSED:
             raise NotImplementedError(f"{self.where} calls {func.__name__}, a write that training can't follow.")
         if self.eager:
@@ -156,7 +159,7 @@ class OutOfPlace(TorchFunctionMode):
                 raise NotImplementedError(f"{self.where} calls {func}, a write that training can't follow.")
 
     def _read(self, place: Place, func: Any) -> Tensor:
-        """Return what the place holds after all writes to its memory."""
+        """Return the values of the place after all writes to its memory."""
         writes = self.writes[place.memory]
         later = writes[place.seen :]
         if later:
@@ -173,7 +176,7 @@ class OutOfPlace(TorchFunctionMode):
         return step(self._read(place.base, func), *args, **kwargs)
 
     def _with_writes(self, whole: Place, writes: list[Place], func: Any) -> Tensor:
-        """Return a copy of a memory's values with those of written views put in."""
+        """Return a copy of a memory's values with the written views applied."""
         changed = whole.value.clone()
         for write in writes:
             steps, place = [], write
@@ -185,7 +188,7 @@ class OutOfPlace(TorchFunctionMode):
                 if step is None:
                     raise self._lost(func)
                 view = step[0](view, *step[1], **step[2])
-            if view._base is None:  # a copy, since the new tensor lies otherwise in memory
+            if view._base is None:  # a copy, since the new tensor has another memory layout
                 raise self._lost(func)
             view.copy_(write.value)
         return changed
@@ -197,18 +200,18 @@ class OutOfPlace(TorchFunctionMode):
             "follow."
         )
 
-    def _write_in_place(self, func: Any, args: Any, kwargs: Any, now: Any, named: Any) -> Tensor | None:
+    def _write_in_place(self, func: Any, args: Any, kwargs: Any, new_args: Any, new_kwargs: Any) -> Tensor | None:
         target = args[0] if args else kwargs["input"]
         twin = IN_PLACE[func]
         if twin is not None:
-            return self._write(target, twin(*now, **named))
+            return self._write(target, twin(*new_args, **new_kwargs))
         copy = self.current(target, func).clone()
-        func(copy, *now[1:], **{name: value for name, value in named.items() if name != "input"})
+        func(copy, *new_args[1:], **{name: value for name, value in new_kwargs.items() if name != "input"})
         self._write(target, copy)
         return None if func is Tensor.__setitem__ else copy
 
     def _write(self, target: Tensor, value: Tensor) -> Tensor:
-        """Let `value` be what the place of `target` holds, in the dtype that it has."""
+        """Make `value` the content of `target`'s place, cast to its dtype."""
         if value.dtype != target.dtype:
             value = value.to(target.dtype)
         if value.shape != target.shape:
@@ -225,14 +228,14 @@ class OutOfPlace(TorchFunctionMode):
         return value
 
     def _place(self, tensor: Tensor) -> Place:
-        found = self.places.get(tensor)
-        if found is None:
+        place = self.places.get(tensor)
+        if place is None:
             self.writes.append([])
-            found = self.places[tensor] = Place(tensor, 0, len(self.writes) - 1, None, None, 0)
-        return found
+            place = self.places[tensor] = Place(tensor, 0, len(self.writes) - 1, None, None, 0)
+        return place
 
-    def _note_parts(self, func: Any, now: Any, named: Any, parts: Any) -> None:
-        """Remember how the views in a tuple or list were made."""
+    def _note_parts(self, func: Any, args: Any, kwargs: Any, parts: Any) -> None:
+        """Record the derivation of the views in a tuple or list."""
         self.cuts += 1
         start = 0
         for i, part in enumerate(parts):
@@ -240,48 +243,48 @@ class OutOfPlace(TorchFunctionMode):
                 return
             step: Step | None = None
             if func in UNBIND:
-                step = Tensor.select, (_dim(now, named, UNBIND[func]), i), {}
+                step = Tensor.select, (_dim(args, kwargs, UNBIND[func]), i), {}
             elif func in CUTS:
-                dim = _dim(now, named, CUTS[func])
+                dim = _dim(args, kwargs, CUTS[func])
                 step = Tensor.narrow, (dim, start, part.shape[dim]), {}
                 start += part.shape[dim]
-            self._note_view(func, now, named, part, step, 0 if step is None else self.cuts)
+            self._note_view(func, args, kwargs, part, step, 0 if step is None else self.cuts)
 
-    def _note_view(self, func: Any, now: Any, named: Any, result: Tensor, step: Step | None, cut: int) -> None:
-        base: Tensor | None = now[0] if func in DETACH else result._base
+    def _note_view(self, func: Any, args: Any, kwargs: Any, result: Tensor, step: Step | None, cut: int) -> None:
+        base: Tensor | None = args[0] if func in DETACH else result._base
         if base is None or result in self.places:
             return
-        source = now[0] if now and isinstance(now[0], Tensor) else None
-        if self.eager and base not in self.places and not _reads((*now, *named.values()), base):
-            return  # a view of a tensor that only the operation itself has held, as without gradients a Linear gives
+        source = args[0] if args and isinstance(args[0], Tensor) else None
+        if self.eager and base not in self.places and not _reads((*args, *kwargs.values()), base):
+            return  # a view of a tensor internal to the operation, as a Linear without gradients returns
         if source is None or func in DETACH or func in AS_STRIDED or not (base is source or base is source._base):
             step, cut = None, 0
         parent = self._place(base if step is None or source is None else source)
-        seen = len(self.writes[parent.memory])
-        self.places[result] = Place(result, seen, parent.memory, parent, step, cut)
+        write_count = len(self.writes[parent.memory])
+        self.places[result] = Place(result, write_count, parent.memory, parent, step, cut)
         if self.eager and (func not in VISIBLE or (func in UNBIND and _iterates())):
             self.hidden_uses.add(parent.memory)
 
 
 def _reads(args: Any, base: Tensor) -> bool:
-    """Return True where a tensor among the arguments is this one, or a view of it."""
-    tensors = [one for value in args for one in (value if isinstance(value, list | tuple) else (value,))]
-    return any(one is base or one._base is base for one in tensors if isinstance(one, Tensor))
+    """Return whether a tensor among the arguments is this one, or a view of it."""
+    tensors = [entry for value in args for entry in (value if isinstance(value, list | tuple) else (value,))]
+    return any(tensor is base or tensor._base is base for tensor in tensors if isinstance(tensor, Tensor))
 
 
-def _dim(now: Any, named: Any, position: int) -> int:
-    return named["dim"] if "dim" in named else now[position] if len(now) > position else 0
+def _dim(args: Any, kwargs: Any, position: int) -> int:
+    return kwargs["dim"] if "dim" in kwargs else args[position] if len(args) > position else 0
 
 
-def _drops_nothing(func: Any, now: Any, named: Any) -> bool:
+def _drops_nothing(func: Any, args: Any, kwargs: Any) -> bool:
     p, training, default = DROPOUTS[func]
-    trains = named["training"] if "training" in named else now[training] if len(now) > training else default
-    share = named["p"] if "p" in named else now[p] if len(now) > p else 0.5
+    trains = kwargs["training"] if "training" in kwargs else args[training] if len(args) > training else default
+    share = kwargs["p"] if "p" in kwargs else args[p] if len(args) > p else 0.5
     return not trains or share == 0
 
 
 def _iterates() -> bool:
-    """Return True where Python's iteration over a tensor called `unbind`."""
+    """Return whether Python's iteration over a tensor called `unbind`."""
     return sys._getframe(4).f_code is Tensor.__iter__.__code__
 
 
@@ -290,27 +293,27 @@ _watching: list[set[str]] = []
 
 @contextmanager
 def blocks_to_leave_eager() -> Iterator[set[str]]:
-    """Collect the names of blocks, run eager in here, whose in-place code a compiled run would not follow."""
-    found: set[str] = set()
-    _watching.append(found)
+    """Collect the names of blocks, run eager in this context, whose in-place code a compiled run would not follow."""
+    names: set[str] = set()
+    _watching.append(names)
     try:
-        yield found
+        yield names
     finally:
-        _watching.remove(found)
+        _watching.remove(names)
 
 
 class Named(Protocol):
-    """Block that has a name, for messages."""
+    """A block with a name, for messages."""
 
     name: str
 
 
 def out_of_place(block: Named, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `function` with its in-place code out of place. What it returns holds the tensors of the end.
+    """Call `function` with its in-place code out of place. The result holds the final tensors.
 
-    Arguments are not written: what `function` writes to them, its result shows.
+    Arguments are not written: writes of `function` to them appear in its result only.
 
-    block: compiled code does not look at its name, so that like blocks share one graph.
+    block: compiled code does not read its name, so that equal blocks share one graph.
 
     Raises NotImplementedError, with the function and the block, for a write that can't be followed.
     """
@@ -318,6 +321,6 @@ def out_of_place(block: Named, function: Callable[..., Any], *args: Any, **kwarg
     with mode:
         result = function(*args, **kwargs)
     if not torch.compiler.is_compiling() and mode.hidden:
-        for found in _watching:
-            found.add(block.name)
+        for names in _watching:
+            names.add(block.name)
     return mode.current(result)
