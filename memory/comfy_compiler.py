@@ -1,7 +1,7 @@
-"""Comfy Compiler: ComfyUI's recorder of what a model's forward allocates, held off one thread at a time.
+"""Comfy Compiler, ComfyUI's recorder of the allocations of a model's forward: switch it off, one thread at a time.
 
 It replays a recording at the same addresses, which compiled blocks, slots and tensors saved for a backward would break.
-These are private touches of ComfyUI, as those in `common/core.py`.
+This module uses private parts of ComfyUI, as `common/core.py` does.
 """
 
 import sys
@@ -17,7 +17,7 @@ from ..common.core import COMFY_COMPILER
 
 
 class _OfThread(threading.local):
-    """Counter of a thread: calls that are inside `without_comfy_compiler`."""
+    """Counter of a thread's calls inside `without_comfy_compiler`."""
 
     calls = 0
 
@@ -27,7 +27,7 @@ _held_off = _OfThread()
 
 @lru_cache(maxsize=4)
 def _switched(kind: type) -> type:
-    """Derive a class of command line options whose switch is on for threads that hold the recorder off."""
+    """Derive a class of command line options whose disable switch is on for threads in `without_comfy_compiler`."""
 
     def read(args: Any) -> Any:
         if COMFY_COMPILER not in vars(args):
@@ -45,10 +45,10 @@ def _switched(kind: type) -> type:
 
 @contextmanager
 def without_comfy_compiler(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    """Switch the recorder off for one call of the model on this thread, where this ComfyUI has it.
+    """Switch the recorder off for one call of the model on this thread, if this ComfyUI has it.
 
-    It decides at the top of the model's forward, so this stands around `BaseModel.apply_model`. Other threads keep it.
-    What an earlier call left recording on this thread, or this one does in spite of the switch, is ended.
+    It decides at the top of the model's forward, so this wraps `BaseModel.apply_model`. Other threads keep it.
+    A recording left active on this thread by an earlier call, or started by this one in spite of the switch, is ended.
 
     args, kwargs: of `BaseModel.apply_model(x, t, c_concat, c_crossattn, control, transformer_options, **conds)`.
     """
@@ -60,7 +60,7 @@ def without_comfy_compiler(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ite
         kind: Any = type(command_line)
         command_line.__class__ = _switched(kind)
     options = args[5] if len(args) > 5 else kwargs.get("transformer_options", {})
-    before = options.get(COMFY_COMPILER)
+    previous = options.get(COMFY_COMPILER)
     options[COMFY_COMPILER] = True
     _held_off.calls += 1
     _end_recording()
@@ -69,18 +69,18 @@ def without_comfy_compiler(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ite
     finally:
         _end_recording()
         _held_off.calls -= 1
-        if before is None:
+        if previous is None:
             options.pop(COMFY_COMPILER, None)
         else:
-            options[COMFY_COMPILER] = before
+            options[COMFY_COMPILER] = previous
 
 
 def _end_recording() -> None:
-    """End what records on this thread. A finished recording, which a later call replays, stays."""
+    """End this thread's active recording. A finished recording, which a later call replays, is kept."""
     prefetch: Any = sys.modules.get("comfy.model_prefetch")
     thread = threading.get_ident()
     graph = getattr(prefetch, "MALLOC_GRAPHS", {}).get(thread)
     if graph is not None and getattr(graph, "_comfy_active", False):
         prefetch.cleanup_malloc_graph()
-    elif thread in getattr(prefetch, "ACTIVE_MALLOC_GRAPHS", {}):  # of the first releases that had it
+    elif thread in getattr(prefetch, "ACTIVE_MALLOC_GRAPHS", {}):  # the first releases with the recorder
         prefetch.malloc_graph_end()

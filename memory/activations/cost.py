@@ -1,34 +1,34 @@
-"""Cost of a compiled block, counted: what its kernels do, and the seconds that this takes at given rates.
+"""Cost model of a compiled block: FLOP and bytes of its kernels, and their seconds at given rates.
 
-The planner and `benchmarks/counted.py` price blocks by these functions. What they reckon without lowering a block
-(bytes by what eager saves, what selective checkpointing computes again) holds for the lowered blocks of
-benchmarks/results/counted.json within what tests/pure/test_counted_cost.py says, and for what an H100 took within what
-tests/unit/test_card_pages.py says.
+The planner and `benchmarks/counted.py` price blocks by these functions. The estimates made without lowering a block
+(bytes from the eager block's saved bytes, the recompute of selective checkpointing) agree with the lowered blocks of
+benchmarks/results/counted.json within the tolerances of tests/pure/test_counted_cost.py, and with the times of an H100
+within those of tests/unit/test_card_pages.py.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Bytes that a compiled block's kernels would read and write at the full rate of the memory in the time that they take
-# beside large products and attention, as multiples of what the eager block saves for backward. From what FLUX.1's
-# kernels took on an H100 (benchmarks/results/cards); other models and cards are assumed to be like it.
+# Bytes that a compiled block's kernels, except large matmuls and attention, would read and write in their time at full
+# memory bandwidth, as multiples of the bytes that the eager block saves for backward. From the kernel times of FLUX.1
+# on an H100 (benchmarks/results/cards); other models and cards are assumed to be like it.
 FORWARD_BYTES, BACKWARD_BYTES = 4.2, 4.0
-# The part that a compiled block saves for backward of what the eager one does: counted 0.78 to 0.95, taken the most.
+# Bytes that a compiled block saves for backward, relative to the eager one: counted as 0.78 to 0.95, the largest taken.
 COMPILED_SAVES = 0.95
-# Outputs of products are about half of what a block could save: below this budget products are computed again.
+# Matmul outputs are about half of the bytes that a block could save: below this budget matmuls are recomputed.
 PRODUCTS_BUDGET = 0.5
-# The part of a forward's other kernels that selective checkpointing runs again at the least budget. On the same card
-# the default budget of 0.5 took 0.003 s more a step than keeping all; smaller budgets have not been measured.
+# Fraction of a forward's other kernels that selective checkpointing recomputes at the smallest budget. On the same card
+# the default budget of 0.5 took 0.003 s more per step than saving all; smaller budgets have not been measured.
 AGAIN_BYTES = 0.25
 
 
 @dataclass(frozen=True)
 class KernelWork:
-    """Work of some kernels.
+    """Work of a set of kernels.
 
-    products: FLOP of large matrix products; of those in 8 bit, of full ones that take as long.
-    attention, attention_backward: FLOP of attention, forward and back.
-    bytes: read and written by all other kernels, thin products of adapters among them.
+    products: FLOP of large matmuls; 8-bit ones count as the FLOP of 16-bit matmuls of the same duration.
+    attention, attention_backward: FLOP of attention, forward and backward.
+    bytes: read and written by all other kernels, including the thin matmuls of adapters.
     """
 
     products: float = 0.0
@@ -47,7 +47,7 @@ class KernelWork:
 
 @dataclass(frozen=True)
 class KernelRates:
-    """Rates that a device reaches.
+    """Achieved rates of a device.
 
     products, attention, attention_backward: FLOP per second.
     bandwidth: bytes per second of its memory.
@@ -59,41 +59,40 @@ class KernelRates:
     bandwidth: float
 
     def seconds(self, work: KernelWork) -> float:
-        """Return the seconds of the kernels, one after the other: those of products and attention by their FLOP, all
-        others by their bytes."""
+        """Return the seconds of the kernels run sequentially: matmuls and attention by FLOP, all others by bytes."""
         computing = work.products / self.products
         computing += work.attention / self.attention + work.attention_backward / self.attention_backward
         return computing + work.bytes / self.bandwidth
 
     def scaled(self, factor: float) -> "KernelRates":
-        """Return the rates of a device that is `factor` times as fast in everything."""
+        """Return the rates of a device that is `factor` times as fast at everything."""
         rates = (self.products, self.attention, self.attention_backward, self.bandwidth)
         return KernelRates(*(factor * rate for rate in rates))
 
 
-# bf16 on an H100, as measured on one (benchmarks/results/cards): large products, cuDNN's attention, which torch chooses
-# there, and copies within its memory. That another card's rates are in about these ratios is assumed: nobody has
-# measured one. A plan is made from a block's own timed seconds, so of these only the ratios count there.
+# bf16 on an H100, as measured (benchmarks/results/cards): large matmuls, cuDNN's attention, which torch chooses there,
+# and copies within device memory. Other cards are assumed to have rates in about these ratios; none has been measured.
+# A plan uses a block's own timed seconds, so only the ratios matter there.
 H100_RATES = KernelRates(740e12, 632e12, 513e12, 3.0e12)
 
 
 @dataclass(frozen=True)
 class BlockWork:
-    """Work of a compiled block in a step that computes nothing again.
+    """Work of a compiled block in a step without recompute.
 
-    For a plan: `block_work` makes it of counted FLOP, and `rates.seconds` of `forward` and of `again(...) + backward`
-    are a block's seconds forward and back. With rates `scaled` so that a timed forward comes out as it was timed, the
-    backward and every kind of checkpointing follow.
+    For a plan: `block_work` makes it from counted FLOP, and `rates.seconds` of `forward` and of `again(...) + backward`
+    are a block's forward and backward seconds. With rates `scaled` to match a timed forward, the backward and every
+    kind of checkpointing follow.
     """
 
     forward: KernelWork
     backward: KernelWork
 
     def again(self, checkpointing: str, budget: float) -> KernelWork:
-        """Return what is computed again before the backward.
+        """Return the work recomputed before the backward.
 
         checkpointing: none, selective or full, of the compiled block.
-        budget: part of what could be saved that selective checkpointing saves, 0 to 1.
+        budget: fraction of the savable activations that selective checkpointing saves, 0 to 1.
         """
         if checkpointing == "none":
             return KernelWork()
@@ -105,11 +104,11 @@ class BlockWork:
 
 
 class EagerBlockWork(BlockWork):
-    """Work of an eager block: with selective checkpointing it keeps attention and a part of the products' results, and
-    runs all other kernels again."""
+    """Work of an eager block: selective checkpointing saves the results of attention and of a part of the matmuls, and
+    recomputes all other kernels."""
 
     def again(self, checkpointing: str, budget: float) -> KernelWork:
-        """Return what is computed again before the backward, see `BlockWork.again`."""
+        """Return the work recomputed before the backward, see `BlockWork.again`."""
         if checkpointing != "selective":
             return super().again(checkpointing, budget)
         attention = 0.0 if budget > 0 else self.forward.attention
@@ -117,10 +116,10 @@ class EagerBlockWork(BlockWork):
 
 
 def block_work(forward: Mapping[str, float], backward: Mapping[str, float], saved: float) -> BlockWork:
-    """Reckon a compiled block's work without lowering it.
+    """Estimate a compiled block's work without lowering it.
 
-    forward, backward: FLOP by name of the op, as FlopCounterMode gives them for the eager block, adapters included;
-    names with `attention` in them are attention's.
+    forward, backward: FLOP by op name, as FlopCounterMode counts them for the eager block, adapters included; names
+    that contain `attention` are attention's.
     saved: bytes that the eager block saves for backward.
     """
     attention = sum(flop for op, flop in forward.items() if "attention" in op)

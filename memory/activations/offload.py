@@ -1,8 +1,8 @@
-"""Activation offload: with full checkpointing, the saved inputs of each block wait on the host for its backward.
+"""Activation offload: with full checkpointing, keep the saved inputs of each block on the host until its backward.
 
-They leave on a stream of their own while the next blocks compute, in the direction of the link that block swap leaves
-idle, and come back one block ahead of their backward. The hooks stand around the checkpoint, outside of what is
-compiled, so no graph changes. Only inputs that need a gradient leave: the others (the modulation vector, positions) are
+They are copied out on a separate stream while the next blocks compute, in the link direction that block swap leaves
+idle, and are prefetched one block ahead of their backward. The hooks wrap the checkpoint, outside the compiled code, so
+no graph changes. Only inputs that require a gradient are offloaded: the others (the modulation vector, positions) are
 one tensor for all blocks.
 """
 
@@ -17,11 +17,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..host.flat_buffer import Layout, dense_stride, empty_bytes
 
-IN_FLIGHT = 2  # tensors of as many blocks may be on their way out; then the computation waits for the oldest
+IN_FLIGHT = 2  # blocks whose tensors may be in transit to the host before the computation waits for the oldest
 
 
 class _Offloaded:
-    """One tensor on the host. Its buffer returns to the pool when autograd frees the tensor."""
+    """One tensor offloaded to the host. Its buffer returns to the pool when autograd frees the tensor."""
 
     def __init__(self, offload: "ActivationOffload", tensor: Tensor, turn: int):
         self.turn = turn
@@ -34,10 +34,10 @@ class _Offloaded:
 
 
 class ActivationOffload:
-    """Wraps the runners of blocks.
+    """Wraps the functions that run blocks.
 
     bytes_out, bytes_in: bytes copied to the host and back.
-    buffers: host buffers made.
+    buffers: number of host buffers allocated.
     pageable: bytes of those that could not be page-locked on a GPU's host.
     """
 
@@ -51,14 +51,14 @@ class ActivationOffload:
         self.warned = False
         self._offloaded: defaultdict[int, list[weakref.ref[_Offloaded]]] = defaultdict(list)
         self._storing: list[tuple[int, Tensor, Any]] = []
-        self._fetching: dict[int, Tensor] = {}  # a backward that breaks off lets go of them while they are written
+        self._fetching: dict[int, Tensor] = {}  # an aborted backward drops its references while copies still write
 
     def keep_on_device(self, block: Any) -> None:
-        """Keep the inputs of this block, the last one, on the device: its backward comes next."""
+        """Keep the inputs of the last block on the device, as its backward comes next."""
         self.last = id(block)
 
     def wrap(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap run(block, *args), which checkpoints in full, so that its saved inputs go to the host."""
+        """Wrap run(block, *args), which does full checkpointing, to offload its saved inputs to the host."""
 
         def run_offloaded(block: Any, *args: Any) -> Any:
             if id(block) == self.last or not torch.is_grad_enabled():
@@ -77,16 +77,16 @@ class ActivationOffload:
         return run_offloaded
 
     def buffer(self, size: int) -> Tensor:
-        """Take a host buffer of `size` bytes from the pool; those of the step before are used again."""
+        """Take a host buffer of `size` bytes from the pool, which reuses those of the previous step."""
         if self.pool[size]:
             return self.pool[size].pop()
         self.buffers += 1
-        made = empty_bytes(size, torch.device("cpu"), pinned=self.stream is not None)
-        self.pageable += 0 if self.stream is None or made.is_pinned() else size
-        return made
+        new_buffer = empty_bytes(size, torch.device("cpu"), pinned=self.stream is not None)
+        self.pageable += 0 if self.stream is None or new_buffer.is_pinned() else size
+        return new_buffer
 
     def message(self) -> str | None:
-        """Return one sentence, once, where page-locked memory could not be had."""
+        """Return one sentence, once, if page-locked memory could not be allocated."""
         if self.warned or not self.pageable:
             return None
         self.warned = True
@@ -96,10 +96,10 @@ class ActivationOffload:
         )
 
     def _release_until(self, turn: int) -> None:
-        """Let the computation wait until what was stored up to `turn` is out, and free its device memory.
+        """Make the computation wait until the tensors of all turns up to `turn` are copied out, and free their memory.
 
-        Freeing it sooner would ask the allocator to watch another stream (`record_stream`), and it sees an end there
-        only when the host has caught up.
+        Freeing it sooner would need `record_stream`, with which the allocator notices the end of the copy only once the
+        host has caught up.
         """
         while self._storing and self._storing[0][0] <= turn:
             _, _, stored = self._storing.pop(0)
@@ -115,11 +115,11 @@ class ActivationOffload:
         return offloaded
 
     def _fetch(self, offloaded: _Offloaded) -> tuple[Tensor, Any]:
-        """Return the tensor on the device and the event to wait for; one that was prefetched is there or on its way."""
+        """Return the tensor on the device and the event to wait for; start the copy unless it was prefetched."""
         if offloaded.fetched is None:
-            there = offloaded.field.on(empty_bytes(offloaded.size, offloaded.device))
-            self._fetching[id(offloaded)] = there
-            offloaded.fetched = there, self._copy(there, offloaded.field.on(offloaded.buffer))
+            device_copy = offloaded.field.on(empty_bytes(offloaded.size, offloaded.device))
+            self._fetching[id(offloaded)] = device_copy
+            offloaded.fetched = device_copy, self._copy(device_copy, offloaded.field.on(offloaded.buffer))
             self.bytes_in += offloaded.bytes
         return offloaded.fetched
 
@@ -127,7 +127,7 @@ class ActivationOffload:
         if isinstance(offloaded, Tensor):
             return offloaded
         self._release_until(self.turn)
-        there, fetched = self._fetch(offloaded)
+        device_copy, fetched = self._fetch(offloaded)
         for other in self._offloaded.pop(offloaded.turn - 1, ()):
             if (ahead := other()) is not None:
                 self._fetch(ahead)
@@ -135,10 +135,10 @@ class ActivationOffload:
         if fetched is not None:
             torch.cuda.current_stream(self.device).wait_event(fetched)
         self._fetching.pop(id(offloaded), None)
-        return there
+        return device_copy
 
     def _copy(self, target: Tensor, source: Tensor) -> Any:
-        """Copy after everything computed so far and after the copies before; returns the copy's event."""
+        """Copy after all work queued so far and after earlier copies; returns the copy's event."""
         with torch.no_grad():
             if self.stream is None:
                 target.copy_(source)
@@ -149,7 +149,7 @@ class ActivationOffload:
                 return self.stream.record_event()
 
     def drop_broken_step(self) -> None:
-        """Drop the state of a step that broke off, once none of its copies is under way."""
+        """Drop the state of an aborted step, once none of its copies is in flight."""
         if self.stream is not None:
             self.stream.synchronize()
         self._storing.clear()
@@ -158,8 +158,8 @@ class ActivationOffload:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return True if it fills its memory in some order.
+    """Return True if the tensor is dense in some dimension order.
 
-    The copy has the same strides then: a recompute has to see the same layout.
+    Its copy then has the same strides: a recompute has to see the same layout.
     """
     return tuple(tensor.stride()) == dense_stride(tensor)

@@ -1,8 +1,8 @@
-"""Second run of a function in its backward, in place of what its first run would save.
+"""Full checkpointing with few Python calls: run a function again in its backward in place of saving its activations.
 
-It does what torch.utils.checkpoint does without reentrance, for functions in which nothing is random and no autocast
-is on. That one asks for more, at some seven Python calls for each tensor in the forward and a dozen in the backward:
-1,500 for each block of FLUX. Here they are one and two.
+Equivalent to non-reentrant torch.utils.checkpoint for functions without randomness or autocast. That one handles more,
+at some seven Python calls per tensor in the forward and a dozen in the backward: 1,500 per block of FLUX. Here they are
+one and two.
 """
 
 from collections.abc import Callable
@@ -14,14 +14,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class _Done(Exception):
-    """Ends the second run once it has made what backward needs."""
+    """Ends the recompute once all tensors that backward needs exist."""
 
 
 class _SavedInputs(torch.autograd.Function):
-    """Saves the inputs as any operation does: by the hooks that stand around it, and with their versions.
+    """Saves the inputs as any operation does: through the active saved-tensor hooks, with their version counters.
 
-    Its output has to be held for as long as they are needed. The Python object of its node does not hold the node, and
-    torch 2.11 frees what was saved as soon as nothing does.
+    Its output has to stay referenced while they are needed: the Python object of its node does not keep the node alive,
+    and torch 2.11 frees the saved tensors with the node.
     """
 
     @staticmethod
@@ -31,9 +31,9 @@ class _SavedInputs(torch.autograd.Function):
 
 
 class _Call:
-    """One call of a function: its inputs, the kinds of tensors that it saved, and the tensors once they are made anew.
+    """One call of a function: its inputs, shapes and dtypes of the tensors it saved, and those tensors once recomputed.
 
-    Autograd holds the number of a tensor where it would hold the tensor, and lets go of this with the last number.
+    Autograd holds a tensor's number in place of the tensor, and frees this object with the last number.
     """
 
     def __init__(self, run: Callable[..., Any], args: tuple[Any, ...]):
@@ -46,18 +46,20 @@ class _Call:
         self.again: list[Tensor | None] | None = None
 
     def number(self, tensor: Tensor) -> int:
-        """Take note of a tensor in place of saving it."""
+        """Pack hook: record a tensor's shape and dtype in place of saving it."""
         self.kinds.append((tensor.shape, tensor.dtype))
         return len(self.kinds) - 1
 
     def tensor(self, number: int) -> Tensor:
-        """Return the tensor of this number, for the one time that backward asks for it."""
+        """Unpack hook: return the tensor of this number, once; backward asks for each only once."""
         if self.again is None:
             self._run_again()
         assert self.again is not None
-        found, self.again[number] = self.again[number], None
-        assert found is not None, "the second run of a checkpointed block saved less than its first, or is asked twice"
-        return found
+        recomputed, self.again[number] = self.again[number], None
+        assert recomputed is not None, (
+            "the second run of a checkpointed block saved less than its first, or is asked twice"
+        )
+        return recomputed
 
     def _run_again(self) -> None:
         args, self.again = self.args, []
@@ -73,15 +75,15 @@ class _Call:
 
     def _keep(self, tensor: Tensor) -> None:
         assert self.again is not None
-        same = self.kinds[len(self.again)] == (tensor.shape, tensor.dtype)
-        assert same, "the second run of a checkpointed block saves other tensors than its first"
+        matches = self.kinds[len(self.again)] == (tensor.shape, tensor.dtype)
+        assert matches, "the second run of a checkpointed block saves other tensors than its first"
         self.again.append(tensor.detach() if tensor.requires_grad else tensor)
         if len(self.again) == len(self.kinds):
             raise _Done
 
 
 def run_twice(run: Callable[..., Any], *args: Any) -> Any:
-    """Call `run(*args)`, and once more in its backward; of the tensors only those among `args` are saved."""
+    """Call `run(*args)`, and again in its backward; only the tensors among `args` are saved."""
     if not torch.is_grad_enabled():
         return run(*args)
     call = _Call(run, args)

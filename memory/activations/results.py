@@ -1,4 +1,4 @@
-"""Counter of what a block's ops give, as it runs eagerly: what checkpointing may keep of it."""
+"""Count the bytes of a block's op results in eager mode, which checkpointing may save."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from .checkpointing import attention_ops, matmul_ops
 
 
 class ResultBytes(TorchDispatchMode):
-    """Context that counts ops.
+    """Dispatch mode that counts bytes.
 
-    attention: bytes of attention's results (also its log-sum-exp), which selective checkpointing always keeps.
-    products: bytes of the results of matrix products, of which it keeps a part.
+    attention: results of attention (including its log-sum-exp), which selective checkpointing always saves.
+    products: results of matmuls, of which it saves a part.
     moved: bytes that all other ops read and write.
     """
 
@@ -24,15 +24,15 @@ class ResultBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = op(*args, **(kwargs or {}))
-        made = [o for o in tree_leaves(out) if isinstance(o, Tensor)]
+        results = [o for o in tree_leaves(out) if isinstance(o, Tensor)]
         if op in self._attention:
-            self.attention += sum(map(_bytes, made))
+            self.attention += sum(map(_bytes, results))
         elif op in self._products:
-            self.products += sum(map(_bytes, made))
+            self.products += sum(map(_bytes, results))
         else:
             read = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
-            if op._schema.is_mutable or not _shared(made, read):
-                self.moved += sum(map(_bytes, (*read, *made)))
+            if op._schema.is_mutable or not _shared(results, read):
+                self.moved += sum(map(_bytes, (*read, *results)))
         return out
 
 
@@ -40,7 +40,7 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _shared(made: list[Tensor], read: list[Tensor]) -> bool:
-    """Return True where what was made is a view of what was read."""
+def _shared(results: list[Tensor], read: list[Tensor]) -> bool:
+    """Return True if a result is a view of a tensor that was read."""
     places = {tensor.untyped_storage()._cdata for tensor in read}
-    return any(tensor.untyped_storage()._cdata in places for tensor in made)
+    return any(tensor.untyped_storage()._cdata in places for tensor in results)

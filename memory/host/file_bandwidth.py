@@ -1,13 +1,12 @@
-"""Streaming of swapped blocks from the mapped file that they lie in: when it pays, and at which rate."""
+"""Streaming of swapped blocks from their mapped file: when it is worthwhile, and at which rate."""
 
 from dataclasses import dataclass
 
 
 def worth_streaming(inside: int, needed: int, room: float) -> bool:
-    """Return True if swapped blocks stream from their file rather than from RAM.
+    """Return True if swapped blocks should stream from their file rather than from RAM.
 
-    That is where RAM has no `room` (bytes) for the bytes `inside` the file, and these are no less than half of the
-    bytes `needed`.
+    So if RAM has no `room` (bytes) for the bytes `inside` the file, and these are at least half of the bytes `needed`.
     """
     return inside > max(0, room) and inside * 2 >= needed
 
@@ -16,10 +15,10 @@ def worth_streaming(inside: int, needed: int, room: float) -> bool:
 class FileBandwidth:
     """Rates of reading a model's blocks from its file.
 
-    disk: bytes per second of what the system's page cache does not hold.
-    cache: bytes per second of what it holds.
-    memory: bytes that the page cache may take.
-    room: bytes of RAM that the blocks may take themselves.
+    disk: bytes per second of pages outside the system's page cache.
+    cache: bytes per second of pages in it.
+    memory: bytes that the page cache may use.
+    room: bytes of RAM that the blocks themselves may use.
     """
 
     disk: float
@@ -28,13 +27,13 @@ class FileBandwidth:
     room: float
 
     def speed(self, inside: int, turns: bool) -> float:
-        """Return bytes per second at which blocks of `inside` bytes come out of the file, pass after pass.
+        """Return the bytes per second at which blocks of `inside` bytes are read from the file, pass after pass.
 
-        turns: a pass goes forward and back, as a training step does. What was read last is in the cache. A pass that
-        turns begins with it, and so finds as large a part of the blocks as the cache has room for; one that begins
-        again at the start finds all or, as a cache lets the oldest go, next to nothing.
+        turns: a pass goes forward and back, as a training step does. The blocks read last are in the cache. A pass that
+        turns starts with them, so its hit rate is the part of the blocks that the cache has room for; one that starts
+        over from the first block hits all or, as the cache evicts the oldest, almost nothing.
         """
-        held = min(1.0, self.memory / inside)
-        if not turns and held < 1.0:
-            held = 0.0
-        return 1.0 / (held / self.cache + (1.0 - held) / self.disk)
+        cached_share = min(1.0, self.memory / inside)
+        if not turns and cached_share < 1.0:
+            cached_share = 0.0
+        return 1.0 / (cached_share / self.cache + (1.0 - cached_share) / self.disk)

@@ -1,4 +1,4 @@
-"""Measured rates of reading weights out of the mapped file that they lie in."""
+"""Measure the rates of reading weights from their mapped file."""
 
 import ctypes
 import mmap
@@ -21,11 +21,11 @@ PIECES, PIECE = 32, 4 * 2**20  # at most 128 MiB are read
 def measure_file_bandwidth(
     tensors: Iterable[Tensor], mode: str, available: int, processes: int = 1
 ) -> FileBandwidth | None:
-    """Measure reading these tensors from their file; None where none of them lies in one.
+    """Measure reading these tensors from their mapped file; None if none of them is in one.
 
     mode: pin_memory, which leaves them in the file unless it is 'on'.
-    available: bytes of free memory, in which the system's page cache is counted as free.
-    processes: as many share that memory; the page cache is the same for all of them.
+    available: bytes of free memory, counting the system's page cache as free.
+    processes: number of processes that share that memory; they also share the page cache.
     """
     maps = FileMaps()
     inside = [part for tensor in tensors for part in parts_of(tensor) if part.is_contiguous() and maps.holds(part)]
@@ -40,36 +40,40 @@ def pieces_of(tensors: Sequence[Tensor], count: int = PIECES, size: int = PIECE)
     flats = [tensor.detach().flatten().view(torch.uint8) for tensor in tensors]
     total = sum(flat.numel() for flat in flats)
     starts = [i * total // count for i in range(count)]
-    pieces, before = [], 0
+    pieces, offset = [], 0
     for flat in flats:
-        own = [start - before for start in starts if before <= start < before + flat.numel()]
-        pieces += [flat[start : min(end, start + size)] for start, end in pairwise([*own, flat.numel()]) if start < end]
-        before += flat.numel()
+        local_starts = [start - offset for start in starts if offset <= start < offset + flat.numel()]
+        pieces += [
+            flat[start : min(end, start + size)]
+            for start, end in pairwise([*local_starts, flat.numel()])
+            if start < end
+        ]
+        offset += flat.numel()
     return pieces
 
 
 def read_speeds(pieces: Sequence[Tensor]) -> tuple[float, float]:
     """Measure (disk, cache) of a `FileBandwidth`, in bytes per second.
 
-    Each piece is read twice: the first time it comes from the disk unless the cache holds it, the second time from the
-    cache. Where the cache holds them all, the disk stays unknown, and the first reading stands for it.
+    Each piece is read twice: first from the disk unless it is in the cache, then from the cache. If all pieces are in
+    the cache, the disk's rate is unknown and the first reading is used in its place.
     """
     buffer = torch.zeros(max(piece.numel() for piece in pieces), dtype=torch.uint8)
     from_disk = [not in_cache(piece) for piece in pieces]
     if not any(from_disk):
         from_disk = [True] * len(pieces)
     first = [_seconds(buffer, piece) for piece in pieces]
-    again = [_seconds(buffer, piece) for piece in pieces]
+    second = [_seconds(buffer, piece) for piece in pieces]
     sizes = [piece.numel() for piece in pieces]
-    cache = sum(sizes) / sum(again)
+    cache = sum(sizes) / sum(second)
     cold = [(size, seconds) for size, seconds, cold in zip(sizes, first, from_disk, strict=True) if cold]
     return min(cache, sum(size for size, _ in cold) / sum(seconds for _, seconds in cold)), cache
 
 
 def in_cache(piece: Tensor) -> bool:
-    """Return True if the system's page cache holds more than half of it.
+    """Return True if the system's page cache holds more than half of the piece.
 
-    False on a system that can't be asked (Linux is, by mincore(2)).
+    Always False except on Linux, which can be queried by mincore(2).
     """
     if sys.platform != "linux":
         return False

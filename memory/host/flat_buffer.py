@@ -1,4 +1,4 @@
-"""Flat buffers: the tensors of a block in one piece of memory, so that one copy brings them all."""
+"""Flat buffers: the tensors of a block in one allocation, so that a single copy transfers them all."""
 
 import ctypes
 import functools
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .page_locked import host_bytes
 
-ALIGNMENT = 256  # bytes; what the device's own allocator gives, and more than the 16 that kernels ask for
+ALIGNMENT = 256  # bytes; as of the device's own allocator, and more than the 16 that kernels need
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Field:
     dtype: torch.dtype
 
     def on(self, buffer: Tensor) -> Tensor:
-        """Make the tensor over the memory of `buffer`; not a view of it, so autograd ties nothing to the buffer."""
+        """Make the tensor over the memory of `buffer`; no view in autograd's sense, so it is not tied to the buffer."""
         with torch.inference_mode(False):
             tensor = torch.empty(0, dtype=self.dtype, device=buffer.device)
             start = buffer.storage_offset() + self.offset
@@ -46,7 +46,7 @@ class Layout:
 
     @staticmethod
     def of(tensors: Iterable[tuple[str, Tensor]]) -> "Layout":
-        """Lay out plain tensors, given with their names."""
+        """Lay out plain tensors, passed with their names."""
         fields, end = [], 0
         for name, tensor in tensors:
             fields.append(Field(name, end, tuple(tensor.shape), dense_stride(tensor), tensor.dtype))
@@ -56,10 +56,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class ScatteredBuffer:
-    """Stand-in for a flat buffer whose tensors lie elsewhere, each by itself, as in a mapped file.
-
-    They are brought together where they are copied to.
-    """
+    """Substitute for a flat buffer whose tensors are separate, as in a mapped file; the copy makes them contiguous."""
 
     layout: Layout
     tensors: tuple[Tensor, ...]
@@ -77,7 +74,7 @@ class ScatteredBuffer:
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """Return the tensor's strides if it fills its memory (in whatever order), else those of a contiguous one."""
+    """Return the tensor's strides if it is dense in some dimension order, else those of a contiguous one."""
     order = sorted(range(tensor.dim()), key=lambda i: tensor.stride(i))
     expected = 1
     for i in order:
@@ -90,7 +87,7 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
 def empty_bytes(size: int, device: torch.device, pinned: bool = False, later: bool = False) -> Tensor:
     """Allocate a flat buffer that starts at a multiple of ALIGNMENT.
 
-    pinned: page-locked, where that can be had. later: to be locked when it is filled, by `page_locked.lock`.
+    pinned: page-locked if possible. later: `page_locked.lock` is to lock it once it is filled.
     """
     with torch.inference_mode(False):
         if device.type == "cpu":
@@ -107,10 +104,10 @@ def _malloc_trim() -> Any:
 
 
 def trim_heap() -> None:
-    """Give freed memory back to the system.
+    """Return freed memory to the system.
 
-    glibc keeps freed tensors of up to 32 MB for later, so that a model whose tensors are smaller would lie in memory
-    twice when all its blocks have moved.
+    glibc keeps freed blocks of up to 32 MB for reuse, so a model with smaller tensors would take its memory twice after
+    all its blocks have moved.
     """
     if (trim := _malloc_trim()) is not None:
         trim(0)

@@ -1,7 +1,7 @@
-"""Flat weights: the weights of a block in one flat buffer on the host, at which the block's own modules point.
+"""Flat weights: the weights of a block in one flat host buffer, to which the block's own modules point.
 
-No list of flat weights is kept anywhere: the modules' tensors are the host copies, and the flat buffer is found again
-through them. So several MODELs over one base share it, and it is freed when the last tensor over it is.
+There is no registry of flat weights: the modules' tensors are the host copies, and the flat buffer is found through
+them. So several MODELs over one base share it, and it is freed with the last tensor over it.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ...common.gguf_tensor import as_stored, is_gguf, over
 from .flat_buffer import ALIGNMENT, Layout, ScatteredBuffer, empty_bytes, trim_heap
 
-SMALL_PART = 64  # a tensor of less than this part of its block: a bias, a norm, a scale
+SMALL_PART = 64  # tensors below a 64th of their block's bytes are small: a bias, a norm, a scale
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class WeightRef:
         return self.table.get(self.attribute)
 
 
-# What takes a tensor's parts over in other memory: (where it stands, the tensor, its parts there).
+# Callback that installs a tensor's parts in new memory: (reference, tensor, new parts).
 Put = Callable[[WeightRef, Tensor, list[Tensor]], object]
 
 
 def weight_refs(name: str, block: nn.Module) -> list[WeightRef]:
-    """List references to the block's tensors; no tensor is held, so each can be freed when it has been moved."""
+    """List references to the block's tensors without holding the tensors, so each can be freed after its move."""
     return [
         WeightRef(f"{path}.{attribute}", module, table, attribute)
         for path, module in block.named_modules(prefix=name)
@@ -53,7 +53,7 @@ def weight_refs(name: str, block: nn.Module) -> list[WeightRef]:
 
 
 def plain_tensors(refs: Sequence[WeightRef]) -> Iterator[tuple[str, Tensor]]:
-    """Yield each plain tensor under its weight's key and its number among the weight's parts."""
+    """Yield each plain tensor, named by its weight's key and its index among the weight's parts."""
     for ref in refs:
         tensor = ref.tensor()
         assert tensor is not None
@@ -62,7 +62,7 @@ def plain_tensors(refs: Sequence[WeightRef]) -> Iterator[tuple[str, Tensor]]:
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
-    """List the plain tensors that a weight consists of: itself, or the parts of a quantised one."""
+    """List the plain tensors of a weight: itself, or the parts of a quantised one."""
     if is_gguf(tensor):
         return [as_stored(tensor)]
     if not is_traceable_wrapper_subclass(tensor):
@@ -71,9 +71,9 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
     return [part for name in names for part in parts_of(getattr(tensor, name))]
 
 
-def same_memory(one: Tensor, other: Tensor) -> bool:
-    """Return True if two weights are the same bytes, read in the same way."""
-    return _lies(one) == _lies(other)
+def same_memory(tensor: Tensor, other: Tensor) -> bool:
+    """Return True if two weights share the same memory with equal dtype, shape and strides."""
+    return _lies(tensor) == _lies(other)
 
 
 def _lies(tensor: Tensor) -> list[Any]:
@@ -81,38 +81,38 @@ def _lies(tensor: Tensor) -> list[Any]:
 
 
 def with_parts(tensor: Tensor, parts: list[Tensor]) -> Tensor:
-    """Make the same kind of tensor over other parts.
+    """Make a tensor of the same class over other parts.
 
-    An ordinary one, as compiled code tells it from one that was made under inference mode. A quantised one stays what
-    it was: ComfyUI moves it under inference mode, which an ordinary one does not bear.
+    Plain ones become ordinary tensors, as compiled code guards on inference tensors. A quantised one keeps its kind, as
+    ComfyUI moves it under inference mode, which fails for an ordinary one.
     """
     if is_traceable_wrapper_subclass(tensor):
         return _rewrapped(tensor, parts, tensor.is_inference())
     with torch.inference_mode(False):
         if is_gguf(tensor):
             return over(tensor, parts[0])
-        made = _over(tensor, iter(parts))
-        return nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
+        rebuilt = _over(tensor, iter(parts))
+        return nn.Parameter(rebuilt, requires_grad=False) if isinstance(tensor, nn.Parameter) else rebuilt
 
 
 def _rewrapped(tensor: Tensor, parts: list[Tensor], inference: bool) -> Tensor:
-    """A quantised weight over other parts, made under inference mode or outside of it."""
+    """Make a quantised weight over other parts, under inference mode or outside it."""
     with torch.inference_mode(inference):
-        made = _over(tensor, iter(parts))
-        # What `nn.Parameter` does to a tensor of another class, less the `detach`: a quantised tensor copies its scales
-        # there, and they have to stay the parts.
-        made._is_param = isinstance(tensor, nn.Parameter)  # type: ignore[attr-defined]
-        return made
+        rebuilt = _over(tensor, iter(parts))
+        # As `nn.Parameter` does for tensor subclasses, but without its `detach`, in which a quantised tensor copies its
+        # scales; they have to remain the given parts.
+        rebuilt._is_param = isinstance(tensor, nn.Parameter)  # type: ignore[attr-defined]
+        return rebuilt
 
 
 def restore_inference_mode(model: nn.Module) -> None:
     """Make quantised weights inference tensors again, as a loader node makes them, over the same memory.
 
     Call it while the model is not loaded. Unloading a MODEL outside inference mode (ComfyUI's own Unload Models,
-    between two prompts) leaves ordinary copies of them. Under inference mode, where nodes sample, `nn.Parameter` takes
-    no such one, and ComfyUI wraps each weight in it anew that it moves to a device on which it lies already
-    (comfy/ops.py, _quantized_apply): the CPU, or the GPU with --gpu-only. So they could not be loaded with a LoRA on
-    others, nor be taken off again.
+    between two prompts) leaves ordinary copies of them. Nodes sample under inference mode, in which `nn.Parameter`
+    rejects such copies, and ComfyUI wraps each weight in it again on a move to the device that already holds it
+    (comfy/ops.py, _quantized_apply): the CPU, or the GPU with --gpu-only. So a load with a LoRA on other weights, and
+    the following unload, would fail.
     """
     for ref in weight_refs("", model):
         tensor = ref.tensor()
@@ -129,10 +129,10 @@ def _over(tensor: Tensor, parts: Iterator[Tensor]) -> Tensor:
 
 
 def shared_flat(refs: Sequence[WeightRef], layout: Layout, keep: Collection[str] = ()) -> Tensor | None:
-    """Find the flat buffer of this layout over which all these tensors lie already, if they do.
+    """Return the flat buffer of this layout that already contains all these tensors, or None.
 
-    Scales of quantised weights may have been copied out of it, as ComfyUI's moves do; they are copied in again.
-    keep: keys of tensors that another node put there for a while; the buffer is that of the tensors they stand for.
+    Scales of quantised weights may have been copied out of it, as ComfyUI's moves do; they are copied back in.
+    keep: keys of tensors that another node has put in temporarily; the buffer belongs to the tensors they replace.
     """
     if any(ref.key in keep for ref in refs):
         return None
@@ -148,8 +148,8 @@ def shared_flat(refs: Sequence[WeightRef], layout: Layout, keep: Collection[str]
     for field, part in zip(layout.fields, parts, strict=True):
         if (tuple(part.shape), tuple(part.stride()), part.dtype) != (field.shape, field.stride, field.dtype):
             return None
-        here = part.device == first.device and part.untyped_storage().data_ptr() == storage.data_ptr()
-        if here and part.data_ptr() == start + field.offset:
+        same_storage = part.device == first.device and part.untyped_storage().data_ptr() == storage.data_ptr()
+        if same_storage and part.data_ptr() == start + field.offset:
             continue
         if part.nbytes > ALIGNMENT:
             return None
@@ -162,16 +162,16 @@ def shared_flat(refs: Sequence[WeightRef], layout: Layout, keep: Collection[str]
 
 
 def point_at(ref: WeightRef, tensor: Tensor, parts: list[Tensor]) -> None:
-    """Let the module that owns `tensor` hold it over `parts` from here on."""
+    """Point the module that owns `tensor` at the same weight over `parts`."""
     ref.table[ref.attribute] = with_parts(tensor, parts)
 
 
 def into_flat(
     refs: Sequence[WeightRef], layout: Layout, pinned: bool, put: Put = point_at, later: bool = False
 ) -> Tensor:
-    """Move the tensors into one flat buffer on the host; each is let go before the next is read.
+    """Move the tensors into one flat buffer on the host; each is freed before the next is read.
 
-    put(place, tensor, parts): called for each with its parts in the buffer.
+    put(ref, tensor, parts): called for each with its parts in the buffer.
     later: the buffer is to be page-locked by `Locking`.
     """
     flat = empty_bytes(layout.size, torch.device("cpu"), pinned, later)
@@ -181,18 +181,18 @@ def into_flat(
         assert tensor is not None
         parts = []
         for part in parts_of(tensor):
-            moved = next(fields).on(flat)
-            # ComfyUI leaves what a file lacks without memory until it is loaded, and then fills it with zeros.
-            moved.zero_() if part.is_meta else moved.copy_(part)
-            parts.append(moved)
+            target = next(fields).on(flat)
+            # ComfyUI leaves weights missing from the file on the meta device until the load, which fills in zeros.
+            target.zero_() if part.is_meta else target.copy_(part)
+            parts.append(target)
         put(ref, tensor, parts)
-        del tensor, part  # the memory of this one is free before the next is read
+        del tensor, part  # free this one's memory before the next is read
     trim_heap()
     return flat
 
 
 def scattered(refs: Sequence[WeightRef], layout: Layout) -> ScatteredBuffer:
-    """Wrap the tensors as a flat buffer in pieces; nothing moves."""
+    """Wrap the tensors as a scattered buffer, without moving them."""
     pieces = []
     for ref in refs:
         tensor = ref.tensor()
@@ -206,17 +206,19 @@ def scattered(refs: Sequence[WeightRef], layout: Layout) -> ScatteredBuffer:
 
 
 def leave_flat(
-    held: Iterable[tuple[WeightRef, Tensor]], leaves: Callable[[WeightRef, Tensor], bool], put: Put = point_at
+    weights: Iterable[tuple[WeightRef, Tensor]], leaves: Callable[[WeightRef, Tensor], bool], put: Put = point_at
 ) -> None:
-    """Give tensors that lie over a flat buffer memory of their own; the buffer is freed when the last has left it.
+    """Copy tensors out of a flat buffer into memory of their own; the buffer is freed with its last tensor.
 
-    leaves(place, part): whether this part of the tensor leaves. put: as in `into_flat`.
+    leaves(ref, part): whether to copy this part of the tensor out. put: as in `into_flat`.
     """
-    for ref, tensor in held:
+    for ref, tensor in weights:
         parts = parts_of(tensor)
         leaving = [leaves(ref, part) for part in parts]
         if any(leaving):
-            # Ordinary tensors, as `with_parts` makes of what it is given.
+            # Ordinary tensors, as `with_parts` makes.
             with torch.inference_mode(False):
-                own = [part.clone() if leaves_ else part for part, leaves_ in zip(parts, leaving, strict=True)]
-            put(ref, tensor, own)
+                own_parts = [
+                    part.clone() if is_leaving else part for part, is_leaving in zip(parts, leaving, strict=True)
+                ]
+            put(ref, tensor, own_parts)

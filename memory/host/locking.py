@@ -1,7 +1,7 @@
-"""Page-locking beside the work: buffers are locked one after another while training has begun already.
+"""Page-locking in the background: lock buffers one after another while training already runs.
 
-Locking FLUX's 24 GB took 12 s on a machine with an H100, more than its first steps. What is not locked yet goes through
-a page-locked stage meanwhile.
+Locking FLUX's 24 GB took 12 s on a machine with an H100, longer than its first steps. Buffers not locked yet are copied
+through a page-locked stage meanwhile.
 """
 
 import threading
@@ -16,10 +16,7 @@ from .page_locked import count_newly_locked, lock
 
 
 class Locking:
-    """Locks buffers that `page_locked.lockable` made, on a thread of its own, the first first.
-
-    It keeps no buffer in memory.
-    """
+    """Locks buffers made by `page_locked.lockable` in order, on a background thread, holding only weak references."""
 
     def __init__(self, buffers: Sequence[Tensor], device: torch.device):
         make_room_to_lock(sum(buffer.numel() for buffer in buffers))
@@ -37,18 +34,18 @@ class Locking:
             if self._ended.is_set() or buffer is None:
                 continue
             if lock(buffer) != 0:
-                self.failed = len(self._buffers) - number  # what comes after it would be refused as well
+                self.failed = len(self._buffers) - number  # the rest would be refused as well
                 return
 
     def is_done(self) -> bool:
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Block until every buffer is locked, or one is refused."""
+        """Block until all buffers are locked or one is refused."""
         self._thread.join()
 
     def end(self) -> None:
-        """Stop after the buffer that is being locked, and count what is locked. Call it on the thread that trains."""
+        """Stop after the current buffer and count the locked bytes with ComfyUI. Call it on the training thread."""
         self._ended.set()
         self._thread.join()
         count_newly_locked(buffer for reference in self._buffers if (buffer := reference()) is not None)

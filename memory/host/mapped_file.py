@@ -1,8 +1,8 @@
 """Weights that stay in the memory-mapped file they were loaded from.
 
-ComfyUI copies a file's weights into memory of its own unless dynamic VRAM is on. Where that memory is short, weights
-that need no conversion can stay where they are: the system brings their pages in when they are read, and drops them
-again when it needs the memory.
+ComfyUI copies a file's weights into memory of its own unless dynamic VRAM is on. If RAM is short, weights that need no
+conversion can stay in the mapping: the system pages them in when they are read, and drops the pages when it needs the
+memory.
 """
 
 import ctypes
@@ -37,20 +37,20 @@ MEM_MAPPED = 0x40000  # of VirtualQuery: a view of a file
 
 
 class FileMaps:
-    """Snapshot of the memory ranges that are mapped files; empty on a system that can't be asked."""
+    """Snapshot of the memory ranges of mapped files; empty except on Linux. Windows is queried per address."""
 
     def __init__(self) -> None:
         self.starts: list[int] = []
         self.ends: list[int] = []
         if sys.platform == "linux":
-            found = (LINE.match(line) for line in Path("/proc/self/maps").read_text(errors="replace").splitlines())
-            for match in found:  # in the order of addresses
+            matches = (LINE.match(line) for line in Path("/proc/self/maps").read_text(errors="replace").splitlines())
+            for match in matches:  # in the order of addresses
                 if match is not None and not match[4].startswith(NOT_FILES):
                     self.starts.append(int(match[1], 16))
                     self.ends.append(int(match[2], 16))
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return True if a plain tensor lies in a mapped file."""
+        """Return True if a plain tensor is in a mapped file."""
         if tensor.device.type != "cpu" or not tensor.nbytes:
             return False
         address = tensor.data_ptr()
@@ -78,26 +78,26 @@ def _is_view_of_file(address: int) -> bool:
     region = _Region()
     query = ctypes.windll.kernel32.VirtualQuery  # type: ignore[attr-defined]
     query.argtypes, query.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), ctypes.c_size_t
-    asked = query(address, ctypes.byref(region), ctypes.sizeof(region))
-    return bool(asked) and region.type == MEM_MAPPED
+    bytes_written = query(address, ctypes.byref(region), ctypes.sizeof(region))
+    return bool(bytes_written) and region.type == MEM_MAPPED
 
 
 def bytes_in_file(tensors: Iterable[Tensor]) -> int:
-    """Count the bytes of these tensors that lie in a mapped file."""
+    """Count the bytes of these tensors in mapped files."""
     maps = FileMaps()
     return sum(part.nbytes for tensor in tensors for part in parts_of(tensor) if maps.holds(part))
 
 
 class MappedWeights:
-    """Weights that lie in a mapped file until ComfyUI moves them to the device.
+    """Weights of a MODEL in a mapped file, which ComfyUI moves to the device.
 
-    Restored, they lie there again, and no copy on the host takes their place. Keys are names in the MODEL's state dict.
+    `restore` points the modules back at the file, so no host copy replaces it. Keys are names in its state dict.
     """
 
     def __init__(self, refs: Iterable[WeightRef]):
         maps = FileMaps()
-        held = [(ref, parts_of(tensor)) for ref in refs if (tensor := ref.tensor()) is not None]
-        self.held = {ref.key: (ref, parts) for ref, parts in held if maps.holds(parts[0])}
+        weights = [(ref, parts_of(tensor)) for ref in refs if (tensor := ref.tensor()) is not None]
+        self.held = {ref.key: (ref, parts) for ref, parts in weights if maps.holds(parts[0])}
 
     def __contains__(self, key: str) -> bool:
         return key in self.held
@@ -105,15 +105,15 @@ class MappedWeights:
     def __len__(self) -> int:
         return len(self.held)
 
-    def restore(self, replaced: Collection[str], only: str | None = None) -> None:
+    def restore(self, replaced: Collection[str], device_type: str | None = None) -> None:
         """Point the modules at the file's memory again.
 
-        replaced: keys of those that are patched at present, say, and stay. only: restrict to weights on devices of this
-        type.
+        replaced: keys to leave as they are, such as currently patched ones. device_type: restore only weights on
+        devices of this type.
         """
         for key, (ref, parts) in self.held.items():
             tensor = ref.tensor()
-            if tensor is None or key in replaced or (only is not None and tensor.device.type != only):
+            if tensor is None or key in replaced or (device_type is not None and tensor.device.type != device_type):
                 continue
             if is_traceable_wrapper_subclass(tensor):
                 ref.table[ref.attribute] = with_parts(tensor, parts)
@@ -121,15 +121,15 @@ class MappedWeights:
                 tensor.data = parts[0]
 
     def drop_replaced(self, replaced: Collection[str]) -> None:
-        """Drop weights in whose place another node has put its own for good; they are never restored."""
+        """Drop weights that another node has permanently replaced; they are never restored."""
         for key, (ref, parts) in list(self.held.items()):
             tensor = ref.tensor()
-            moved = tensor is not None and (tensor.device.type != "cpu" or key in replaced)
-            if not moved and (tensor is None or parts_of(tensor)[0].data_ptr() != parts[0].data_ptr()):
+            displaced = tensor is not None and (tensor.device.type != "cpu" or key in replaced)
+            if not displaced and (tensor is None or parts_of(tensor)[0].data_ptr() != parts[0].data_ptr()):
                 del self.held[key]
 
     def copy_out(self, key: str) -> None:
-        """Give this weight memory of its own, if it lies in the file now."""
+        """Copy this weight into memory of its own if it is in the file now."""
         ref, parts = self.held.get(key, (None, []))
         tensor = None if ref is None else ref.tensor()
         if ref is not None and tensor is not None and parts_of(tensor)[0].data_ptr() == parts[0].data_ptr():
@@ -137,11 +137,11 @@ class MappedWeights:
 
 
 class KeepMapped(TorchFunctionMode):
-    """Mode in which ComfyUI loads a file without copying it.
+    """Torch function mode in which ComfyUI loads a file without copying it.
 
-    Weights take the file's memory wherever a copy would hold the same bytes. Core does so itself under dynamic VRAM
-    (`load_state_dict(assign=True)`), and has no option for it elsewhere. A way of loading that is not known is told in
-    the log, since it takes the memory of a copy.
+    Weights use the file's memory wherever a copy would hold the same bytes. Core does so itself under dynamic VRAM
+    (`load_state_dict(assign=True)`), and has no option for it otherwise. An unknown loading path is logged, since it
+    takes the memory of a copy.
     """
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class KeepMapped(TorchFunctionMode):
             log.warning(sentence)
 
     def message(self) -> str | None:
-        """Return a sentence for the user where no more than small weights stayed in the file, else None."""
+        """Return a sentence for the user if more bytes were copied than stayed in the file, else None."""
         if self.copied <= self.kept:
             return None
         return (
@@ -170,7 +170,7 @@ class KeepMapped(TorchFunctionMode):
             args[0].data = args[-1]
             self.kept += args[-1].nbytes
             return args[0]
-        # A Linear that was made while dynamic VRAM is on has no memory yet and clones the file's weight.
+        # A Linear created while dynamic VRAM is on has no memory yet and clones the file's weight.
         if func is torch.Tensor.clone and sys._getframe(1).f_globals.get("__name__") == "comfy.ops":
             if self._can_stay(args[0], args[0]):
                 if sys._getframe(1).f_code is self.lazy_loading:
@@ -179,10 +179,10 @@ class KeepMapped(TorchFunctionMode):
                 self.copied += args[0].nbytes
         return func(*args, **(kwargs or {}))
 
-    def _can_stay(self, source: Any, into: Tensor) -> bool:
-        if type(source) is not Tensor or into.device.type != "cpu" or not source.is_contiguous():
+    def _can_stay(self, source: Any, target: Tensor) -> bool:
+        if type(source) is not Tensor or target.device.type != "cpu" or not source.is_contiguous():
             return False
-        if (source.dtype, source.shape) != (into.dtype, into.shape):
+        if (source.dtype, source.shape) != (target.dtype, target.shape):
             return False
         if self.maps is None:  # the file was mapped before its first weight is loaded
             self.maps = FileMaps()
@@ -190,9 +190,9 @@ class KeepMapped(TorchFunctionMode):
 
 
 def copy_into_ram(model: nn.Module) -> None:
-    """Copy the weights that `KeepMapped` has left in the file into memory, unless that is short.
+    """Copy the weights that `KeepMapped` has left in the file into RAM, unless RAM is short.
 
-    Nor where several processes of this machine train together: all of them read the file's pages, which are there once.
+    Skipped if several processes of this machine train together: they share the file's pages.
     """
     if processes_here() > 1:
         return
@@ -203,20 +203,20 @@ def copy_into_ram(model: nn.Module) -> None:
     for ref in weight_refs("", model):
         tensor = ref.tensor()
         assert tensor is not None
-        lying = [(part, maps.holds(part)) for part in parts_of(tensor)]
-        if not any(inside for _, inside in lying):
+        located = [(part, maps.holds(part)) for part in parts_of(tensor)]
+        if not any(inside for _, inside in located):
             continue
-        parts = [part.clone() if inside else part for part, inside in lying]
+        parts = [part.clone() if inside else part for part, inside in located]
         if is_traceable_wrapper_subclass(tensor):
             ref.table[ref.attribute] = with_parts(tensor, parts)
-        else:  # which may stand in several places
+        else:  # several modules may share it
             tensor.data = parts[0]
 
 
 def protect_from_hooks(patcher: ModelPatcher) -> None:
     """Copy weights out of the file before a hook of this MODEL or of its clones writes into them.
 
-    ComfyUI writes what a hook does to a weight into the weight, also on the host, and a file's memory can't be written.
+    ComfyUI applies hook patches to weights in-place, also on the host, and the mapping is read-only.
     """
     if bytes_in_file(patcher.model.parameters()) and not patcher.get_callbacks(
         CallbacksMP.ON_REGISTER_ALL_HOOK_PATCHES, KEY
@@ -226,10 +226,10 @@ def protect_from_hooks(patcher: ModelPatcher) -> None:
 
 def _leave_hooked(patcher: Any, *_: Any) -> None:
     swap = getattr(patcher, "swap", None)  # of a SwapPatcher
-    if swap is not None and swap.rest:  # each leaves when it is written
+    if swap is not None and swap.rest:  # SwapPatcher copies each out when it is written
         return
     keys = {key for patches in patcher.hook_patches.values() for key in patches}
-    keys -= swap.keys if swap is not None else set()  # these are patched in their slots
-    held = MappedWeights(ref for ref in weight_refs("", patcher.model) if ref.key in keys)
-    for key in held.held:
-        held.copy_out(key)
+    keys -= swap.keys if swap is not None else set()  # those are patched in their slots
+    mapped = MappedWeights(ref for ref in weight_refs("", patcher.model) if ref.key in keys)
+    for key in mapped.held:
+        mapped.copy_out(key)

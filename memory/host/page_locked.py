@@ -1,10 +1,10 @@
-"""Page-locked host memory of the size that is asked for, and how it is let go of.
+"""Page-locked host memory of exactly the requested size, and its release.
 
-torch's allocator of it rounds up to a power of two and keeps what is freed. The blocks of FLUX.1 in bf16 take 648 and
-270 MiB, for which it would lock 1024 and 512: 38 GiB for the model in place of 22. So each buffer is a mapping of its
-own that is registered with CUDA, as ComfyUI registers weights, and goes back to the system with the last tensor over
-it. On Windows, where no mapping of this kind has been registered yet, it is torch's, and what is in it has to leave it
-before it is page-locked no longer.
+torch's pinned allocator rounds up to a power of two and caches freed memory. The blocks of FLUX.1 in bf16 take 648 and
+270 MiB, for which it would lock 1024 and 512: 38 GiB for the model instead of 22. So each buffer is a separate mapping
+that is registered with CUDA, as ComfyUI registers weights, and returns to the system with the last tensor over it. On
+Windows, where registering such a mapping is untested, torch's allocator is used, and tensors have to be copied out of a
+buffer before it can be unlocked.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices
 
 
 def page_locked(size: int) -> Tensor:
-    """Allocate `size` page-locked bytes on the host. Raises RuntimeError or OSError where they can't be had."""
+    """Allocate `size` page-locked bytes on the host. Raises RuntimeError or OSError on failure."""
     if not torch.cuda.is_available():
         raise RuntimeError("there is no CUDA device")
     if sys.platform != "linux":
@@ -41,9 +41,9 @@ def page_locked(size: int) -> Tensor:
 
 
 def lockable(size: int) -> Tensor:
-    """Allocate `size` bytes on the host that `lock` can page-lock later, with what is in them by then.
+    """Allocate `size` bytes on the host that `lock` can page-lock later, contents included.
 
-    In large pages where the system has them: there are five hundred times fewer to fill and to lock.
+    Uses huge pages if the system has them: five hundred times fewer pages to fault in and to lock.
     """
     mapping = _Registered(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -57,7 +57,7 @@ def lockable(size: int) -> Tensor:
 def lock(buffer: Tensor) -> int:
     """Page-lock the memory of a tensor over lockable bytes, on the current device; returns CUDA's error, or 0.
 
-    It may be called on a thread of its own. What it locks is counted by `count_newly_locked`.
+    It may be called on a background thread. `count_newly_locked` counts the locked bytes.
     """
     mapping = _registered.get(buffer.untyped_storage().data_ptr())
     if mapping is None or mapping.address is not None:
@@ -65,7 +65,7 @@ def lock(buffer: Tensor) -> int:
     address = buffer.untyped_storage().data_ptr()
     error = int(_cudart().cudaHostRegister(address, len(mapping), PORTABLE))
     if error != 0:
-        # CUDA reports it once more, at the next call of anybody.
+        # CUDA would report the error again at the next call from anywhere.
         discard_cuda_error()
         return error
     mapping.address, mapping.device = address, torch.cuda.current_device()
@@ -73,7 +73,7 @@ def lock(buffer: Tensor) -> int:
 
 
 def count_newly_locked(buffers: Iterable[Tensor]) -> None:
-    """Count what `lock` has locked with ComfyUI's own, which only the thread that runs models may."""
+    """Add bytes locked by `lock` to ComfyUI's count, which only the thread that runs models may change."""
     for buffer in buffers:
         mapping = _registered.get(buffer.untyped_storage().data_ptr())
         if mapping is not None and mapping.address is not None and not mapping.counted:
@@ -82,10 +82,10 @@ def count_newly_locked(buffers: Iterable[Tensor]) -> None:
 
 
 def host_bytes(size: int, pinned: bool, later: bool = False) -> Tensor:
-    """Allocate `size` bytes on the host, page-locked where that is asked for and can be had.
+    """Allocate `size` bytes on the host, page-locked if requested and possible.
 
-    They may be written in inference mode and outside of it, wherever they are asked for.
-    later: they are to be locked by `lock`, where the system can do that.
+    They may be written in inference mode and outside it, whichever the caller is in.
+    later: `lock` is to lock them, if the system supports it.
     """
     with torch.inference_mode(False):
         if pinned:
@@ -97,11 +97,11 @@ def host_bytes(size: int, pinned: bool, later: bool = False) -> Tensor:
 
 
 def unlock(buffer: Tensor) -> bool:
-    """Unlock the memory of a tensor over such a buffer; the memory stays.
+    """Unlock the memory of a tensor over such a buffer; the memory stays allocated.
 
-    Returns False where it is torch's own, which is page-locked until it is freed and `give_back` is called.
+    Returns False for torch's own, which is page-locked until it is freed and `give_back` is called.
     """
-    with contextlib.suppress(RuntimeError):  # where CUDA itself has broken down, what ended the run is told
+    with contextlib.suppress(RuntimeError):  # if CUDA has failed, the run's own error is the one to report
         if (mapping := _registered.get(buffer.untyped_storage().data_ptr())) is not None:
             mapping.unlock()
         else:
@@ -110,8 +110,8 @@ def unlock(buffer: Tensor) -> bool:
 
 
 def give_back() -> None:
-    """Let torch's own allocator of page-locked memory give back what was freed, which it keeps for later."""
-    with contextlib.suppress(AttributeError, RuntimeError):  # a version of torch that has no such call, or as above
+    """Return the freed memory cached by torch's pinned allocator to the system."""
+    with contextlib.suppress(AttributeError, RuntimeError):  # a torch without this call, or as above
         torch._C._host_emptyCache()
 
 
@@ -120,9 +120,9 @@ def _cudart() -> Any:
 
 
 class _Registered(mmap.mmap):
-    """Anonymous memory that is unregistered, if it was registered, before it goes back to the system.
+    """Anonymous mapping that is unregistered from CUDA, if it was registered, before it is unmapped.
 
-    The tensor over it holds it.
+    The tensor over it keeps it alive.
     """
 
     address: int | None = None  # once it is locked
@@ -132,14 +132,14 @@ class _Registered(mmap.mmap):
     def unlock(self) -> None:
         address, self.address = self.address, None
         if address is not None:
-            torch.cuda.synchronize(self.device)  # nothing may be copying still
+            torch.cuda.synchronize(self.device)  # no copy may still be in flight
             _cudart().cudaHostUnregister(address)
             if self.counted:
                 count_locked(-len(self))
             self.counted = False
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # the interpreter may be on its way out
+        with contextlib.suppress(Exception):  # the interpreter may be shutting down
             self.unlock()
 
 

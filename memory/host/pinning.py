@@ -1,9 +1,9 @@
-"""Policy of page-locked host memory: where the flat weights of swapped blocks lie.
+"""Policy of page-locked host memory: choose the placement of the flat weights of swapped blocks.
 
-Copies from page-locked memory overlap with computation. Locking all flat weights is the fastest, and is not always
-safe: Windows gives a program about half of the RAM as memory that a GPU may read, and what goes beyond starves the rest
-of the system. There the weights go through a small page-locked stage (see `staging`), and where RAM is short they stay
-in the mapped file they were loaded from.
+Copies from page-locked memory overlap with computation. Locking all flat weights is the fastest, but not always safe:
+Windows limits the memory that a GPU may read to about half of the RAM per program, and going beyond starves the rest of
+the system. There the weights are copied through a small page-locked stage (see `staging`), and if RAM is short they
+stay in the mapped file they were loaded from.
 """
 
 import platform
@@ -12,22 +12,22 @@ from dataclasses import dataclass
 from .file_bandwidth import worth_streaming
 
 PIN_MEMORY = ("auto", "on", "off")
-RESERVED_RAM = 4 * 2**30  # bytes that 'auto' leaves to everything else
+RESERVED_RAM = 4 * 2**30  # bytes that 'auto' leaves for everything else
 GIB = 2**30
 
 
 def is_windows() -> bool:
-    """Return True on Windows, and on Linux inside it, whose GPU driver is the same."""
+    """Return True on Windows and under WSL, which uses the same GPU driver."""
     return platform.system() == "Windows" or "microsoft" in platform.uname().release.lower()
 
 
 @dataclass(frozen=True)
 class HostWeights:
-    """Bytes of the weights of swapped blocks by the place where they lie now.
+    """Bytes of the weights of swapped blocks by their current location.
 
     total: of all of them.
     in_file: in a mapped file.
-    on_device: on the device, from which they are to be copied to the host.
+    on_device: on the device, to be copied to the host.
     """
 
     total: int
@@ -40,7 +40,7 @@ class HostPlacement:
     """Placement of swapped weights on the host while they stream.
 
     pinned: they are page-locked.
-    from_file: they stay in their mapped file, as far as they lie there.
+    from_file: those in a mapped file stay there.
     notes: sentences for the user, the most important first.
     """
 
@@ -50,17 +50,17 @@ class HostPlacement:
 
 
 def place_on_host(mode: str, device: str, weights: HostWeights, available: int) -> HostPlacement:
-    """Decide how swapped weights lie on the host.
+    """Choose the host placement of swapped weights.
 
-    mode: pin_memory. device: type of the device that they stream to. available: bytes of free RAM, beside the weights
-    that lie in it already.
+    mode: pin_memory. device: type of the device that they stream to. available: bytes of free RAM, not counting the
+    weights that are already in RAM.
     """
     from_file, note = stream_from_file(mode, weights.in_file, weights.total, available)
     notes = [] if note is None else [note]
     if from_file:
         return HostPlacement(False, True, tuple(notes))
     pinning = choose_pinning(mode, device, weights.in_file + weights.on_device, available, is_windows())
-    # Without a GPU nothing is ever locked, which is worth a word only to a user who asked for it.
+    # Without a GPU nothing is ever locked, which only a user who asked for it needs to know.
     if not pinning.pinned and (device == "cuda" or mode == "on"):
         notes.append(pinning.reason)
     return HostPlacement(pinning.pinned, False, tuple(notes))
@@ -77,8 +77,8 @@ class Pinning:
 def choose_pinning(mode: str, device: str, coming: int, available: int, windows: bool) -> Pinning:
     """Decide whether weights are page-locked.
 
-    mode: 'auto', 'on' or 'off'. device: its type. coming: bytes of the weights that do not lie in RAM yet, but in a
-    mapped file or on the device. available: bytes of free RAM, beside the weights that do.
+    mode: 'auto', 'on' or 'off'. device: its type. coming: bytes of the weights that are not in RAM yet, but in a mapped
+    file or on the device. available: bytes of free RAM, not counting the weights that are in RAM.
     """
     if device != "cuda":
         return Pinning(False, "pin_memory has no effect without a CUDA device.")
@@ -100,9 +100,9 @@ def choose_pinning(mode: str, device: str, coming: int, available: int, windows:
 
 
 def unpinned_message(plain: int, blocks: int) -> str | None:
-    """Return a sentence for the user where weights that were to be page-locked are not, else None.
+    """Return a sentence for the user if weights could not be page-locked as intended, else None.
 
-    plain: number of blocks of which that is true.
+    plain: number of such blocks.
     """
     if not plain:
         return None
@@ -113,11 +113,11 @@ def unpinned_message(plain: int, blocks: int) -> str | None:
 
 
 def stream_from_file(mode: str, inside: int, needed: int, available: int) -> tuple[bool, str | None]:
-    """Decide whether swapped blocks stream from their file; with a sentence for the user where RAM is short, else None.
+    """Decide whether swapped blocks stream from their file; with a sentence for the user if RAM is short, else None.
 
     mode: pin_memory.
-    inside: bytes of them that lie in a mapped file.
-    needed: bytes of all of them, of which the others lie in RAM.
+    inside: bytes of them in a mapped file.
+    needed: bytes of all of them; the others are in RAM.
     available: bytes of free RAM.
     """
     room = available - RESERVED_RAM

@@ -1,7 +1,7 @@
-"""Staged copies: host weights reach the device through page-locked stages that a thread fills.
+"""Staged copies of host weights to the device, through page-locked stages that a background thread fills.
 
-Copies from page-locked memory overlap with computation, copies from pageable memory do not. Where the weights
-themselves are not page-locked, a small page-locked stage is filled by a thread of its own, block after block.
+Copies from page-locked memory overlap with computation, copies from pageable memory do not. If the weights themselves
+are not page-locked, a background thread fills a small page-locked stage, block after block.
 """
 
 import functools
@@ -23,14 +23,14 @@ LEAST_TRIAL_BYTES = 16 * 2**20
 
 
 class Link(Protocol):
-    """Transfer from a stage into a slot: on a GPU a stream of its own, in tests a slow one."""
+    """Transfer from a stage into a slot: a separate stream on a GPU, a slow fake in tests."""
 
     def mark(self) -> Any:
-        """Return a marker of everything computed so far; called by the thread that computes."""
+        """Return a marker of all work queued so far; called by the computing thread."""
         ...
 
-    def send(self, slot: Tensor, source: Tensor, mark: Any, then: Callable[[], None] | None) -> Any:
-        """Copy after what `mark` stands for, then call `then`; returns an event without waiting for the copy."""
+    def send(self, slot: Tensor, source: Tensor, mark: Any, after_copy: Callable[[], None] | None) -> Any:
+        """Copy after the work before `mark`, then call `after_copy`; returns an event without waiting for the copy."""
         ...
 
     def finished(self, event: Any) -> None:
@@ -38,11 +38,11 @@ class Link(Protocol):
         ...
 
     def order(self, event: Any) -> None:
-        """Let everything computed from here on start after the copy."""
+        """Make all work queued from here on wait for the copy."""
         ...
 
     def settle(self) -> None:
-        """Block the calling thread until everything that was sent is done."""
+        """Block the calling thread until all copies sent are done."""
         ...
 
 
@@ -54,12 +54,12 @@ class CudaLink:
     def mark(self) -> torch.cuda.Event:
         return torch.cuda.current_stream(self.device).record_event()
 
-    def send(self, slot: Tensor, source: Tensor, mark: Any, then: Callable[[], None] | None) -> torch.cuda.Event:
+    def send(self, slot: Tensor, source: Tensor, mark: Any, after_copy: Callable[[], None] | None) -> torch.cuda.Event:
         self.stream.wait_event(mark)
         with torch.cuda.stream(self.stream):
             slot.copy_(source, non_blocking=True)
-            if then is not None:
-                then()
+            if after_copy is not None:
+                after_copy()
             return self.stream.record_event()
 
     def finished(self, event: torch.cuda.Event) -> None:
@@ -73,15 +73,15 @@ class CudaLink:
 
 
 class HostLink:
-    """Copies within the host, at once: whoever asks for one has computed all that it stands for."""
+    """Synchronous copies within the host: the caller has already computed everything before the mark."""
 
     def mark(self) -> None:
         pass
 
-    def send(self, slot: Tensor, source: Tensor, mark: Any, then: Callable[[], None] | None) -> None:
+    def send(self, slot: Tensor, source: Tensor, mark: Any, after_copy: Callable[[], None] | None) -> None:
         slot.copy_(source)
-        if then is not None:
-            then()
+        if after_copy is not None:
+            after_copy()
 
     def finished(self, event: Any) -> None:
         pass
@@ -94,35 +94,37 @@ class HostLink:
 
 
 class StagedStream:
-    """Copies flat weights to the device from a thread of its own; a ring takes it as its stream.
+    """Copies flat weights to the device from a background thread; a slot ring uses it as its stream.
 
-    Pageable weights go through `stages` page-locked buffers, each filled as soon as the copy out of it is done.
-    Scattered ones come together there, where only the thread waits for pages of a mapped file. Weights that are
-    page-locked themselves are copied as they lie. So the thread that computes waits for no event and for nothing that
-    follows a copy, such as a LoRA whose factors come from pageable memory. At a block's turn it waits until the copy
-    was started, because only then is there something for the device to wait for.
+    Pageable weights go through `stages` page-locked buffers, each refilled as soon as the copy out of it is done.
+    Scattered ones are gathered in the stage, so only this thread waits for pages of a mapped file. Page-locked weights
+    are copied directly. So the computing thread waits for no event, nor for anything that follows a copy, such as a
+    LoRA whose factors come from pageable memory. At a block's turn it waits until the copy has been started, as only
+    then does an event exist for the device to wait for.
     """
 
     def __init__(self, link: Link, stage_bytes: int, stages: int = STAGES, pinned: bool = True):
         self.link = link
-        self.stages: list[Tensor] = []  # made when the first weights need one
+        self.stages: list[Tensor] = []  # allocated when weights first need one
         self._stage_bytes, self._pinned = stage_bytes, pinned
         self._leaving: list[Any] = [None] * stages  # the event of the last copy out of each stage
         self._turn = 0
         self._ended = False
-        self._behind: Future[int] | None = None  # done when the worker has let go of the last copy
+        self._behind: Future[int] | None = None  # done once the worker has released the last copy
         self._thread: int | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tessera-stage")
 
-    def copy(self, slot: Tensor, host: Tensor | ScatteredBuffer, then: Callable[[], None] | None) -> "Future[Any]":
-        """Copy after everything computed so far, then call `then`; returns what `wait` takes."""
+    def copy(
+        self, slot: Tensor, host: Tensor | ScatteredBuffer, after_copy: Callable[[], None] | None
+    ) -> "Future[Any]":
+        """Copy after all work queued so far, then call `after_copy`; returns the argument for `wait`."""
         assert not self._ended
         mode = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         if not self.stages and not host.is_pinned():
             self.stages = [host_bytes(self._stage_bytes, self._pinned) for _ in self._leaving]
-        copied = self._worker.submit(self._send, slot, host, self.link.mark(), then, mode)
-        # Submitted here and not in `settle`, which a finaliser may call wherever the collector runs: `submit` takes
-        # a lock that all executors share, and one that waits for it inside another's `submit` waits for ever.
+        copied = self._worker.submit(self._send, slot, host, self.link.mark(), after_copy, mode)
+        # Submitted here and not in `settle`, which a finaliser may call wherever the garbage collector runs: `submit`
+        # takes a lock that all executors share, so inside another executor's `submit` it would deadlock.
         self._behind = self._worker.submit(int)
         return copied
 
@@ -131,7 +133,7 @@ class StagedStream:
         slot: Tensor,
         host: Tensor | ScatteredBuffer,
         mark: Any,
-        then: Callable[[], None] | None,
+        after_copy: Callable[[], None] | None,
         mode: tuple[bool, bool],
     ) -> Any:
         self._thread = threading.get_ident()
@@ -139,40 +141,40 @@ class StagedStream:
             return None
         target = slot[: host.numel()]
         try:
-            # Both modes belong to a thread; `then` has to run as it would have on the one that asked.
+            # Both modes are thread-local; `after_copy` has to run under those of the calling thread.
             with torch.inference_mode(mode[0]), torch.set_grad_enabled(mode[1]):
                 if isinstance(host, Tensor) and host.is_pinned():
-                    return self.link.send(target, host, mark, then)
+                    return self.link.send(target, host, mark, after_copy)
                 stage = self._turn % len(self.stages)
                 self._turn += 1
                 if self._leaving[stage] is not None:
                     self.link.finished(self._leaving[stage])
                 source = self.stages[stage][: host.numel()]
                 source.copy_(host) if isinstance(host, Tensor) else host.copy_to(source)
-                self._leaving[stage] = self.link.send(target, source, mark, then)
+                self._leaving[stage] = self.link.send(target, source, mark, after_copy)
                 return self._leaving[stage]
         finally:
-            if self._ended:  # `target` is the last to hold its slot
+            if self._ended:  # `target` holds the last reference to its slot
                 self.link.settle()
 
     def wait(self, copied: "Future[Any] | None") -> None:
-        """Let everything computed from here on start after that copy. Raises here what went wrong in the thread."""
+        """Make all work queued from here on wait for that copy. Raises errors of the background thread."""
         if copied is None:
             return
         try:
             event = copied.result()
         except BaseException:
-            # The error takes along the frames that it passes, and the tensors in them: nothing but the handler may
-            # hold it, neither this frame nor the thread.
+            # The error's traceback holds its frames and the tensors in them: only the handler may hold the error, not
+            # this frame nor the thread.
             del copied
             self.settle()
             raise
         self.link.order(event)
 
     def settle(self) -> None:
-        """Block until every copy that was asked for is done or has failed: slots may be freed then."""
+        """Block until every requested copy is done or has failed: then slots may be freed."""
         if threading.get_ident() == self._thread:
-            # What holds the slots was collected on this thread, which can't wait for itself. Nothing is sent any more.
+            # The owner of the slots was collected on this thread, which can't wait for itself. Send nothing further.
             self._ended = True
         elif self._behind is not None:
             behind, self._behind = self._behind, None
@@ -193,9 +195,9 @@ class StagedStream:
 def staged_stream(
     flat_weights: Sequence[Tensor | ScatteredBuffer], device: torch.device, finished: bool = False
 ) -> StagedStream | None:
-    """Choose the stream for flat weights; None where plain copies do as well.
+    """Choose the stream for flat weights; None if plain copies are as good.
 
-    It is needed where not all are page-locked, or where something is `finished` on the device after a copy.
+    It is needed if not all are page-locked, or if a callback (`finished`) follows each copy on the device.
     """
     largest = max(weights.numel() for weights in flat_weights)
     if device.type == "cuda":
@@ -210,20 +212,20 @@ def staged_stream(
 def link_bandwidth(device: torch.device) -> float:
     """Measure bytes per second from page-locked host memory to the device, the best of three copies.
 
-    Without a GPU, of copies within the host's memory.
+    Without a GPU, copies within host memory are measured.
     """
     size = TRIAL_BYTES.get(device.type, TRIAL_BYTES["cpu"])
-    there = _there(size, device)
-    host = host_bytes(len(there), device.type == "cuda").fill_(1)
-    seconds = min(_copy_seconds(there, host) for _ in range(3))
+    device_buffer = _there(size, device)
+    host = host_bytes(len(device_buffer), device.type == "cuda").fill_(1)
+    seconds = min(_copy_seconds(device_buffer, host) for _ in range(3))
     if not unlock(host):
         del host
         give_back()
-    return len(there) / seconds
+    return len(device_buffer) / seconds
 
 
 def _there(size: int, device: torch.device) -> Tensor:
-    """Allocate `size` bytes on the device, or a part of them where it is that full."""
+    """Allocate `size` bytes on the device, or fewer if it is nearly full."""
     while True:
         try:
             return torch.empty(size, dtype=torch.uint8, device=device)
@@ -233,11 +235,11 @@ def _there(size: int, device: torch.device) -> Tensor:
         size //= 4
 
 
-def _copy_seconds(there: Tensor, host: Tensor) -> float:
-    if there.device.type == "cuda":
-        torch.cuda.synchronize(there.device)
+def _copy_seconds(device_buffer: Tensor, host: Tensor) -> float:
+    if device_buffer.device.type == "cuda":
+        torch.cuda.synchronize(device_buffer.device)
     started = time.perf_counter()
-    there.copy_(host, non_blocking=True)
-    if there.device.type == "cuda":
-        torch.cuda.synchronize(there.device)
+    device_buffer.copy_(host, non_blocking=True)
+    if device_buffer.device.type == "cuda":
+        torch.cuda.synchronize(device_buffer.device)
     return time.perf_counter() - started

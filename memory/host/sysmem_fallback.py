@@ -1,14 +1,14 @@
-"""NVIDIA's system memory fallback: on Windows the driver lends RAM where the card is full, many times slower."""
+"""Detect NVIDIA's system memory fallback: once the card is full, the Windows driver uses RAM, many times slower."""
 
 import torch
 
 from .pinning import is_windows
 
-TOLERANCE = 256 * 2**20  # what other programs may have given back meanwhile
+TOLERANCE = 256 * 2**20  # bytes that other programs may have freed meanwhile
 
 
 class SysmemMonitor:
-    """Compares torch's reserved memory with the card's capacity at the start, where the driver may fall back at all."""
+    """Compares torch's reserved memory with the card's initial capacity, on systems whose driver may fall back."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -16,12 +16,12 @@ class SysmemMonitor:
         self.capacity = self._capacity() if self.watches else 0
 
     def _capacity(self) -> int:
-        """Return bytes that torch has and may still get, as long as some is free."""
+        """Return the bytes that torch has reserved plus those still free."""
         free, _ = torch.cuda.mem_get_info(self.device)
         return torch.cuda.memory_reserved(self.device) + free
 
     def message(self) -> str | None:
-        """Return one sentence, once, where memory lies in RAM."""
+        """Return one sentence, once, if device memory has spilled into RAM."""
         if not self.watches:
             return None
         spilled = torch.cuda.memory_reserved(self.device) - self.capacity
@@ -29,7 +29,7 @@ class SysmemMonitor:
             return None
         free, _ = torch.cuda.mem_get_info(self.device)
         if free > TOLERANCE:
-            # What was not torch's own, such as a text encoder under dynamic VRAM, has left the device since.
+            # Memory outside torch's allocator, such as a text encoder under dynamic VRAM, has since been freed.
             self.capacity = self._capacity()
             return None
         self.watches = False

@@ -1,4 +1,4 @@
-"""Copies of a step's inputs from the host to the device, without waiting."""
+"""Non-blocking copies of a step's inputs from the host to the device."""
 
 import logging
 
@@ -11,9 +11,9 @@ log = logging.getLogger(__name__)
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to the device, contiguous; it may be used there at once.
 
-    A copy out of pageable memory makes the host wait until the device has done all that was queued before it; one out
-    of page-locked memory is queued as well. torch keeps that memory until the copy is done and uses it again, so the
-    tensor may be freed at once. Where no memory can be page-locked, the copy is one that is waited for.
+    A copy from pageable memory blocks the host until the device has done all earlier queued work; one from page-locked
+    memory is only queued. torch keeps that memory until the copy is done and then reuses it, so the tensor may be freed
+    at once. If no memory can be page-locked, the copy blocks.
     """
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)

@@ -5,25 +5,25 @@ from dataclasses import dataclass, replace
 
 from ..activations.cost import H100_RATES, BlockWork
 
-# The least budget of selective checkpointing: attention's results are kept, and of the rest next to nothing. So it is
-# full checkpointing without attention's second run.
+# The smallest budget of selective checkpointing: it saves attention's results and almost nothing else, as full
+# checkpointing without the recompute of attention.
 LEAST_BUDGET = 0.01
 
 
 @dataclass(frozen=True)
 class BlockCost:
-    """Cost of one block. In inference only weights, working, forward and in_file count.
+    """Cost of one block. In inference only weights, working, forward and in_file are used.
 
-    name: as it is to be chosen by, such as single_blocks.3.
+    name: name in the plan, such as single_blocks.3.
     weights: bytes.
-    inputs: bytes that full checkpointing saves.
-    saved: bytes that are saved without checkpointing.
-    working: bytes, the most it takes besides those while it runs forward or back.
-    forward, backward: seconds of computing, 0 where that is not known.
-    in_file: bytes of its weights that lie in the mapped file.
+    inputs: bytes saved by full checkpointing.
+    saved: bytes saved without checkpointing.
+    working: peak bytes besides those while it runs forward or backward.
+    forward, backward: seconds of computing, 0 if unknown.
+    in_file: bytes of its weights in the mapped file.
     attention: bytes of attention's results, which selective checkpointing saves at every budget but 0.
-    budgeted: bytes of what selective checkpointing saves its budget of besides; None where that is all the rest.
-    work: what its kernels do; None takes each second of the forward for equal.
+    budgeted: bytes of the other activations to which the selective budget applies; None for all the rest.
+    work: work of its kernels; None treats all parts of the forward's seconds alike.
     """
 
     name: str
@@ -40,9 +40,9 @@ class BlockCost:
 
 
 def add_costs(parts: Sequence[BlockCost]) -> BlockCost:
-    """Return the cost of a block that runs for several things in a step, each of which was measured by itself."""
-    first, *others = parts
-    for other in others:
+    """Return the cost of a block that runs in several ways in a step, each measured separately."""
+    first, *rest = parts
+    for other in rest:
         budgeted = None if first.budgeted is None or other.budgeted is None else first.budgeted + other.budgeted
         work = None
         if first.work is not None and other.work is not None:
@@ -63,7 +63,7 @@ def add_costs(parts: Sequence[BlockCost]) -> BlockCost:
 
 
 def saved_bytes(block: BlockCost, checkpointing: str | None, budget: float) -> int:
-    """Bytes that the block saves from its forward to its backward."""
+    """Return the bytes that the block saves from its forward to its backward."""
     if checkpointing is None:
         return 0
     if checkpointing == "none":
@@ -83,8 +83,8 @@ def block_seconds(block: BlockCost, checkpointing: str | None, budget: float) ->
 
 
 def _again(block: BlockCost, checkpointing: str, budget: float) -> float:
-    """Return what is computed again, as a part of the forward's seconds."""
+    """Return the recompute time as a fraction of the forward's seconds."""
     if block.work is None:
         return {"none": 0.0, "selective": 1 - budget, "full": 1.0}[checkpointing]
-    # The rates of another card differ in about one factor, which the timed forward has in it.
+    # The rates of another card differ by about one common factor, which the timed forward already includes.
     return H100_RATES.seconds(block.work.again(checkpointing, budget)) / H100_RATES.seconds(block.work.forward)

@@ -1,4 +1,4 @@
-"""Forward of a swapped block, which runs it on the weights of its slot."""
+"""Forward of a swapped block, which runs on the weights in its slot."""
 
 import copy
 import weakref
@@ -11,7 +11,7 @@ from torch import nn
 
 
 class Swap(Protocol):
-    """Swapped blocks of a model. running: the numbers of those that are in their slots now."""
+    """Swapped blocks of a model. running: indices of the blocks that run from their slots now."""
 
     running: set[int]
 
@@ -28,12 +28,12 @@ def run_class_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 class SwappedForward:
     """Instance `forward` of a swapped block.
 
-    inner: the forward that another node had put there.
-    run: runs the block where there is none; compiled code is set there.
+    inner: the forward that another node had installed before.
+    run: runs the block if there is no `inner`; compiled code is set here.
     """
 
     def __init__(self, swap: Swap, j: int, block: nn.Module, inner: Callable[..., Any] | None):
-        # Weak, as the block holds this: what is swapped lives as long as the MODELs that swap it.
+        # Weak, as the block holds this object: the swap lives as long as the MODELs that use it.
         self.swap, self.block = weakref.ref(swap), weakref.ref(block)
         self.j, self.inner = j, inner
         self.run: Callable[..., Any] = run_class_forward
@@ -42,19 +42,19 @@ class SwappedForward:
         swap, block = self.swap(), self.block()
         assert block is not None
         run = self.inner or MethodType(self.run, block)
-        # Another node's forward may have kept this one and call it from within, or after the swap has ended.
+        # Another node's forward may hold this one and call it from inside itself, or after the swap has ended.
         if swap is None or not swap.attached or self.j in swap.running:
             return run(*args, **kwargs)
         with swap.in_slot(self.j):
             return run(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        """A copy of the block is an ordinary one."""
+        """Give a copy of the block its ordinary forward."""
         block: Any = copy.deepcopy(self.block(), memo)
         return copy.deepcopy(self.inner, memo) if self.inner else MethodType(type(block).forward, block)
 
 
 def swapped_forward(block: nn.Module) -> SwappedForward | None:
-    """Return the block's `SwappedForward`, where it is swapped and its model is loaded."""
-    found = vars(block).get("forward")
-    return found if isinstance(found, SwappedForward) else None
+    """Return the block's `SwappedForward` if it is swapped and its model is loaded, else None."""
+    forward = vars(block).get("forward")
+    return forward if isinstance(forward, SwappedForward) else None

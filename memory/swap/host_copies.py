@@ -1,4 +1,4 @@
-"""A model's weights on the host stay where they lie while ComfyUI takes the model to the device and back."""
+"""Preserve a model's host memory while ComfyUI moves the model to the device and back."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,41 +16,41 @@ from .patcher import KEY
 
 @contextmanager
 def host_copies_retained(patcher: ModelPatcher) -> Iterator[None]:
-    """Put a model's host memory back, on leaving, as it lay.
+    """Point a model's weights back at their original host memory on exit.
 
-    ComfyUI frees the host's memory of a weight when it moves it to the device, and takes new memory on the way back.
-    The flat weights of swapped blocks share their memory with the MODEL's own weights, and there would be two of each.
-    Leave it when the model is unloaded. Under dynamic VRAM nothing of this moves.
+    ComfyUI frees the host memory of a weight when it moves it to the device, and allocates new memory on the way back.
+    The flat weights of swapped blocks share their memory with the MODEL's own weights, so there would be two copies.
+    Exit the context after the model is unloaded. Under dynamic VRAM these weights do not move.
 
-    Block swap of the MODEL itself streams them as they lie meanwhile, and gathers none in buffers of its own.
+    Meanwhile block swap of the MODEL itself streams them in place, without gathering them in flat buffers.
     """
     swap: SwappedBlocks | None = patcher.attachments.get(KEY)
     if swap is not None:
         swap.keep_in_place = True
-    before = [] if patcher.is_dynamic() else _on_host(patcher)
+    originals = [] if patcher.is_dynamic() else _on_host(patcher)
     try:
         yield
     finally:
         if swap is not None:
             swap.keep_in_place = False
-        for ref, lay in before:
-            now = ref.tensor()
-            if now is None or not _moved(parts_of(now), lay):
+        for ref, original in originals:
+            tensor = ref.tensor()
+            if tensor is None or not _moved(parts_of(tensor), original):
                 continue
-            if is_traceable_wrapper_subclass(now) or is_gguf(now):
-                ref.table[ref.attribute] = with_parts(now, lay)
+            if is_traceable_wrapper_subclass(tensor) or is_gguf(tensor):
+                ref.table[ref.attribute] = with_parts(tensor, original)
                 continue
-            with torch.inference_mode(now.is_inference()):
-                now.data = lay[0]
+            with torch.inference_mode(tensor.is_inference()):
+                tensor.data = original[0]
 
 
 def _on_host(patcher: ModelPatcher) -> list[tuple[WeightRef, list[Tensor]]]:
     placed = [(ref, ref.tensor()) for ref in weight_refs("", patcher.model)]
-    held = [(ref, parts_of(tensor)) for ref, tensor in placed if tensor is not None]
-    return [(ref, parts) for ref, parts in held if all(part.device.type == "cpu" for part in parts)]
+    weights = [(ref, parts_of(tensor)) for ref, tensor in placed if tensor is not None]
+    return [(ref, parts) for ref, parts in weights if all(part.device.type == "cpu" for part in parts)]
 
 
-def _moved(now: list[Tensor], lay: list[Tensor]) -> bool:
-    """Return True if it is the same weight in other memory of the same device."""
-    kinds = [[(part.device, part.dtype, part.shape) for part in parts] for parts in (now, lay)]
-    return kinds[0] == kinds[1] and any(n.data_ptr() != p.data_ptr() for n, p in zip(now, lay, strict=True))
+def _moved(current: list[Tensor], original: list[Tensor]) -> bool:
+    """Return True if the parts match in device, dtype and shape but not in memory."""
+    kinds = [[(part.device, part.dtype, part.shape) for part in parts] for parts in (current, original)]
+    return kinds[0] == kinds[1] and any(n.data_ptr() != p.data_ptr() for n, p in zip(current, original, strict=True))

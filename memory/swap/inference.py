@@ -1,8 +1,8 @@
-"""Block swap in inference: while a swapped block runs, its modules hold the weights that lie in its slot.
+"""Block swap in inference: while a swapped block runs, its modules hold the weights in its slot.
 
-Between the calls the modules of the MODEL point at the flat weights on the host, so saving, unloading and cloning never
-see a slot. The modules themselves stay what they are: whatever other nodes have put on them (replaced forwards, bypass
-LoRAs, hooks, weight wrappers) runs as on a block that is not swapped.
+Between calls the MODEL's modules point at the flat weights on the host, so saving, unloading and cloning never see a
+slot. The modules themselves are unchanged: everything other nodes have added to them (replaced forwards, bypass LoRAs,
+hooks, weight wrappers) runs as on a block that is not swapped.
 """
 
 import logging
@@ -41,7 +41,7 @@ from .slot_ring import SlotRing
 
 log = logging.getLogger(__name__)
 
-# Which blocks are swapped in a model at present: two patchers of one model may swap different ones.
+# The blocks currently swapped in each model: two patchers of one model may swap different ones.
 _attached: "WeakKeyDictionary[nn.Module, weakref.ref[SwappedBlocks]]" = WeakKeyDictionary()
 
 
@@ -52,12 +52,12 @@ class SwappedBlocks:
     blocks: their modules by their names in the MODEL's state dict, such as diffusion_model.single_blocks.3, in the
         order of the forward.
     notes: sentences for the user, each once.
-    from_file: the weights stay in the mapped file, as far as they lie there.
-    automatic: the number of blocks was chosen for the user.
+    from_file: weights in the mapped file stay there.
+    automatic: the number of blocks was chosen automatically.
     """
 
     ring: SlotRing | None = None
-    keep_in_place = False  # wherever they lie: a run that trains holds them there
+    keep_in_place = False  # stream host weights in place, as a training run holds them
 
     def __init__(
         self,
@@ -84,8 +84,8 @@ class SwappedBlocks:
         self._unpinnable = False
         self._patching = NO_PATCHES
         self._hooks: Patches = {}
-        self._unpatched: list[list[Tensor | None]] = []  # the modules' own tensors, by block
-        self._slots: list[list[Tensor]] = []  # the same over the blocks' slots
+        self._unpatched: list[list[Tensor | None]] = []  # the modules' own tensors, per block
+        self._slots: list[list[Tensor]] = []  # the same tensors over the blocks' slots
 
     def __del__(self) -> None:
         self.release()
@@ -102,7 +102,7 @@ class SwappedBlocks:
             log.info(sentence)
 
     def resident_bytes(self) -> int:
-        """Bytes of the rest of the model."""
+        """Return the bytes of the model without the swapped blocks."""
         size = comfy.model_management.module_size
         return size(self.base()) - sum(size(block) for block in self.blocks.values())
 
@@ -110,11 +110,11 @@ class SwappedBlocks:
         return min(self.prefetch + 1, len(self.layouts))
 
     def slot_bytes(self) -> int:
-        """Bytes of the slots on the device while the model is loaded."""
+        """Return the bytes that the slots take on the device while the model is loaded."""
         return self.slots() * max(layout.size for layout in self.layouts)
 
     def held_bytes(self) -> int:
-        """Bytes that the slots take on the device now."""
+        """Return the bytes that the slots take on the device now."""
         return self.ring.held_bytes() if self.ring is not None else 0
 
     @property
@@ -122,15 +122,15 @@ class SwappedBlocks:
         return self.held_bytes() > 0
 
     def attach(self, device: torch.device, patching: SlotPatches) -> None:
-        """Allocate the slots and let the blocks run in them, with these patches on top of the flat weights.
+        """Allocate the slots and make the blocks run from them, with these patches on top of the flat weights.
 
-        Raises ValueError for a patch that a slot has no room for.
+        Raises ValueError for a patch that does not fit into a slot.
         """
         base = self.base()
         assert base is not None
         self._check(patching)
-        before = _attached.get(base)
-        other = before() if before is not None else None
+        previous = _attached.get(base)
+        other = previous() if previous is not None else None
         if other is not None and other is not self:
             other.release()
         if self.attached and self.ring is not None and self.ring.device != device:
@@ -147,8 +147,8 @@ class SwappedBlocks:
 
     def _check(self, patching: SlotPatches) -> None:
         for name, refs, layout in zip(self.blocks, self.refs, self.layouts, strict=True):
-            found = [(key, tuple(part.shape), part.dtype) for key, part in plain_tensors(refs)]
-            if found != [(field.name, field.shape, field.dtype) for field in layout.fields]:
+            actual = [(key, tuple(part.shape), part.dtype) for key, part in plain_tensors(refs)]
+            if actual != [(field.name, field.shape, field.dtype) for field in layout.fields]:
                 raise ValueError(
                     f"Another node has put weights of other shapes or dtypes into {name} since Block Swap; put Block "
                     "Swap behind that node."
@@ -183,10 +183,10 @@ class SwappedBlocks:
             self._unpinnable = True
             self.note(note)
         if self.ring is None or self.ring.device != device or not self.ring.accepts(flats):
-            own = weakref.ref(self)
+            swap_ref = weakref.ref(self)
 
             def finish(j: int) -> None:
-                swap = own()
+                swap = swap_ref()
                 assert swap is not None
                 swap._patch(j)
 
@@ -194,7 +194,7 @@ class SwappedBlocks:
         self.ring.flat_weights = flats
         try:
             self.ring.take()
-        except BaseException:  # nobody but the modules may keep the flat weights in memory
+        except BaseException:  # only the modules may keep the flat weights alive
             self.ring.flat_weights = []
             raise
         self._unpatched = [[ref.tensor() for ref in refs] for refs in self.refs]
@@ -204,55 +204,55 @@ class SwappedBlocks:
         ]
 
     def _flag_modules(self, device: torch.device) -> None:
-        """Set the flags that ComfyUI's load sets on a module that it puts on the device."""
-        how = self._patching
+        """Set the flags that ComfyUI's load sets on modules that it moves to the device."""
+        patching = self._patching
         for name, block in self.blocks.items():
             for inner, module in block.named_modules(prefix=name):
                 if id(module) not in self.modules or not hasattr(module, "comfy_cast_weights"):
                     continue
                 wipe_lowvram_weight(module)
-                module.comfy_force_cast_weights = how.force_cast  # type: ignore[assignment]
-                if how.force_cast:
+                module.comfy_force_cast_weights = patching.force_cast  # type: ignore[assignment]
+                if patching.force_cast:
                     module.prev_comfy_cast_weights = module.comfy_cast_weights
                     module.comfy_cast_weights = True  # type: ignore[assignment]
                 for attribute in ("weight", "bias"):
-                    if (functions := how.wrappers.get(f"{inner}.{attribute}")) is not None:
+                    if (functions := patching.wrappers.get(f"{inner}.{attribute}")) is not None:
                         setattr(module, f"{attribute}_function", list(functions))
                 move_weight_functions(module, device)
 
     def install_forwards(self) -> None:
-        """Let the blocks run in their slots, around whatever other nodes have put in the place of their forwards."""
+        """Make the blocks run from their slots, wrapping any forwards that other nodes have installed."""
         if not self.attached:
             return
         for j, block in enumerate(self.blocks.values()):
-            found = vars(block).get("forward")
-            if isinstance(found, SwappedForward) and found.swap() is self:
+            forward = vars(block).get("forward")
+            if isinstance(forward, SwappedForward) and forward.swap() is self:
                 continue
-            while isinstance(found, SwappedForward):
-                found = found.inner
-            # ComfyUI leaves a block's own forward on it where an object patch has ended.
-            own = found == MethodType(type(block).forward, block)
-            vars(block)["forward"] = SwappedForward(self, j, block, None if own else found)
+            while isinstance(forward, SwappedForward):
+                forward = forward.inner
+            # ComfyUI leaves the class's forward on the instance when it undoes an object patch.
+            is_class_forward = forward == MethodType(type(block).forward, block)
+            vars(block)["forward"] = SwappedForward(self, j, block, None if is_class_forward else forward)
 
     def remove_forwards(self) -> None:
-        """Put back the forwards that stood there before; the slots stay."""
+        """Restore the previous forwards; the slots stay."""
         for block in self.blocks.values():
-            found = vars(block).get("forward")
-            if isinstance(found, SwappedForward) and found.swap() in (self, None):
-                if found.inner is None:
+            forward = vars(block).get("forward")
+            if isinstance(forward, SwappedForward) and forward.swap() in (self, None):
+                if forward.inner is None:
                     del vars(block)["forward"]
                 else:
-                    vars(block)["forward"] = found.inner
+                    vars(block)["forward"] = forward.inner
 
     def release(self) -> None:
         """End the swap and free slots and patches.
 
-        The flat weights are the modules' own from here on, and are freed or moved with them.
+        From here on only the modules own the flat weights, which are freed or moved with them.
         """
         self.remove_forwards()
         if self.ring is None or not self.attached:
             return
-        base, held = self.base(), self.held_bytes()
+        base, freed_bytes = self.base(), self.held_bytes()
         self.ring.release()
         self.ring.flat_weights = []
         self._unpatched, self._slots = [], []
@@ -262,37 +262,37 @@ class SwappedBlocks:
                 if id(module) in self.modules:
                     wipe_lowvram_weight(module)
         if base is not None:
-            base.model_loaded_weight_memory -= held
+            base.model_loaded_weight_memory -= freed_bytes
 
     @contextmanager
     def in_slot(self, j: int) -> Iterator[None]:
-        """Give block j the weights of its slot, which are its flat weights, patched.
+        """Point block j at the weights in its slot, which are its flat weights, patched.
 
-        Raises RuntimeError where a weight is neither the flat weight nor what an object patch has put there: it would
-        run as it is, without its LoRA, and on the host.
+        Raises RuntimeError if a weight is neither the flat weight nor an object patch's replacement: it would run
+        without its LoRA and on the host.
         """
         assert self.ring is not None
-        found = [
+        originals = [
             self._swapped_now(ref, unpatched) for ref, unpatched in zip(self.refs[j], self._unpatched[j], strict=True)
         ]
         self.ring.forward(j)
         self.running.add(j)
         try:
-            for ref, tensor, slot in zip(self.refs[j], found, self._slots[j], strict=True):
+            for ref, tensor, slot in zip(self.refs[j], originals, self._slots[j], strict=True):
                 if tensor is not None:
                     ref.table[ref.attribute] = slot
             yield
         finally:
-            for ref, tensor in zip(self.refs[j], found, strict=True):
+            for ref, tensor in zip(self.refs[j], originals, strict=True):
                 if tensor is not None:
                     ref.table[ref.attribute] = tensor
             self.running.discard(j)
 
     def _swapped_now(self, ref: WeightRef, unpatched: Tensor | None) -> Tensor | None:
-        """Return the tensor that stands there, in whose place the slot's comes.
+        """Return the module's current tensor, which the slot's is to replace.
 
-        None for what an object patch has put there. Over the same memory it may be another object: compiling a block
-        exchanges those of inference mode.
+        None for a tensor installed by an object patch. It may be another object over the same memory: compiling a block
+        replaces inference tensors.
         """
         tensor = ref.tensor()
         if tensor is unpatched or (tensor is not None and unpatched is not None and same_memory(tensor, unpatched)):
@@ -307,18 +307,18 @@ class SwappedBlocks:
     def invalidate(self) -> None:
         """Have every block copied and patched again."""
         if self.ring is not None and self.attached:
-            # Copies that are under way may still read the patches that are let go.
+            # Copies in flight may still read the patches to be freed.
             self.ring.stream.settle()
             self.ring.invalidate()
 
     def set_hook_patches(self, patches: Patches) -> None:
-        """Put the weight patches of hooks on top of the others from here on."""
+        """Apply the weight patches of hooks on top of the others from here on."""
         if patches or self._hooks:
             self.invalidate()
         self._hooks = patches
 
     def _patch(self, j: int) -> None:
-        """Apply the weight patches in the slot, and those of hooks on top."""
+        """Apply the weight patches in the slot, then those of hooks."""
         assert self.ring is not None
         device = self.ring.device
         for ref, unpatched, weight in zip(self.refs[j], self._unpatched[j], self._slots[j], strict=True):
@@ -329,7 +329,7 @@ class SwappedBlocks:
 
 
 def _point_at_but(replaced: Collection[str]) -> Put:
-    """Modules keep what another node put there for a while."""
+    """Return `point_at` for all keys except those that another node has replaced temporarily."""
 
     def put(ref: WeightRef, tensor: Tensor, parts: list[Tensor]) -> None:
         if ref.key not in replaced:
@@ -339,7 +339,7 @@ def _point_at_but(replaced: Collection[str]) -> Put:
 
 
 def _over_slot(refs: list[WeightRef], layout: Layout, slot: Tensor) -> list[Tensor]:
-    """Make the tensors of a block over its slot."""
+    """Make the tensors of a block over the memory of its slot."""
     fields = iter(layout.fields)
     tensors = []
     for ref in refs:

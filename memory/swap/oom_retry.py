@@ -1,7 +1,7 @@
-"""OOM retry: when a sampler's call of the model finds no memory, resident weights leave the device and it is repeated.
+"""OOM retry: if a sampler's call of the model runs out of memory, offload resident weights and repeat it.
 
-That is done only where the number of swapped blocks was chosen automatically. NVIDIA's system memory fallback, which
-raises no error, is reported here too.
+Only if the number of swapped blocks was chosen automatically. NVIDIA's system memory fallback, which raises no error,
+is also reported here.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from ..comfy_compiler import without_comfy_compiler
 from ..host.sysmem_fallback import SysmemMonitor
 
 KEY = "tessera.oom_retry"
-FRACTION = 4  # a quarter of the resident weights leaves for each retry
+FRACTION = 4  # each retry offloads a quarter of the resident weights
 LEAST = 512 * 2**20  # bytes
 RETRIED = (
     "Even with blocks_to_swap -1 the memory was not enough, so ComfyUI also streams some of the other weights, which "
@@ -28,22 +28,22 @@ RETRIED = (
 
 
 def bytes_to_free(resident: int) -> int:
-    """Bytes to free for another try. resident: bytes of weights on the device."""
+    """Return the bytes to free before a retry. resident: bytes of weights on the device."""
     return max(LEAST, resident // FRACTION)
 
 
 def copy_containers(value: Any) -> Any:
     """Copy the lists and dicts of a call's arguments, not the tensors in them.
 
-    A UNet pops a ControlNet's outputs from their lists, so the same arguments would not be the same for a second call.
+    A UNet pops a ControlNet's outputs from their lists, so a second call with the same arguments would lack them.
     """
     return tree_map_only(Tensor, lambda tensor: tensor, value)
 
 
 class OomRetry:
-    """Wrapper of each call of the model.
+    """Wrapper around each call of the model.
 
-    automatic: weights may leave the device. note: takes sentences for the user, any number of times.
+    automatic: weights may be offloaded. note: called with sentences for the user, any number of times.
     """
 
     def __init__(self, device: torch.device, automatic: bool, note: Callable[[str], None]):
@@ -53,10 +53,10 @@ class OomRetry:
     def __call__(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         retried = False
         while True:
-            mine = _copy_control(args, kwargs) if self.automatic else (args, kwargs)
+            call_args = _copy_control(args, kwargs) if self.automatic else (args, kwargs)
             try:
-                with without_comfy_compiler(*mine):
-                    result = executor(*mine[0], **mine[1])
+                with without_comfy_compiler(*call_args):
+                    result = executor(*call_args[0], **call_args[1])
                 break
             except Exception as error:
                 if not self.automatic or not comfy.model_management.is_oom(error):
@@ -64,7 +64,7 @@ class OomRetry:
                 patcher = executor.class_obj.current_patcher
                 if patcher is None:
                     raise
-                # Before the unload, which would bake them into the weights that leave.
+                # Before the unload, which would bake hooks into the weights that it offloads.
                 hooks = _remove_hooks(patcher)
                 if not _unload_some(patcher):
                     raise
@@ -81,16 +81,16 @@ class OomRetry:
 
 
 def _copy_control(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of `apply_model` for one of several tries; another wrapper may pass control by name."""
-    named = {key: copy_containers(value) if key == "control" else value for key, value in kwargs.items()}
-    return (*args[:4], *(copy_containers(control) for control in args[4:5]), *args[5:]), named
+    """Copy the arguments of `apply_model` for one of several tries; another wrapper may pass control by keyword."""
+    keyword_args = {key: copy_containers(value) if key == "control" else value for key, value in kwargs.items()}
+    return (*args[:4], *(copy_containers(control) for control in args[4:5]), *args[5:]), keyword_args
 
 
 def _remove_hooks(patcher: ModelPatcher) -> HookGroup | None:
-    """Remove the hooks whose weights are in force, and return them.
+    """Remove the hooks whose weight patches are active, and return them.
 
-    Where ComfyUI unloads a part of a patched model it removes them itself, and keeps cached weights for them, and for
-    hooks that are not in force now, that already contain the patches which it then applies at each use.
+    If ComfyUI unloads a part of a patched model it removes them itself, but keeps cached weights, also for inactive
+    hooks, that already contain the patches which it then applies at each use.
     """
     hooks = patcher.current_hooks
     patcher.clear_cached_hook_weights()
@@ -98,7 +98,7 @@ def _remove_hooks(patcher: ModelPatcher) -> HookGroup | None:
 
 
 def _unload_some(patcher: ModelPatcher) -> int:
-    """Return the bytes of weights that left the device; ComfyUI streams each at its next use."""
+    """Offload weights and return their bytes; ComfyUI streams each at its next use."""
     return patcher.partially_unload(patcher.offload_device, bytes_to_free(patcher.loaded_size()))
 
 

@@ -1,4 +1,4 @@
-"""ModelPatcher of a MODEL whose swapped blocks never lie on the device all at once."""
+"""ModelPatcher of a MODEL whose swapped blocks are never on the device all at once."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -24,10 +24,10 @@ EVERYTHING = 1e32  # what core passes for "no limit"
 
 
 class SwapPatcher(PartialPatcher):
-    """ComfyUI's patcher over the blocks that stay; those that are swapped are left to `swap`.
+    """ComfyUI's patcher for the resident blocks; swapped blocks are handled by `swap`.
 
-    It loads, patches and unloads the rest as ComfyUI does, and tells ComfyUI's memory management what really lies on
-    the device: the rest and the slots. Clones share `swap`.
+    It loads, patches and unloads the rest as ComfyUI does, and reports the bytes really on the device to ComfyUI's
+    memory management: the rest and the slots. Clones share `swap`.
     """
 
     size: int
@@ -39,7 +39,7 @@ class SwapPatcher(PartialPatcher):
 
     @property
     def notes(self) -> list[str]:
-        """Sentences for the user about the swap."""
+        """Return the swap's sentences for the user."""
         return self.swap.notes
 
     def clone(self, *args: Any, **kwargs: Any) -> "ModelPatcher":
@@ -52,7 +52,7 @@ class SwapPatcher(PartialPatcher):
         self._dying = True
         super().__del__()
 
-    # What ComfyUI's loading and memory management call.
+    # Called by ComfyUI's loading and memory management.
 
     def model_size(self):
         if self.size <= 0:
@@ -60,12 +60,12 @@ class SwapPatcher(PartialPatcher):
         return self.size
 
     def left_out(self, module: nn.Module) -> bool:
-        # By identity: a module that an object patch has put into a swapped block is loaded as any other.
+        # By identity: a module that an object patch has put into a swapped block is loaded like any other.
         return id(module) in self.swap.modules
 
     def load(self, device_to=None, lowvram_model_memory=0, force_patch_weights=False, full_load=False):
         self.swap.rest.drop_replaced(self._replaced())
-        # A full load ends with `model.to(device)`, which would take the swapped blocks along.
+        # A full load ends with `model.to(device)`, which would move the swapped blocks too.
         memory = EVERYTHING if full_load else max(0.1, lowvram_model_memory - self.swap.slot_bytes())
         super().load(device_to, memory, force_patch_weights, full_load=False)
         if not self.model.model_lowvram:
@@ -78,7 +78,7 @@ class SwapPatcher(PartialPatcher):
 
     @staticmethod
     def _move_own(module: nn.Module, device: torch.device | None) -> None:
-        """Move parameters of modules that hold other modules and buffers of those without a parameter.
+        """Move the parameters and buffers of a module that has submodules or no parameters.
 
         Core moves these in a full load only.
         """
@@ -105,16 +105,15 @@ class SwapPatcher(PartialPatcher):
         self._hook_swapped(self.current_hooks)
 
     def partially_load(self, device_to, extra_memory=0, force_patch_weights=False):
-        """Load as ComfyUI asks.
+        """Load as ComfyUI requests.
 
-        Where the device has no room for that although the number of blocks was chosen automatically, fewer of the other
-        weights are loaded, as few as have to be. Raises torch.OutOfMemoryError with a sentence for the user where no
-        less can be had.
+        On OOM, if the number of blocks was chosen automatically, fewer of the other weights are loaded, in steps until
+        they fit. Raises torch.OutOfMemoryError with a sentence for the user if no fewer can be loaded.
         """
         try:
             return self._load_what_fits(device_to, extra_memory, force_patch_weights)
         except BaseException:
-            self.detach()  # ComfyUI injects on its way out, whatever has come of the load
+            self.detach()  # ComfyUI injects on its way out, even if the load failed
             raise
 
     def _load_what_fits(self, device_to: torch.device, extra_memory: float, force_patch_weights: bool) -> int:
@@ -127,16 +126,16 @@ class SwapPatcher(PartialPatcher):
             except Exception as error:
                 if not comfy.model_management.is_oom(error):
                     raise
-                others = max(0, room - self.swap.slot_bytes())
-                if not self.swap.automatic or others == 0:
+                other_bytes = max(0, room - self.swap.slot_bytes())
+                if not self.swap.automatic or other_bytes == 0:
                     raise torch.OutOfMemoryError(self._no_room()) from error
-            # Outside the handler, which holds what was placed.
+            # Outside the handler, whose exception holds the tensors already placed.
             self.detach()
             comfy.model_management.soft_empty_cache()
             smaller = True
             self.model_patches_to(device_to)
             self.model_patches_to(self.model_dtype())
-            extra_memory = room = self.swap.slot_bytes() + max(0, others - bytes_to_free(others))
+            extra_memory = room = self.swap.slot_bytes() + max(0, other_bytes - bytes_to_free(other_bytes))
         if smaller:
             self.swap.note(RETRIED)
         return loaded
@@ -156,10 +155,10 @@ class SwapPatcher(PartialPatcher):
         )
 
     def _partially_load(self, device_to: torch.device, extra_memory: float, force_patch_weights: bool) -> int:
-        same = self.model.current_weight_patches_uuid == self.patches_uuid and not force_patch_weights
-        if same and extra_memory < self.swap.slot_bytes() and self.loaded_size() > 0 and not self.swap.attached:
-            # The slots were given back by `detach`; here they have to find room again, if need be from the rest.
-            # ComfyUI can't make the rest less by a load.
+        unchanged = self.model.current_weight_patches_uuid == self.patches_uuid and not force_patch_weights
+        if unchanged and extra_memory < self.swap.slot_bytes() and self.loaded_size() > 0 and not self.swap.attached:
+            # `detach` freed the slots; they need room again, if necessary taken from the rest, which ComfyUI's load
+            # cannot shrink.
             extra_memory -= self.swap.slot_bytes()
         loaded = super().partially_load(device_to, extra_memory, force_patch_weights)
         if not self.swap.attached:  # core found all of the rest on the device
@@ -180,38 +179,38 @@ class SwapPatcher(PartialPatcher):
         super().pre_run()
 
     def unpatch_model(self, device_to=None, unpatch_weights=True):
-        # What stands over a block's forward comes off in the reverse order, so that nobody puts back what has ended.
+        # Remove wrappers of a block's forward in reverse order, so that none restores a forward that has ended.
         self.eject_model()
         self.swap.release() if unpatch_weights else self.swap.remove_forwards()
         if unpatch_weights and self.swap.rest:
             self.unpatch_hooks()
             self.swap.rest.restore(self._replaced())
-        # Outside inference mode ComfyUI's move to a device copies quantised weights that are there already: they would
-        # leave their flat buffers, which small tensors keep in memory.
+        # Outside inference mode ComfyUI's move to a device copies quantised weights even if they are already on it:
+        # they would leave their flat buffers, which small tensors keep alive.
         with torch.inference_mode() if self.swap.quantised else nullcontext():
             if unpatch_weights:
-                # ComfyUI takes what applies a LoRA at each use off its modules only where a load in part has come to
-                # its end, and leaves it out where modules that are cast to another dtype still look so loaded.
+                # ComfyUI removes the functions that apply a LoRA at each use only after a completed partial load, and
+                # not if modules only look partially loaded because they are cast to another dtype.
                 self.model.model_lowvram = True
             super().unpatch_model(device_to, unpatch_weights)
 
     def partially_unload(self, device_to, memory_to_free=0, force_patch_weights=False):
         freed = super().partially_unload(device_to, memory_to_free, force_patch_weights)
-        self.swap.rest.restore(self._replaced(), only="cpu")
+        self.swap.rest.restore(self._replaced(), device_type="cpu")
         return freed
 
     def _replaced(self) -> set[str]:
-        """Keys that ComfyUI itself puts back when the model is unloaded."""
+        """Return the keys that ComfyUI itself restores when the model is unloaded."""
         return replaced_keys(self)
 
     def pin_weight_to_device(self, key):
-        # Page-locking a page of a mapped file makes a copy of it.
+        # Page-locking pages of a mapped file would copy them.
         if key not in self.swap.rest:
             super().pin_weight_to_device(key)
 
     def detach(self, unpatch_all=True):
-        # Another patcher of the same model may be loaded next, which knows of no slots. A clone that is collected is
-        # no such case: its siblings run on.
+        # Another patcher of the same model, without slots, may be loaded next. Not if a clone is garbage-collected: its
+        # siblings run on.
         if not self._dying:
             self.eject_model()
             self.swap.release()
@@ -221,7 +220,7 @@ class SwapPatcher(PartialPatcher):
 
     def patch_hook_weight_to_device(self, hooks, combined_patches, key, *args: Any, **kwargs: Any) -> None:
         if key not in self.swap.keys:
-            self.swap.rest.copy_out(key)  # it is written into, which a file may not be
+            self.swap.rest.copy_out(key)  # it is patched in-place, and the file's mapping is read-only
             super().patch_hook_weight_to_device(hooks, combined_patches, key, *args, **kwargs)
 
     def patch_cached_hook_weights(self, cached_weights, key, memory_counter) -> None:
@@ -245,7 +244,7 @@ class SwapPatcher(PartialPatcher):
 
     def model_state_dict_for_saving(self, model=None, prefix=""):
         state = super().model_state_dict_for_saving(model, prefix)
-        # Core bakes weights and biases; what else is patched it takes from the loaded modules.
+        # Core bakes weights and biases; other patched tensors it takes from the loaded modules.
         for name, value in state.items():
             key = f"{prefix}{name}"
             if key in self.swap.keys and key in self.patches and type(value) in (torch.Tensor, nn.Parameter):
@@ -264,15 +263,15 @@ def swap_model(
 ) -> SwapPatcher:
     """Clone the MODEL so that its `blocks` (by name in its state dict) stream from the host when it runs.
 
-    from_file: straight from the mapped file, as far as they lie there.
-    automatic: more may leave the device where there is no room for the others.
-    Raises ValueError where that can't be. What else is to be said stands in the clone's `notes`.
+    from_file: weights in the mapped file stream directly from it.
+    automatic: other weights may be offloaded too if the device has no room for them.
+    Raises ValueError if the model can't be swapped. The clone's `notes` has the messages for the user.
     """
     if not blocks:
         raise ValueError("blocks_to_swap: this model has no blocks to swap; set it to 0.")
     if any(is_gguf(weight) for weight in patcher.model.parameters()):
-        # The loader of GGUF files takes each module to the device and back when it first loads the MODEL, the blocks
-        # among them, and lays LoRAs on tensors that a slot would stand in for.
+        # The loader of GGUF files moves each module, including the blocks, to the device and back when it first loads
+        # the MODEL, and attaches LoRAs to tensors that a slot would replace.
         raise ValueError(
             "model is a GGUF file, whose loader moves weights by itself; leave Block Swap out (ComfyUI streams what "
             "doesn't fit; to train, set blocks_to_swap on Training Memory), or load a safetensors file with Load "
@@ -285,18 +284,18 @@ def swap_model(
             "ComfyUI's own loader."
         )
     if any(key.startswith(tuple(f"{name}." for name in blocks)) for key in patcher.object_patches_backup):
-        # The blocks hold what another node has put there for as long as the model is loaded.
+        # The blocks hold another node's replacements for as long as the model is loaded.
         comfy.model_management.unload_model_and_clones(patcher)
         restore_inference_mode(patcher.model)
     clone = patcher.clone()
-    # Its class alone is exchanged, as everything else that a clone has is wanted.
+    # Change only its class, as all other state of a clone is needed.
     clone.__class__ = SwapPatcher
     assert isinstance(clone, SwapPatcher)
     swap = SwappedBlocks(clone.model, blocks, max(1, prefetch), pinned, from_file, automatic)
     clone.set_attachments(KEY, swap)
     clone.offload_device = torch.device("cpu")
     clone.size = 0
-    # A sibling of the same patches is not loaded again, although other weights lie on the device.
+    # ComfyUI would not reload a sibling with the same patches, although other weights are on the device.
     clone.patches_uuid = uuid4()
     if prefetch < 1:
         swap.note(f"prefetch_blocks is {prefetch}, but at least one block must be copied ahead, so 1 is used.")

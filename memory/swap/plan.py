@@ -1,7 +1,7 @@
-"""Swap plan: the number of blocks to swap, and which.
+"""Swap plan: choose how many blocks to swap, and which.
 
-A plan is made from bytes and seconds that were measured: what each block weighs, saves for backward and takes to
-compute, and the bandwidth of the link. The seconds of a step come from simulating the slot ring's order of copies.
+A plan is made from measured bytes and seconds: each block's weights, bytes saved for backward and computing time, and
+the bandwidth of the link. The seconds of a step come from simulating the slot ring's order of copies.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,36 +14,36 @@ from .block_cost import LEAST_BUDGET, BlockCost, block_seconds, saved_bytes
 from .selection import evenly_spaced
 
 GB = 2**30
-PIECE_STEP = 256  # bytes; pieces begin where tensors may
-# A slot more saves two copies a step, as a block does that stays, which is no larger. So more slots than these shorten
-# a step by less than 3 % on paper, in the same memory.
+PIECE_STEP = 256  # bytes; alignment of pieces, as of tensors
+# An extra slot saves two copies per step, and so does an extra resident block, which is no larger. So more slots than
+# these shorten a step by less than 3 % on paper, in the same memory.
 MOST_PREFETCH = 3
-# A plan that is slower by up to this part is taken where it buys room: less is within what timing differs by. On an
-# H100 a step of FLUX.1 with compiled selective checkpointing took 1 % more than one without, in 13 GiB less.
+# A plan that is slower by up to this fraction is preferred if it frees memory: less is within timing noise. On an H100
+# a step of FLUX.1 with compiled selective checkpointing took 1 % longer than one without, in 13 GiB less.
 ALIKE = 0.02
-# Above this part of the free memory a plan is tight: other programs take some of it too, and a driver that spills into
-# the computer's memory costs many times what was saved.
+# Above this fraction of the free memory a plan is tight: other programs use some of it too, and a driver that spills
+# into the computer's memory costs many times the time saved.
 ROOMY = 0.9
-# Part of the link that either direction has while both carry something: 38 of 52 GB/s on an H100, assumed elsewhere.
+# Fraction of the link's bandwidth per direction while both are in use: 38 of 52 GB/s on an H100, assumed elsewhere.
 BOTH_WAYS = 38 / 52
-# How long all blocks compute, as a part of what copying them all takes, where that is not known: a quarter to four
-# times as long. Outside of that either always waits for the other, however many blocks are copied ahead.
+# Assumed ratios of all blocks' computing time to their copying time if it is unknown: a quarter to four. Beyond these,
+# one always waits for the other, however many blocks are prefetched.
 COMPUTING = tuple(2 ** (i / 3) for i in range(-6, 7))
 
 
 def prefetches(least: int) -> tuple[int, ...]:
-    """List the choices of a plan where the user's prefetch_blocks is `least`."""
+    """List a plan's choices of prefetch if the user's prefetch_blocks is `least`."""
     return tuple(range(least, max(MOST_PREFETCH, least) + 1))
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Budget of a plan.
+    """Hardware limits of a plan.
 
     free: bytes of device memory that may be used; link: bytes per second from the host.
-    host: free bytes there, in which weights already have their place; file: rates of the file that weights lie in.
-    place: what holds `free`, in words.
-    shards: devices that share the swapped blocks and gather them by the link; 1 has them on the host.
+    host: free bytes of RAM, not counting weights already in it; file: rates of the file that contains the weights.
+    place: location of the `free` memory, in words.
+    shards: number of devices that share the swapped blocks and gather them over the link; 1 keeps them on the host.
     """
 
     free: int
@@ -55,17 +55,17 @@ class Hardware:
 
 
 def piece_bytes(size: int, shards: int) -> int:
-    """Bytes that each of so many devices keeps of a block of `size` bytes, which is filled up to equal pieces."""
+    """Return the bytes of each of `shards` equal pieces of a block of `size` bytes, padded."""
     return -(-size // (shards * PIECE_STEP)) * PIECE_STEP
 
 
 def memory_place(device_type: str) -> str:
-    """Return where a device of this type has its memory, in words."""
+    """Return the location of the memory of a device of this type, in words."""
     return "on the GPU" if device_type in ("cuda", "xpu") else "in the computer's memory"
 
 
 class Way(NamedTuple):
-    """Checkpointing, None in inference, and the part of the activations that selective checkpointing saves, else 0."""
+    """Checkpointing mode, None in inference, and the fraction of activations that selective mode saves, else 0."""
 
     checkpointing: str | None
     budget: float
@@ -73,11 +73,11 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """Choices of a plan.
+    """Search space of a plan.
 
-    counts, prefetch: numbers of blocks to swap, and to copy ahead.
-    checkpointing: modes, () in inference; budgets: parts that selective checkpointing may save.
-    offload: what full checkpointing saves goes to the host.
+    counts, prefetch: numbers of blocks to swap, and to prefetch.
+    checkpointing: modes, () in inference; budgets: fractions that selective checkpointing may save.
+    offload: activations saved by full checkpointing are offloaded to the host.
     """
 
     counts: tuple[int, ...]
@@ -88,7 +88,7 @@ class SearchSpace:
 
     @property
     def ways(self) -> list[Way]:
-        """List each checkpointing with each budget that it reads."""
+        """List each checkpointing mode with each budget that applies to it."""
         modes = self.checkpointing or (None,)
         return [Way(mode, budget) for mode in modes for budget in (self.budgets if mode == "selective" else (0.0,))]
 
@@ -99,9 +99,9 @@ class SwapPlan:
 
     swapped: names of blocks.
     checkpointing: None in inference.
-    budget: part that selective checkpointing saves, else 0.
-    device_bytes: at most in use.
-    seconds: of one step (in inference of one pass), 0 where no block's time is known.
+    budget: fraction that selective checkpointing saves, else 0.
+    device_bytes: peak bytes in use.
+    seconds: of one step (in inference of one pass), 0 if no block's time is known.
     fits: into the free memory.
     text: one line for the user.
     """
@@ -121,7 +121,7 @@ class SwapPlan:
 
     @staticmethod
     def of(plain: Mapping[str, Any]) -> "SwapPlan":
-        """Make the plan that `plain` has told of."""
+        """Make a plan from the result of `plain`."""
         return SwapPlan(**{**plain, "swapped": frozenset(plain["swapped"])})
 
 
@@ -134,7 +134,7 @@ class _Candidate:
     host: int
     seconds: float
     computing: float
-    speed: float  # bytes per second at which the blocks come
+    speed: float  # bytes per second at which the blocks are copied
     from_file: bool
 
 
@@ -143,13 +143,13 @@ def plan(
 ) -> SwapPlan:
     """Choose the fastest plan that fits.
 
-    Plans that are slower by less than `ALIKE` count as equally fast where they buy room: of those the one that swaps
-    least, then one that is not tight, then the fastest, then the one that takes least memory. Where no block's time is
-    known, the one that is least behind the fastest at worst. Where none fits, the one that takes least, with `fits`
-    False.
+    Plans that are slower by less than `ALIKE` count as equally fast if they free memory: of those the one that swaps
+    the fewest blocks, then one that is not tight, then the fastest, then the one with the least memory. If no block's
+    time is known, the plan with the smallest worst-case slowdown. If none fits, the one with the least memory, with
+    `fits` False.
 
-    blocks: in the order of the forward; other_bytes: everything else that lies on the device while the model runs.
-    order: the lists of blocks in the order in which they are to be used, () where all are alike.
+    blocks: in the order of the forward; other_bytes: everything else on the device while the model runs.
+    order: the lists of blocks in the order in which to swap them, () if all are alike.
     """
     fitting = []
     smallest: _Candidate | None = None
@@ -159,42 +159,48 @@ def plan(
                 smallest = candidate
             if candidate.device <= machine.free and candidate.host <= machine.host:
                 fitting.append(candidate)
-                break  # what swaps more than it has to is no faster
+                break  # swapping more blocks than necessary is no faster
     assert smallest is not None
-    known = choices.checkpointing or any(block.forward for block in blocks)
-    behind = [c.seconds for c in fitting] if known else _slowdowns(blocks, fitting)
-    best = _fastest(fitting, behind, machine.free, bool(known)) or smallest
+    times_known = choices.checkpointing or any(block.forward for block in blocks)
+    times = [c.seconds for c in fitting] if times_known else _slowdowns(blocks, fitting)
+    best = _fastest(fitting, times, machine.free, bool(times_known)) or smallest
     text = _text(best, len(blocks), machine, best in fitting)
     return SwapPlan(best.swapped, best.prefetch, *best.way, best.device, best.seconds, best in fitting, text)
 
 
-def _fastest(fitting: Sequence[_Candidate], behind: Sequence[float], free: int, known: bool) -> _Candidate | None:
-    """Return the plan to take of those that fit, None of none. behind: seconds, or times the fastest's at worst."""
-    least = min(behind, default=0.0)
-    # Differences of a thousandth are below what was measured, those of a hundredth below what can be reckoned without.
-    equal, alike = least * (1.001 if known else 1.01), least * (1 + (ALIKE if known else 0.01))
+def _fastest(fitting: Sequence[_Candidate], times: Sequence[float], free: int, times_known: bool) -> _Candidate | None:
+    """Return the best of the plans that fit, None if there are none.
+
+    times: seconds, or worst-case multiples of the fastest's seconds.
+    """
+    least = min(times, default=0.0)
+    # Differences of a thousandth are within measurement noise, of a hundredth within the error without measured times.
+    equal, alike = least * (1.001 if times_known else 1.01), least * (1 + (ALIKE if times_known else 0.01))
 
     def merits(candidate: _Candidate, seconds: float) -> tuple[int, bool, bool, int, int]:
         tight = candidate.device > ROOMY * free
         return len(candidate.swapped), tight, seconds > equal and not tight, candidate.device, candidate.prefetch
 
-    pairs = ((merits(c, much), i) for i, (c, much) in enumerate(zip(fitting, behind, strict=True)) if much <= alike)
+    pairs = (
+        (merits(c, seconds), i) for i, (c, seconds) in enumerate(zip(fitting, times, strict=True)) if seconds <= alike
+    )
     return fitting[min(pairs)[1]] if fitting else None
 
 
 def step_down(
-    made: SwapPlan,
+    previous: SwapPlan,
     blocks: Sequence[BlockCost],
     other_bytes: int,
     machine: Hardware,
     order: Sequence[str],
     choices: SearchSpace,
 ) -> SwapPlan | None:
-    """Choose the fastest plan that takes at least a tenth less than `made`, whose memory did not suffice.
-    Else the one that takes least; None where `made` was that one.
+    """Choose the fastest plan with at least a tenth less memory than `previous`, which ran out of memory.
+
+    If none fits, the one with the least memory; None if that is no smaller than `previous`.
     """
-    less = plan(blocks, other_bytes, replace(machine, free=made.device_bytes * 9 // 10), order, choices)
-    return less if less.device_bytes < made.device_bytes else None
+    smaller = plan(blocks, other_bytes, replace(machine, free=previous.device_bytes * 9 // 10), order, choices)
+    return smaller if smaller.device_bytes < previous.device_bytes else None
 
 
 def _candidates(
@@ -206,17 +212,17 @@ def _candidates(
     way: Way,
     prefetch: int,
 ) -> Iterator[_Candidate]:
-    """One for each count of blocks, fewest first."""
+    """Yield a candidate for each count of blocks, fewest first."""
     names = [block.name for block in blocks]
-    groups = [[n for n in names if n.rpartition(".")[0] == wanted] for wanted in order] or [names]
+    groups = [[n for n in names if n.rpartition(".")[0] == list_name] for list_name in order] or [names]
     computing = sum(sum(block_seconds(block, *way)) for block in blocks)
     offload = choices.offload and way.checkpointing == "full"
-    kept = [saved_bytes(block, *way) for block in blocks]
-    # With offload those of the block that runs, of the next one and of the two that are on their way out.
-    activations = max(kept, default=0) * min(4, len(blocks)) if offload else sum(kept)
-    # A block that is computed again holds all that it saves while it goes back.
-    again = 0 if way.checkpointing in (None, "none") else 1
-    running = (b.working + again * max(0, b.saved - k) for b, k in zip(blocks, kept, strict=True))
+    saved = [saved_bytes(block, *way) for block in blocks]
+    # With offload: those of the running block, of the next one and of the two in transit to the host.
+    activations = max(saved, default=0) * min(4, len(blocks)) if offload else sum(saved)
+    # A recomputed block holds all its saved activations during its backward.
+    recomputes = 0 if way.checkpointing in (None, "none") else 1
+    running = (b.working + recomputes * max(0, b.saved - k) for b, k in zip(blocks, saved, strict=True))
     activations += max(running, default=0)
     for count in sorted(choices.counts):
         swapped = evenly_spaced(count, groups)
@@ -232,7 +238,7 @@ def _candidates(
             prefetch,
             way,
             device=other_bytes + resident + slots + activations,
-            host=sum(kept) if offload else 0,
+            host=sum(saved) if offload else 0,
             seconds=_pass_seconds(blocks, swapped, prefetch, way, speed),
             computing=computing,
             speed=speed,
@@ -241,8 +247,8 @@ def _candidates(
 
 
 def _speed(swapped: Sequence[BlockCost], machine: Hardware, checkpointing: str | None) -> tuple[float, bool]:
-    """Bytes per second at which these blocks come to the device, and whether they come from the file: there a thread
-    reads one while the link carries another, so that the slower of both counts."""
+    """Return the bytes per second at which these blocks reach the device, and whether they come from the file: then a
+    thread reads one while the link copies another, so the slower of both counts."""
     inside, file = sum(block.in_file for block in swapped), machine.file
     if file is None or not worth_streaming(inside, sum(block.weights for block in swapped), file.room):
         return machine.link, False
@@ -250,10 +256,10 @@ def _speed(swapped: Sequence[BlockCost], machine: Hardware, checkpointing: str |
 
 
 def _slowdowns(blocks: Sequence[BlockCost], fitting: Sequence[_Candidate]) -> list[float]:
-    """Return each plan's time at worst as a multiple of the fastest's, if a block computes for as long as it is large.
+    """Return each plan's worst-case time as a multiple of the fastest's, if computing time is proportional to size.
 
-    A slot more is a block less on the device, and evens out the copies of blocks of several sizes: which counts for
-    more depends on the ratio of computing to copying, which is not known.
+    An extra slot means one resident block fewer, and evens out the copies of blocks of several sizes: the better choice
+    depends on the unknown ratio of computing to copying.
     """
     worst = [1.0] * len(fitting)
     for part in COMPUTING if fitting else ():
@@ -271,10 +277,10 @@ def _pass_seconds(
     way: Way,
     link: float,
 ) -> float:
-    """Simulate the seconds of a step once the first is over.
+    """Simulate the seconds of a step after the first.
 
-    Every copy starts when it is asked for (at the turn of a swapped block, for it and those ahead), when the
-    computation before that is done and the link is free.
+    Every copy starts when it is requested (at the turn of a swapped block, for it and those ahead), all earlier
+    computation is done and the link is free.
     """
     names = [block.name for block in blocks if block.name in swapped]
     number = {name: j for j, name in enumerate(names)}
@@ -282,7 +288,7 @@ def _pass_seconds(
     slots = min(prefetch + 1, len(names))
     occupant: list[int | None] = [None] * slots
     copied = [0.0] * slots
-    computed = link_free = before = 0.0
+    computed = link_free = step_start = 0.0
 
     def turn(block: BlockCost, seconds: float, direction: int) -> None:
         nonlocal computed, link_free
@@ -298,45 +304,45 @@ def _pass_seconds(
         computed += seconds
 
     for _ in range(2):
-        before = computed
+        step_start = computed
         for block in blocks:
             turn(block, block_seconds(block, *way)[0], 1)
         if way.checkpointing is not None:
             for block in reversed(blocks):
                 turn(block, block_seconds(block, *way)[1], -1)
-    return computed - before
+    return computed - step_start
 
 
-def _text(chosen: _Candidate, total: int, machine: Hardware, fits: bool) -> str:
-    sizes = f"{_size(chosen.device)} of {_size(machine.free)} free"
-    spare = machine.free - chosen.device
+def _text(candidate: _Candidate, total: int, machine: Hardware, fits: bool) -> str:
+    sizes = f"{_size(candidate.device)} of {_size(machine.free)} free"
+    spare = machine.free - candidate.device
     if fits:
-        verdict = f"{'Fits' if chosen.swapped else 'Everything fits'} {machine.place} ({sizes})"
+        verdict = f"{'Fits' if candidate.swapped else 'Everything fits'} {machine.place} ({sizes})"
     elif spare < 0:
         verdict = f"Needs {_size(-spare)} more than is free {machine.place} ({sizes}), even with this"
     else:
-        verdict = f"Needs {_size(chosen.host)} of RAM, of which {_size(machine.host)} are free, even with this"
-    how: list[str] = []
-    if machine.shards > 1 and chosen.swapped:
-        how.append(f"{len(chosen.swapped)} of {total} blocks are shared by {machine.shards} devices")
-        how.append(f"{chosen.prefetch} gathered ahead at {machine.link / 1e9:.1f} GB/s")
-    elif chosen.from_file:
-        how.append(
-            f"{len(chosen.swapped)} of {total} blocks stream from the model file at {chosen.speed / 1e9:.1f} GB/s"
+        verdict = f"Needs {_size(candidate.host)} of RAM, of which {_size(machine.host)} are free, even with this"
+    details: list[str] = []
+    if machine.shards > 1 and candidate.swapped:
+        details.append(f"{len(candidate.swapped)} of {total} blocks are shared by {machine.shards} devices")
+        details.append(f"{candidate.prefetch} gathered ahead at {machine.link / 1e9:.1f} GB/s")
+    elif candidate.from_file:
+        details.append(
+            f"{len(candidate.swapped)} of {total} blocks stream from the model file at {candidate.speed / 1e9:.1f} GB/s"
         )
-        how.append(f"{chosen.prefetch} ahead")
-    elif chosen.swapped:
+        details.append(f"{candidate.prefetch} ahead")
+    elif candidate.swapped:
         link = f" at {machine.link / 1e9:.0f} GB/s" if machine.link >= 1e9 else ""
-        how += [f"{len(chosen.swapped)} of {total} blocks stream from RAM", f"{chosen.prefetch} ahead{link}"]
-    if chosen.way.checkpointing is not None:
-        how.append(f"checkpointing {chosen.way.checkpointing}")
-    if chosen.way.budget == LEAST_BUDGET:
-        how.append("saving only attention's results")
-    text = f"{verdict}: {', '.join(how)}." if how else f"{verdict}."
-    if chosen.computing > 0:
-        waiting = chosen.seconds - chosen.computing
-        waits = f", {waiting:.2f} s of it waiting for copies" if waiting > 0.02 * chosen.seconds else ""
-        text += f" About {_seconds(chosen.seconds)} s per step{waits}."
+        details += [f"{len(candidate.swapped)} of {total} blocks stream from RAM", f"{candidate.prefetch} ahead{link}"]
+    if candidate.way.checkpointing is not None:
+        details.append(f"checkpointing {candidate.way.checkpointing}")
+    if candidate.way.budget == LEAST_BUDGET:
+        details.append("saving only attention's results")
+    text = f"{verdict}: {', '.join(details)}." if details else f"{verdict}."
+    if candidate.computing > 0:
+        waiting = candidate.seconds - candidate.computing
+        waits = f", {waiting:.2f} s of it waiting for copies" if waiting > 0.02 * candidate.seconds else ""
+        text += f" About {_seconds(candidate.seconds)} s per step{waits}."
     return text
 
 

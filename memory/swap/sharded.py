@@ -1,9 +1,9 @@
-"""Swapped blocks that the devices of one machine share: each keeps a piece of every block, and slots are gathered.
+"""Swapped blocks sharded over the devices of one machine: each rank keeps a piece of every block; slots are gathered.
 
-All ranks have to take part in each gather, in one order, whatever each computes: one may run more forwards than
+All ranks have to take part in each gather, in the same order, whatever each computes: one may run more forwards than
 another, stop its backward earlier, or compute nothing. So the ring goes through all its blocks in sweeps, forward or
-back. Before each sweep the ranks meet and say what they need. Where they differ, forward comes first, and who needs
-something else goes through that sweep without computing. Who has nothing left to do takes part until nobody has.
+backward. Before each sweep the ranks meet and exchange their requests. If these differ, forward comes first, and ranks
+that requested something else go through that sweep without computing. Finished ranks take part until all are finished.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,32 +26,32 @@ FORWARD, BACKWARD, DONE, SMALLER = "forward", "backward", "done", "smaller"
 class Peers(Protocol):
     """Ranks that share blocks.
 
-    count: number of them; place: of this one among them.
+    count: number of ranks; place: index of this rank among them.
     """
 
     count: int
     place: int
 
     def gather(self, into: Tensor, piece: Tensor) -> None:
-        """Queue a gather of everyone's piece on the current stream. into: (count·n,), piece: (n,), bytes."""
+        """Queue a gather of all ranks' pieces on the current stream. into: (count·n,), piece: (n,), bytes."""
         ...
 
     def meet(self, wish: str, fresh: bool) -> list[tuple[str, bool]]:
-        """Wait for all ranks. Returns what each has given, by place. Raises where one leaves or does not come."""
+        """Wait for all ranks. Returns each rank's arguments, by place. Raises if one leaves or does not arrive."""
         ...
 
     def leave(self, whole: bool) -> None:
-        """Say that this rank comes to no other meeting. whole: it has queued all gathers of the sweep under way."""
+        """Announce that this rank joins no further meeting. whole: it has queued all gathers of the current sweep."""
         ...
 
 
 class OutOfMemoryElsewhere(torch.OutOfMemoryError):
-    """Another rank is out of memory, and all that share blocks have to go on with less."""
+    """Another rank is out of memory, and all ranks that share blocks have to go on with a smaller plan."""
 
 
 @dataclass(frozen=True)
 class ShardedBuffer:
-    """Stand-in for a flat buffer of which this rank has a piece. count: number of pieces, all of one size."""
+    """Substitute for a flat buffer of which this rank has a piece. count: number of equally sized pieces."""
 
     piece: Tensor
     count: int
@@ -75,25 +75,25 @@ class GatherStream(CopyStream):
 
 
 class ShardedRing(SlotRing):
-    """Slot ring that is filled by all ranks together, sweep by sweep.
+    """Slot ring that all ranks fill together, sweep by sweep.
 
-    A sweep brings all blocks in the order of the forward, or against it; every rank makes the same copies, as what lies
-    in the slots is the same on all of them.
+    A sweep gathers all blocks in the order of the forward, or in reverse; every rank makes the same copies, as the
+    slots have the same contents on all ranks.
     """
 
     flat_weights: list[ShardedBuffer]  # type: ignore[assignment]
 
     def __init__(self, pieces: Sequence[ShardedBuffer], device: torch.device, prefetch: int, peers: Peers):
         self.peers, self.fresh, self.over = peers, True, False
-        self.direction, self.at = "", 0  # the sweep that is under way, and how many of its blocks were brought
+        self.direction, self.at = "", 0  # current sweep, and the number of its blocks brought to slots
         super().__init__(pieces, device, prefetch, stream=GatherStream(device, peers))  # type: ignore[arg-type]
 
     def invalidate(self) -> None:
         super().invalidate()
-        self.fresh = True  # the others' slots are emptied too, when they meet
+        self.fresh = True  # the other ranks invalidate their slots too at the next meeting
 
     def copy_anew(self) -> None:
-        """Have all slots emptied at the next sweep: one that broke off goes on to its end, as on the other ranks."""
+        """Invalidate all slots at the next sweep: an aborted one still runs to its end, as on the other ranks."""
         self.fresh = True
 
     @contextmanager
@@ -110,7 +110,7 @@ class ShardedRing(SlotRing):
         self.check(j)
 
     def _reach(self, direction: str, number: int, j: int) -> None:
-        """Bring block j, which is the `number`th of a sweep in this direction."""
+        """Bring block j, the `number`th of a sweep in this direction, to its slot."""
         if direction != self.direction or number < self.at - 1:
             self._end_sweep()
             while self._meet(direction) != direction:
@@ -119,24 +119,24 @@ class ShardedRing(SlotRing):
         self.stream.wait(self._copied[j % self.count])
 
     def _meet(self, wish: str) -> str:
-        """Begin the sweep that comes next on all ranks; returns its direction, or DONE or SMALLER."""
-        told = self.peers.meet(wish, self.fresh)
-        if any(fresh for _, fresh in told):
+        """Begin the next sweep on all ranks; returns its direction, or DONE or SMALLER."""
+        replies = self.peers.meet(wish, self.fresh)
+        if any(fresh for _, fresh in replies):
             super().invalidate()
             self.fresh = False
-        wishes = [what for what, _ in told]
+        wishes = [request for request, _ in replies]
         if SMALLER in wishes:
             if wish != SMALLER:
                 raise OutOfMemoryElsewhere("Another device is out of memory.")
             return SMALLER
-        chosen = next((one for one in (FORWARD, BACKWARD) if one in wishes), DONE)
-        self.direction, self.at = ("" if chosen == DONE else chosen), 0
-        return chosen
+        direction = next((candidate for candidate in (FORWARD, BACKWARD) if candidate in wishes), DONE)
+        self.direction, self.at = ("" if direction == DONE else direction), 0
+        return direction
 
-    def _walk(self, until: int) -> None:
-        """Bring the sweep's blocks up to this number of them, and ask for those behind them."""
+    def _walk(self, end: int) -> None:
+        """Bring the sweep's first `end` blocks to their slots, and prefetch those after them."""
         blocks, back = len(self.flat_weights), self.direction == BACKWARD
-        while self.at < until:
+        while self.at < end:
             for number in range(self.at, min(blocks, self.at + 1 + self.prefetch)):
                 self._copy(blocks - 1 - number if back else number)
             self.at += 1
@@ -147,19 +147,19 @@ class ShardedRing(SlotRing):
             self.direction, self.at = "", 0
 
     def end_work(self) -> None:
-        """Take part in the others' sweeps until nobody has anything to compute."""
+        """Take part in the other ranks' sweeps until no rank has anything to compute."""
         self._end_sweep()
         while self._meet(DONE) != DONE:
             self._end_sweep()
 
     def ask_for_less(self) -> None:
-        """Have all ranks stop and go on with a smaller plan: for the others this is `OutOfMemoryElsewhere`."""
+        """Make all ranks stop and go on with a smaller plan: the others raise `OutOfMemoryElsewhere`."""
         self._end_sweep()
         while self._meet(SMALLER) != SMALLER:
             self._end_sweep()
 
     def leave(self) -> None:
-        """Leave the others, who will not begin another sweep; the one that is under way is ended with them."""
+        """Leave the other ranks, who will not begin another sweep; the current one is finished with them."""
         if not self.over:
             self.over = True
             try:
@@ -171,9 +171,9 @@ class ShardedRing(SlotRing):
 
 
 class ShardedSwap(BlockSwap):
-    """Block swap whose blocks lie in pieces on the devices of all ranks. The MODEL keeps its own weights as they are.
+    """Block swap whose blocks are sharded over the devices of all ranks. The MODEL's own weights are unchanged.
 
-    While the device is needed for something else the pieces wait in this computer's memory.
+    While the device is needed for something else the pieces are kept in host memory.
     """
 
     ring: ShardedRing
@@ -188,7 +188,7 @@ class ShardedSwap(BlockSwap):
         return ShardedRing(pieces, device, prefetch, self.peers)
 
     def held_bytes(self) -> int:
-        """Bytes of the slots and the pieces on the device."""
+        """Return the bytes of the slots and the pieces on the device."""
         device = self.ring.device.type
         pieces = [weights.piece for weights in self.ring.flat_weights]
         return self.ring.held_bytes() + sum(piece.numel() for piece in pieces if piece.device.type == device)
@@ -206,8 +206,8 @@ class ShardedSwap(BlockSwap):
 
     def _move(self, device: torch.device) -> None:
         weights = self.ring.flat_weights
-        for j, one in enumerate(weights):
-            weights[j] = replace(one, piece=one.piece.to(device))
+        for j, buffer in enumerate(weights):
+            weights[j] = replace(buffer, piece=buffer.piece.to(device))
 
     def end(self) -> None:
         """Free the pieces."""
@@ -215,10 +215,10 @@ class ShardedSwap(BlockSwap):
 
 
 def _piece(refs: Sequence[WeightRef], layout: Layout, device: torch.device, peers: Peers) -> ShardedBuffer:
-    """Put this rank's piece of a block on the device; the block's modules let go of all of it."""
+    """Put this rank's piece of a block on the device, and remove the block's tensors from its modules."""
     size = piece_bytes(layout.size, peers.count)
     first = size * peers.place
-    flat = empty_bytes(size * peers.count, torch.device("cpu"))  # only the pages that are written take memory
+    flat = empty_bytes(size * peers.count, torch.device("cpu"))  # only written pages take memory
     for ref, field in zip(refs, layout.fields, strict=True):
         tensor = ref.tensor()
         assert tensor is not None

@@ -1,4 +1,4 @@
-"""Weight patches on the weights that lie in a slot, with ComfyUI's own arithmetic and rounding."""
+"""Apply weight patches to the weights in a slot, with ComfyUI's own arithmetic and rounding."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ class SlotPatches:
 
     patches: LoRAs and the like.
     identity: changes with them.
-    wrappers: functions that each use of a weight goes through.
-    replaced: keys in whose place object patches stand.
+    wrappers: functions applied at each use of a weight.
+    replaced: keys currently replaced by object patches.
     force_cast: each use casts to the compute dtype.
     """
 
@@ -46,7 +46,7 @@ def patch_weight(ref: WeightRef, weight: Tensor, patches: list[Any], device: tor
 def patch_weight_by_hook(
     ref: WeightRef, weight: Tensor, unpatched: Any, patches: list[Any], device: torch.device
 ) -> None:
-    """Patch it as `ModelPatcher.patch_hook_weight_to_device` does. unpatched: the flat weight."""
+    """Patch a weight in its slot as `ModelPatcher.patch_hook_weight_to_device` does. unpatched: the flat weight."""
     original = {ref.key: [(unpatched, weight_conversion(ref.owner, ref.attribute)[0] or _as_it_is)]}
     _apply(ref, weight, patches, device, torch.float32, original)
 
@@ -56,7 +56,7 @@ def _as_it_is(weight: Tensor, **_: Any) -> Tensor:
 
 
 def _apply(ref: WeightRef, weight: Tensor, patches: list[Any], device: torch.device, dtype: Any, original: Any) -> None:
-    """original: the unpatched weights, as patches that replace a model's weights want them."""
+    """Patch a weight in-place. original: the unpatched weights, in the form that weight-replacing patches need."""
     seed = comfy.utils.string_to_seed(ref.key)
     patched = comfy.model_management.cast_to_device(weight, device, dtype, copy=True)
     convert, store = weight_conversion(ref.owner, ref.attribute)
@@ -67,6 +67,6 @@ def _apply(ref: WeightRef, weight: Tensor, patches: list[Any], device: torch.dev
         stored = store(patched, inplace_update=False, seed=seed, return_weight=True)
     else:
         stored = comfy.float.stochastic_rounding(patched, weight.dtype, seed=seed)
-    for into, value in zip(parts_of(weight), parts_of(stored), strict=True):
-        assert into.shape == value.shape, ref.key
-        into.copy_(value)
+    for target, value in zip(parts_of(weight), parts_of(stored), strict=True):
+        assert target.shape == value.shape, ref.key
+        target.copy_(value)

@@ -1,8 +1,8 @@
-"""Fixed slots on the device through which blocks stream from the host, in the order in which they are used.
+"""Ring of fixed device slots through which blocks stream from the host, in the order in which they are used.
 
-The flat weights on the host are never written. Block number j always uses slot j mod K, so a tensor that was saved out
-of a slot is valid again once the block is back at its address. In a pass over S blocks that goes forward and back, the
-last K are there at the turn and the first K at the end: 2·(S − K) copies.
+The flat weights on the host are never written. Block j always uses slot j mod K, so a tensor that autograd saved from a
+slot is valid again once the block is back at its address. In a pass over S blocks that goes forward and back, the last
+K are resident at the turn and the first K at the end: 2·(S − K) copies.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,42 +18,42 @@ from ..host.staging import StagedStream, staged_stream
 
 
 class CopyStream:
-    """Copies to the device that overlap with computation. On a CPU copies are made at once, in the same order."""
+    """Copies to the device that overlap with computation. On a CPU copies are synchronous, in the same order."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def copy(self, slot: Tensor, host: Any, then: Callable[[], None] | None) -> Any:
-        """Copy after everything computed so far, then call `then` on the same stream; returns what `wait` takes.
+    def copy(self, slot: Tensor, host: Any, after_copy: Callable[[], None] | None) -> Any:
+        """Copy after all work queued so far, then call `after_copy` on the same stream; returns the argument of `wait`.
 
-        No `record_stream` is needed. A slot is written here only when all that has read it is queued before, which the
-        copy waits for, and is read only behind the event; it is freed after `settle`. What `then` allocates belongs to
-        this stream, and is taken again by work that is queued on this stream behind it.
+        No `record_stream` is needed. All readers of a slot are queued before it is written here, and the copy waits for
+        them; later readers wait for the event; it is freed after `settle`. Memory that `after_copy` allocates belongs
+        to this stream, and is reused only by work queued later on this stream.
         """
         if self.stream is None:
             self.fill(slot[: host.numel()], host)
-            if then is not None:
-                then()
+            if after_copy is not None:
+                after_copy()
             return None
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             self.fill(slot[: host.numel()], host)
-            if then is not None:
-                then()
+            if after_copy is not None:
+                after_copy()
             return self.stream.record_event()
 
     def fill(self, slot: Tensor, host: Any) -> None:
-        """Queue the copy itself on the current stream. slot: as many bytes as the weights have."""
+        """Queue the copy itself on the current stream. slot: of the same number of bytes as the weights."""
         slot.copy_(host, non_blocking=self.stream is not None)
 
     def wait(self, copied: Any) -> None:
-        """Let everything computed from here on start after that copy."""
+        """Make all work queued from here on wait for that copy."""
         if copied is not None:
             torch.cuda.current_stream(self.device).wait_event(copied)
 
     def settle(self) -> None:
-        """Block until no copy is under way: slots may be freed then."""
+        """Block until no copy is in flight: then slots may be freed."""
         if self.stream is not None:
             self.stream.synchronize()
 
@@ -64,11 +64,11 @@ class CopyStream:
 class SlotRing:
     """Ring of slots that blocks stream through.
 
-    flat_weights: flat host buffers of the blocks, or their stand-ins, in the order of the forward.
-    prefetch: blocks copied ahead; one slot more than that is used.
+    flat_weights: flat host buffers of the blocks, or their substitutes, in the order of the forward.
+    prefetch: number of blocks copied ahead; one more slot than that is used.
     finish(j): called after each copy of block j, on the stream of the copies.
-    locking: page-locks the flat weights meanwhile; None once they all are, or are left as they are.
-    stream: makes the copies; None chooses by where the flat weights lie.
+    locking: page-locks the flat weights in the background; None once it has ended, or without it.
+    stream: makes the copies; None chooses it by the memory of the flat weights.
     refused: flat weights that could not be locked.
     copies, bytes_copied: counters.
     """
@@ -97,9 +97,9 @@ class SlotRing:
         self._copied: list[Any] = []
 
     def accepts(self, flat_weights: Sequence[Tensor | ScatteredBuffer]) -> bool:
-        """Return True if these may come in the place of the flat weights.
+        """Return True if these may replace the flat weights.
 
-        Scattered ones have to come together in a stage, and copies from memory that is not page-locked overlap with
+        Scattered ones have to be gathered in a stage, and copies from memory that is not page-locked overlap with
         nothing.
         """
         if isinstance(self.stream, StagedStream):
@@ -113,22 +113,22 @@ class SlotRing:
         self.invalidate()
 
     def invalidate(self) -> None:
-        """Have every block copied again."""
+        """Mark all slots as empty, so that every block is copied again."""
         self.occupants = [None] * self.count
         self._copied = [None] * self.count
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Leave out of the counters what is copied within the context, after which every block is copied again."""
-        before = self.copies, self.bytes_copied
+        """Exclude copies within the context from the counters; afterwards every block is copied again."""
+        counters = self.copies, self.bytes_copied
         try:
             yield
         finally:
-            self.copies, self.bytes_copied = before
+            self.copies, self.bytes_copied = counters
             self.copy_anew()
 
     def copy_anew(self) -> None:
-        """Have every block copied again, whatever the slots hold."""
+        """Copy every block again, whatever the slots hold."""
         self.invalidate()
 
     def release(self) -> None:
@@ -143,24 +143,24 @@ class SlotRing:
         return self.slots[j % self.count]
 
     def forward(self, j: int) -> None:
-        """Bring block j to its slot for what is computed from here on; those behind it are copied meanwhile.
+        """Bring block j to its slot for all work queued from here on, and prefetch those after it.
 
-        The farthest of them, j + K - 1, goes where block j - 1 was, whose computation is queued by now; so block j
-        computes while it comes. The same holds at the turn and, the other way round, in the backward.
+        The farthest of them, j + K - 1, takes the slot of block j - 1, whose computation is already queued; so it is
+        copied while block j computes. The same holds at the turn and, in reverse, in the backward.
         """
         self._bring(j, range(j + 1, j + 1 + self.prefetch))
 
     def backward(self, j: int) -> None:
-        """Do the same, with the blocks before it."""
+        """Bring block j to its slot, and prefetch those before it."""
         self._bring(j, range(j - 1, j - 1 - self.prefetch, -1))
         self.check(j)
 
     def lock_meanwhile(self) -> None:
-        """Begin to page-lock the flat weights, which go through a stage until all of them are."""
+        """Start page-locking the flat weights in the background; until all are locked they go through a stage."""
         self.locking = Locking([weights for weights in self.flat_weights if isinstance(weights, Tensor)], self.device)
 
     def end_locking(self) -> None:
-        """Stop locking. Where all flat weights are locked they are copied as they lie from here on."""
+        """Stop locking. If all flat weights are locked, they are copied directly from here on."""
         locking, self.locking = self.locking, None
         if locking is None:
             return
@@ -181,7 +181,7 @@ class SlotRing:
                     self._copy(other)
             self.stream.wait(self._copied[j % self.count])
         except BaseException:
-            self.invalidate()  # a slot may hold half a copy, or one that is not finished
+            self.invalidate()  # a slot may hold a partial or unfinished copy
             raise
 
     def _copy(self, j: int) -> None:
@@ -197,5 +197,5 @@ class SlotRing:
 
     def check(self, j: int) -> None:
         """Assert that the slot of block j holds block j."""
-        held = self.occupants[j % self.count]
-        assert held == j, f"slot {j % self.count} holds block {held} in place of {j}"
+        occupant = self.occupants[j % self.count]
+        assert occupant == j, f"slot {j % self.count} holds block {occupant} in place of {j}"

@@ -1,8 +1,8 @@
-"""Block swap in training: the frozen weights of blocks that do not fit stream from the host.
+"""Block swap in training: stream the frozen weights of blocks that do not fit from the host.
 
-What autograd saved out of a slot is valid again when the block is back, so nothing has to be computed again for the
-sake of swapping. A slot is written behind autograd's back, which its version counters would forbid; in their place the
-engine checks before and after each backward that the slot holds the right block.
+Tensors that autograd saved from a slot are valid again when the block is back, so swapping needs no recompute. Slots
+are written without autograd's knowledge, as its version counters would forbid it; instead the engine checks before and
+after each backward that the slot holds the right block.
 """
 
 import gc
@@ -26,12 +26,12 @@ def frozen_modules(block: nn.Module) -> dict[str, FrozenModule]:
 
 
 class BlockSwap:
-    """Streams blocks through slots. The blocks come with their frozen tensors on the host and leave with them in slots.
+    """Streams blocks through slots. The frozen tensors of the blocks start on the host and then point into slots.
 
-    blocks: those that are swapped, in the order of the forward.
-    prefetch: blocks copied ahead.
+    blocks: the swapped blocks, in the order of the forward.
+    prefetch: number of blocks copied ahead.
     pinned: their flat buffers are page-locked.
-    in_place: their tensors stay where they lie on the host, for instance in the mapped file, and move into no buffer.
+    in_place: their tensors stay in their host memory, for instance in the mapped file, and move into no buffer.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class BlockSwap:
         self.number = {id(block): j for j, block in enumerate(self.blocks)}
         self.refs = [_frozen_places(block) for block in self.blocks]
         self.layouts = [_layout(refs) for refs in self.refs]
-        self._foreign: set[tuple[int, str]] = set()  # what the MODEL has otherwise: these are patched or cast
+        self._foreign: set[tuple[int, str]] = set()  # tensors that differ from the MODEL's: patched or cast
         self.ring = self._make_ring(device, prefetch, pinned, in_place)
         try:
             self.take()
@@ -60,7 +60,7 @@ class BlockSwap:
         return ring
 
     def held_bytes(self) -> int:
-        """Bytes of the slots on the device."""
+        """Return the bytes of the slots on the device."""
         return self.ring.held_bytes()
 
     def take(self) -> None:
@@ -71,20 +71,20 @@ class BlockSwap:
                 ref.table[ref.attribute] = field.on(self.ring.slot_of(j))
 
     def release(self, last: bool = False) -> None:
-        """Free the slots; the flat weights stay. last: the slots are not taken again."""
+        """Free the slots; the flat weights stay. last: the slots will not be allocated again."""
         for block in self.blocks:
             for module in frozen_modules(block).values():
                 module.release()
         self.ring.release()
 
     def end(self) -> None:
-        """Leave the MODEL its own weights, in ordinary memory, and no more.
+        """Leave the MODEL only its own weights, in pageable memory.
 
-        They leave buffers that hold others too, patched or cast ones, which are freed then, and buffers that stay
-        page-locked for as long as they are there.
+        They are copied out of buffers that also hold patched or cast tensors, which are then freed, and out of buffers
+        that remain page-locked while allocated.
         """
         self.ring.end_locking()
-        gc.collect()  # the check before step 1 leaves circles of objects that hold buffers
+        gc.collect()  # the check before step 1 leaves reference cycles that hold buffers
         for j, (refs, layout) in enumerate(zip(self.refs, self.layouts, strict=True)):
             weights, self.ring.flat_weights[j] = self.ring.flat_weights[j], torch.empty(0, dtype=torch.uint8)
             if isinstance(weights, ScatteredBuffer):
@@ -94,8 +94,8 @@ class BlockSwap:
             unlocked = unlock(weights)
             if unlocked and foreign < layout.size // SMALL_PART:
                 continue
-            held = ((ref, field.on(weights)) for ref, field in pairs if not self._is_foreign(ref))
-            leave_flat(held, lambda *_: True, _relocate)
+            tensors = ((ref, field.on(weights)) for ref, field in pairs if not self._is_foreign(ref))
+            leave_flat(tensors, lambda *_: True, _relocate)
             if not unlocked:
                 del weights
                 give_back()
@@ -104,7 +104,7 @@ class BlockSwap:
         return (id(ref.owner), ref.attribute) in self._foreign
 
     def _moved(self, ref: WeightRef, tensor: Tensor, parts: list[Tensor]) -> None:
-        """A frozen buffer moved into a flat one; it is read from its slot from here on."""
+        """Record that a frozen buffer moved into a flat one; from here on it is read from its slot."""
         if _relocate(ref, tensor, parts):
             self._foreign.add((id(ref.owner), ref.attribute))
         ref.table[ref.attribute] = None
@@ -113,15 +113,15 @@ class BlockSwap:
         """Call `run(block, *args)` with the block on the device, in the forward and again in its backward."""
         j = self.number[id(block)]
         self.ring.forward(j)
-        # The others stay out of it: a function's outputs all require a gradient.
+        # Only these: all outputs of an autograd function require a gradient.
         needed = [i for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad]
         if not needed or not torch.is_grad_enabled():
             return run(block, *args)
-        given = list(args)
+        inputs = list(args)
         entered = _AfterBackward.apply(self.ring, j, *[args[i] for i in needed])
         for i, tensor in zip(needed, entered, strict=True):
-            given[i] = tensor
-        out = run(block, *given)
+            inputs[i] = tensor
+        out = run(block, *inputs)
         if isinstance(out, Tensor):
             return _BeforeBackward.apply(self.ring, j, out)[0]
         return _BeforeBackward.apply(self.ring, j, *out)
@@ -141,13 +141,13 @@ def _layout(refs: Sequence[WeightRef]) -> Layout:
 
 
 def _relocate(ref: WeightRef, tensor: Tensor, parts: list[Tensor]) -> bool | None:
-    """Tell the frozen module that owns the buffer where the host holds it; True where the MODEL has it otherwise."""
+    """Notify the owning module of the buffer's new host memory; True if the MODEL's own weight differs from it."""
     assert isinstance(ref.owner, FrozenModule)
     return ref.owner.moved(ref.attribute, tensor, parts[0])
 
 
 class _BeforeBackward(torch.autograd.Function):
-    """Stands over all outputs of a block: its backward runs before the block's own, whichever output has a gradient."""
+    """Wraps all outputs of a block: its backward runs before the block's own, whichever output has a gradient."""
 
     @staticmethod
     def forward(ctx, ring, j, *outputs):
@@ -162,7 +162,7 @@ class _BeforeBackward(torch.autograd.Function):
 
 
 class _AfterBackward(torch.autograd.Function):
-    """Stands over all inputs of a block: its backward runs when the block's own is done."""
+    """Wraps all inputs of a block: its backward runs after the block's own."""
 
     @staticmethod
     def forward(ctx, ring, j, *inputs):

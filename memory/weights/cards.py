@@ -1,7 +1,7 @@
-"""Cards and their products: what a device can multiply in low precision, and what is the fastest there.
+"""Low-precision matmul support: the int8 and fp8 matmuls that a device can run, and the fastest of them.
 
-It is asked here before a layer is given such a product: a CPU takes any sizes, and a card's own refusal comes in the
-middle of a step, or never, where a library goes a slow way around without a word.
+Checked before a layer is set to such a matmul: a CPU takes any sizes, and a card itself would fail in the middle of a
+step, or never, if a library silently takes a slow fallback.
 """
 
 from typing import NamedTuple
@@ -16,20 +16,20 @@ NO_KERNEL = "this ComfyUI has no int8 kernel for the card (it brings one where t
 
 
 RATES = {FULL: 1.0, INT8: 2.5, FP8: 1.5}
-"""FLOP per second of a product, turning and rounding included, as multiples of a full one's in 16 bits.
+"""FLOP per second of a matmul, rotation and rounding included, relative to a 16-bit matmul.
 
-From a roofline of one FLUX block at 1024², both ways, without recompute: by int8 1.41 times as fast on an RTX 4090,
-1.58 on a 3090 and 1.49 on a 5090; by fp8 1.20 on an H100. The least of each product is taken: at an H100's rates, by
-which the planner prices blocks, these multiples give it. No card has measured it.
+From a roofline of one FLUX block at 1024², forward and backward, without recompute: int8 1.41 times as fast on an RTX
+4090, 1.58 on a 3090 and 1.49 on a 5090; fp8 1.20 on an H100. The smallest speed-up of each is used: at an H100's rates,
+by which the planner prices blocks, these multiples yield it. Not measured on any card.
 """
 
 
 class Card(NamedTuple):
-    """A device as far as products go.
+    """Properties of a device that determine its matmuls.
 
-    kind: cpu, cuda, rocm for an AMD card, or another of torch's types of device.
+    kind: cpu, cuda, rocm for an AMD card, or another of torch's device types.
     capability: compute capability of an NVIDIA card.
-    has_int8_kernel: comfy-kitchen multiplies int8 there by a kernel of its own, scales included.
+    has_int8_kernel: comfy-kitchen has an int8 matmul kernel for it, scales included.
     """
 
     kind: str
@@ -46,11 +46,11 @@ def card_of(device: torch.device) -> Card:
 
 
 def obstacle(product: str, card: Card, dtype: torch.dtype) -> str | None:
-    """Return why the card cannot multiply by INT8 or FP8 in a run that computes in `dtype`; None where it can."""
+    """Return why the card cannot run INT8 or FP8 matmuls in a run that computes in `dtype`; None if it can."""
     if dtype not in DTYPES:
         return f"it computes in {str(dtype)[6:]}"
     if card.kind == "cpu":
-        return None  # torch's own products, right and slow
+        return None  # torch's own matmuls, correct and slow
     if card.kind != "cuda":
         return f"{product} products need an NVIDIA card"
     if product == INT8 and card.capability == (10, 3):
@@ -62,38 +62,38 @@ def obstacle(product: str, card: Card, dtype: torch.dtype) -> str | None:
 
 
 def preferred(card: Card, dtype: torch.dtype, fuses: bool = True) -> tuple[tuple[str, ...], str]:
-    """Return what `auto` multiplies by, the fastest first, and why there is nothing where it is empty.
+    """Return the matmuls that `auto` uses, the fastest first, and the reason if there are none.
 
-    int8 on RTX 20 to 40 and 50, fp8 on Hopper and Blackwell's large cards; where a card does both, what is stored in
-    the other is still faster multiplied so than in full.
+    int8 on RTX 20 to 40 and 50, fp8 on Hopper and Blackwell's large cards; if a card supports both, weights stored in
+    the slower format are still faster multiplied in it than in 16 bits.
 
-    fuses: whether blocks are compiled by what makes one kernel of several operations. fp8 is rounded by plain ones:
-        one by one they take more time than the product saves. An H100 took 1,155 us forward and 2,827 back in eager,
-        and 819 and 906 for the same in bf16.
+    fuses: whether blocks are compiled by a compiler that fuses operations. The fp8 rounding consists of plain ops,
+        which unfused take more time than the matmul saves. An H100 took 1,155 us forward and 2,827 backward in eager
+        mode, against 819 and 906 in bf16.
     """
     if card.kind != "cuda":
         kind = {"cpu": "a CPU", "rocm": "an AMD card"}.get(card.kind, card.kind.upper())
         return (), f"auto has nothing faster on {kind}"
     major, minor = card.capability
-    known: tuple[str, ...] = ()
+    supported: tuple[str, ...] = ()
     if (7, 5) <= card.capability < (8, 9):
-        known = (INT8,)
+        supported = (INT8,)
     elif card.capability == (8, 9) or major == 12:
-        known = (INT8, FP8)
+        supported = (INT8, FP8)
     elif major == 9:
-        known = (FP8, INT8)
+        supported = (FP8, INT8)
     elif major == 10:
-        known = (FP8,)
-    if not known:
+        supported = (FP8,)
+    if not supported:
         return (), f"auto has nothing faster on a card of compute capability {major}.{minor}"
     if dtype not in DTYPES or (card.capability == (7, 5) and dtype != torch.float16):
         return (), f"auto has nothing faster on this card in a run that computes in {str(dtype)[6:]}"
-    left = tuple(product for product in known if product != INT8 or card.has_int8_kernel)
-    if taken := tuple(product for product in left if product != FP8 or fuses):
-        return taken, ""
-    return (), NOT_COMPILED if left else NO_KERNEL
+    available = tuple(product for product in supported if product != INT8 or card.has_int8_kernel)
+    if usable := tuple(product for product in available if product != FP8 or fuses):
+        return usable, ""
+    return (), NOT_COMPILED if available else NO_KERNEL
 
 
 def fits(shape: tuple[int, int]) -> bool:
-    """Return True for a weight (out, in) whose sides cards take."""
+    """Return True if cards support the dimensions of a weight (out, in)."""
     return all(side % MULTIPLE == 0 for side in shape)

@@ -1,7 +1,7 @@
-"""A MODEL under ComfyUI's dynamic VRAM, loaded once more without it.
+"""Reload a MODEL under ComfyUI's dynamic VRAM without it.
 
-Dynamic VRAM keeps weights in buffers that come and go through calls into C: neither a compiled graph nor a slot can
-hold them. Core's own Compile Model does the same.
+Dynamic VRAM keeps weights in buffers that are allocated and freed by calls into C: neither a compiled graph nor a slot
+can hold them. Core's own Compile Model does the same.
 """
 
 from typing import Any
@@ -14,14 +14,14 @@ from torch import nn
 from ...common.core import can_leave_dynamic_vram, clone_without_dynamic_vram, intended_dtype
 from ..host.mapped_file import KeepMapped, copy_into_ram, protect_from_hooks
 
-# A model under dynamic VRAM → what a clone needs to stand on the same model loaded without it.
+# A model under dynamic VRAM → the state from which its clones share one model loaded without it.
 _without: "WeakKeyDictionary[nn.Module, Any]" = WeakKeyDictionary()
 
 
 def without_dynamic_vram(patcher: ModelPatcher) -> ModelPatcher | None:
-    """Clone the MODEL off dynamic VRAM; None where its loader can't load it so.
+    """Clone the MODEL without dynamic VRAM; None if its loader can't load it so.
 
-    All nodes behind the same loader share what is loaded. Where weights lie in a mapped file, hooks don't write there.
+    All nodes behind the same loader share the loaded model. Hooks are kept from writing into weights in a mapped file.
     """
     clone = patcher.clone() if not patcher.is_dynamic() else _loaded_without(patcher)
     if clone is not None:
@@ -32,7 +32,7 @@ def without_dynamic_vram(patcher: ModelPatcher) -> ModelPatcher | None:
 def _loaded_without(patcher: ModelPatcher) -> ModelPatcher | None:
     if not can_leave_dynamic_vram(patcher):
         return None
-    # As the executor loads: quantised weights that were made outside of inference mode can't be moved under it.
+    # As the executor loads: quantised weights created outside inference mode can't be moved under it.
     with torch.inference_mode():
         with KeepMapped():
             clone, loaded = clone_without_dynamic_vram(patcher, _without.get(patcher.model))
@@ -43,14 +43,14 @@ def _loaded_without(patcher: ModelPatcher) -> ModelPatcher | None:
 
 
 def cast_as_asked(model: nn.Module) -> None:
-    """Cast each weight to the dtype that its module was made with.
+    """Cast each weight to the dtype that its module was created with.
 
-    Where dynamic VRAM is on, core's Linear takes a file's weight in the file's dtype and leaves the cast to each use,
-    also in a MODEL that was loaded without dynamic VRAM, where nothing casts it any more.
+    While dynamic VRAM is on, core's Linear keeps a file's weight in the file's dtype and defers the cast to each use,
+    even in a MODEL that is loaded without dynamic VRAM, in which nothing casts it.
     """
     for module in model.modules():
         for name, weight in module._parameters.items():
-            wanted = intended_dtype(module, name)
-            if weight is None or wanted is None or type(weight.data) is not torch.Tensor or weight.dtype == wanted:
+            dtype = intended_dtype(module, name)
+            if weight is None or dtype is None or type(weight.data) is not torch.Tensor or weight.dtype == dtype:
                 continue
-            module._parameters[name] = nn.Parameter(weight.data.to(wanted), requires_grad=weight.requires_grad)
+            module._parameters[name] = nn.Parameter(weight.data.to(dtype), requires_grad=weight.requires_grad)

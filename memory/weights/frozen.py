@@ -1,7 +1,7 @@
 """Frozen weights of a MODEL as plain tensors on the training device.
 
-ComfyUI holds the host copy. On the device that holds it a weight is shared without a copy, elsewhere it is copied
-once. Nothing here is ever written back.
+ComfyUI holds the host copy. A weight already on the right device is shared, otherwise it is copied once. Nothing is
+ever written back.
 """
 
 import time
@@ -44,18 +44,18 @@ from .requantise import AS_STORED, WIDE, quantised, quantised_zeros
 def share_outside_inference_mode(tensor: Tensor) -> Tensor:
     """Return a tensor over the same memory that autograd may save for backward.
 
-    Weights loaded by a node were made under `torch.inference_mode`, and autograd refuses to save such tensors; detach,
-    view and Parameter keep that mark, a new tensor over the same storage does not.
+    Weights loaded by a node were created under `torch.inference_mode`, and autograd refuses to save such tensors;
+    detach, view and Parameter keep them inference tensors, a new tensor over the same storage is not one.
     """
     if not tensor.is_inference():
         return tensor.detach()
     with torch.inference_mode(False):
-        shared = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return shared.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def check_readable(weight: Tensor) -> None:
-    """Raise ValueError for a weight of a class of another node pack, whose bytes are no numbers; not for GGUF's."""
+    """Raise ValueError for a weight of another node pack's tensor class, whose bytes can't be read; GGUF's can."""
     if is_gguf(weight):
         check_type(weight)
     elif not isinstance(weight, QuantizedTensor) and type(weight.data) is not Tensor:
@@ -66,10 +66,10 @@ def check_readable(weight: Tensor) -> None:
 
 
 class FrozenWeights:
-    """Reads the weights of a diffusion model by name, with the MODEL's weight patches in force.
+    """Reads the weights of a diffusion model by name, with the MODEL's weight patches applied.
 
     The patcher has to be unloaded (its module weights are unpatched): on a loaded one a patch would be applied twice.
-    Each read raises ValueError if ComfyUI still holds it loaded.
+    Each read raises ValueError while ComfyUI still has it loaded.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class FrozenWeights:
     ):
         """on_host: the blocks, such as double_blocks.3, whose weights stay on the host.
 
-        base: what 16 and 32 bit weights of the Linears in `blocks` are read as, one of `requantise.BASES`.
-        in_zeros: these as zeros, which on the host take no memory: for what is measured and not trained.
+        base: format in which 16 and 32 bit weights of the Linears in `blocks` are read, one of `requantise.BASES`.
+        in_zeros: read these as zeros, which take no host memory: for measuring without training.
         """
         self.patcher = patcher
         self._check_unpatched()
@@ -93,28 +93,28 @@ class FrozenWeights:
         self.on_host = on_host
         self.blocks = blocks if base != AS_STORED else frozenset()
         self.base, self.in_zeros = base, in_zeros
-        self.base_seconds = 0.0  # that reading weights as `base` has taken
+        self.base_seconds = 0.0  # time spent reading weights as `base`
         for name in on_host:
-            # What block swap of the MODEL itself has laid together, training moves apart: matrices as they are, while
-            # flat weights that are patched or cast stay where they are.
+            # Training moves unpatched matrices out of the flat buffers of the MODEL's own block swap. Patched or cast
+            # weights would stay there; patched and small ones are copied out first, as they would keep a buffer alive.
             prefix = f"diffusion_model.{name}"
             refs = weight_refs(prefix, patcher.model.get_submodule(prefix))
             _leave_shared_flat(refs, patcher.patches)
             _to_host(refs)
 
     def _check_unpatched(self, weight: Tensor | None = None) -> None:
-        """weight: of a GGUF file, on which patches stand while it is loaded."""
+        """Raise ValueError if the MODEL is loaded. weight: one of a GGUF file, which has `patches` while loaded."""
         if is_patched(self.patcher) or getattr(weight, "patches", None):
             raise ValueError("The MODEL is still in use elsewhere; free ComfyUI's memory and queue again.")
 
     def home(self, name: str) -> torch.device:
-        """The device on which the weight called `name` is held: the host for blocks that are swapped."""
+        """Return the device that holds the weight `name`: the host for swapped blocks."""
         return torch.device("cpu") if _is_inside(name, self.on_host) else self.device
 
     def bytes_before_base(self, name: str) -> int | None:
-        """Return the bytes that the MODEL holds of the Linear called `name`, of 16 or 32 bits or of a GGUF file.
+        """Return the MODEL's bytes of the Linear `name` if it has 16 or 32 bits or is of a GGUF file.
 
-        None of one that no base takes.
+        None for a weight that no base applies to.
         """
         weight, _, _ = get_key_weight(self.patcher.model, f"diffusion_model.{name}.weight")
         if block_type(weight) is not None:
@@ -127,26 +127,26 @@ class FrozenWeights:
         dtype = intended_dtype(owner, "weight") or weight.dtype
         return weight.nbytes if weight.dtype in WIDE and dtype in WIDE else None
 
-    def moved(self, name: str, source: Tensor, moved: Tensor) -> bool:
-        """Let ComfyUI's module hold its weight in `moved` from here on, so that the host holds it once.
+    def moved(self, name: str, source: Tensor, target: Tensor) -> bool:
+        """Point ComfyUI's module at its weight in `target`, so that the host holds it once.
 
-        source: what the weight, or the stored part of a quantised one, was read as. Returns True where it is not the
-        module's own memory but a copy, patched or cast; the module keeps what it has then.
+        source: the tensor that the weight, or the stored part of a quantised one, was read as. Returns True if it is
+        not the module's own memory but a patched or cast copy; the module's weight is then unchanged.
         """
         module, _, parameter = f"diffusion_model.{name}".rpartition(".")
         parameters = self.patcher.model.get_submodule(module)._parameters
-        own = parameters.get(parameter)
-        if own is None or not (isinstance(own, QuantizedTensor) or is_gguf(own) or type(own.data) is Tensor):
+        param = parameters.get(parameter)
+        if param is None or not (isinstance(param, QuantizedTensor) or is_gguf(param) or type(param.data) is Tensor):
             return True
-        parts = parts_of(own)
+        parts = parts_of(param)
         if all(part.data_ptr() != source.data_ptr() for part in parts):
             return True
-        kept = [moved if part.data_ptr() == source.data_ptr() else part for part in parts]
-        parameters[parameter] = with_parts(own, kept)
+        new_parts = [target if part.data_ptr() == source.data_ptr() else part for part in parts]
+        parameters[parameter] = with_parts(param, new_parts)
         return False
 
     def stored(self, name: str) -> Tensor | None:
-        """Read the weight on the device in the dtype that ComfyUI gives it, patched; a quantised one in full."""
+        """Read the patched weight onto the device in the dtype that ComfyUI uses; a quantised one dequantised."""
         weight = self._stored(name, narrowed=False)
         if isinstance(weight, QuantizedTensor):
             with torch.inference_mode(False), torch.no_grad():
@@ -154,9 +154,9 @@ class FrozenWeights:
         return weight
 
     def _stored(self, name: str, narrowed: bool = True) -> Tensor | None:
-        """Read the weight on the device in its stored dtype, patched.
+        """Read the patched weight onto the device in its stored dtype.
 
-        narrowed: stored wider than computed, it is narrowed once.
+        narrowed: cast it to the compute dtype if it is stored in a wider one.
         """
         self._check_unpatched()
         key = f"diffusion_model.{name}"
@@ -167,13 +167,13 @@ class FrozenWeights:
         if is_gguf(weight):
             weight = self._values_of_gguf(key, weight)
         elif key in self.patcher.patches:
-            # By core's code: a patcher of another pack may only know how to put the result into the model.
+            # By core's method: another pack's patcher may only support writing the result into the model.
             weight = ModelPatcher.patch_weight_to_device(self.patcher, key, device_to=self.device, return_weight=True)
             weight = weight.to(self.home(name))
         if isinstance(weight, QuantizedTensor):
             return weight
         check_readable(weight)
-        # Under dynamic VRAM a file's dtype is kept and cast at each use; elsewhere it was cast when it was loaded.
+        # Under dynamic VRAM a weight keeps the file's dtype and is cast at each use; otherwise the load cast it.
         owner = self.patcher.model.get_submodule(module)
         stored_dtype = intended_dtype(owner, parameter) or weight.dtype
         if narrowed:
@@ -182,14 +182,14 @@ class FrozenWeights:
             return share_outside_inference_mode(weight.data).to(device=self.home(name), dtype=stored_dtype)
 
     def tensor(self, name: str) -> Tensor | None:
-        """Read a small weight (norm scale, bias) in the compute dtype, or None where the model has none."""
+        """Read a small weight (norm scale, bias) in the compute dtype, or None if the model has none."""
         weight = self._stored(name)
         return None if weight is None else weight.to(self.compute_dtype)
 
     def linear(self, name: str, without_base: bool = False) -> FrozenLinear:
-        """Read the Linear called `name` inside the diffusion model, for example `double_blocks.0.img_attn.qkv`.
+        """Read the Linear `name` of the diffusion model, for example `double_blocks.0.img_attn.qkv`.
 
-        without_base: as the MODEL stores it. May raise ComfyUI's interrupt, as reading a whole model takes a while.
+        without_base: read it as the MODEL stores it. May raise ComfyUI's interrupt, as reading a model takes a while.
         """
         comfy.model_management.throw_exception_if_processing_interrupted()
         module = self.patcher.model.get_submodule(f"diffusion_model.{name}")
@@ -201,7 +201,7 @@ class FrozenWeights:
         return frozen._replace(bias=bias, pre_quant_scale=smoothing)
 
     def _in_base(self, name: str) -> FrozenLinear | None:
-        """Read the weight of a Linear in `base`, patched; None where it cannot be, or is in 8 bit or less already."""
+        """Read the patched weight of a Linear in `base`; None if that is impossible, or it has 8 bits or fewer."""
         if self.bytes_before_base(name) is None:
             return None
         home = self.home(name)
@@ -213,21 +213,21 @@ class FrozenWeights:
         weight = self._stored(f"{name}.weight", narrowed=False)
         assert weight is not None, name
         with torch.inference_mode(False), torch.no_grad():
-            held = quantised(weight, self.base, self.device, home)
+            requantised = quantised(weight, self.base, self.device, home)
         self.base_seconds += time.perf_counter() - started
-        return None if held is None else self._quantised(held, home)
+        return None if requantised is None else self._quantised(requantised, home)
 
     def _linear(self, name: str, module: torch.nn.Module) -> FrozenLinear:
-        """Read the weight of a Linear alone."""
-        own = module._parameters.get("weight")
-        if own is not None and block_type(own) is not None:
-            self._check_unpatched(own)
+        """Read only the weight of a Linear."""
+        parameter = module._parameters.get("weight")
+        if parameter is not None and block_type(parameter) is not None:
+            self._check_unpatched(parameter)
             patches = self.patcher.patches.get(f"diffusion_model.{name}.weight", ())
-            if (stored := format_beside(own, patches, self.compute_dtype)) is not None:
+            if (stored := format_beside(parameter, patches, self.compute_dtype)) is not None:
                 home = self.home(name)
                 with torch.inference_mode(False), torch.no_grad():
                     factors = (f.to(home) for f in factors_of(patches, stored, self.device, self.compute_dtype))
-                    data = share_outside_inference_mode(as_stored(own)).to(home)
+                    data = share_outside_inference_mode(as_stored(parameter)).to(home)
                     return FrozenLinear(data, None, None, tuple(factors), stored.text())
         weight = self._stored(f"{name}.weight")
         assert weight is not None, name
@@ -236,7 +236,7 @@ class FrozenWeights:
         return FrozenLinear(weight, None, None)
 
     def _values_of_gguf(self, key: str, weight: Tensor) -> Tensor:
-        """Read a weight of a GGUF file in full: blocks in the compute dtype, what torch reads itself in its own."""
+        """Read a weight of a GGUF file dequantised: blocks in the compute dtype, plain tensors in their own."""
         self._check_unpatched(weight)
         with torch.inference_mode(False), torch.no_grad():
             patches = self.patcher.patches.get(key)
@@ -247,7 +247,7 @@ class FrozenWeights:
             return with_weight_patches(values, patches, key, self.device).to(dtype)
 
     def _quantised(self, weight: QuantizedTensor, home: torch.device) -> FrozenLinear:
-        """Read a quantised weight as it is stored, or dequantised once where it cannot stay so."""
+        """Read a quantised weight as stored, or dequantise it once if it cannot be used so."""
         with torch.inference_mode(False), torch.no_grad():
             weight = weight.to(home)
             if _is_fp8_with_one_scale(weight):
@@ -264,7 +264,7 @@ class FrozenWeights:
 
 
 def _is_inside(name: str, blocks: frozenset[str]) -> bool:
-    """Return True for a name within one of the blocks."""
+    """Return True if the name is inside one of the blocks."""
     parts = name.split(".")
     return any(".".join(parts[:end]) in blocks for end in range(1, len(parts)))
 
@@ -278,39 +278,39 @@ def _is_fp8_with_one_scale(weight: QuantizedTensor) -> bool:
 
 
 def dequantised_notes(model: torch.nn.Module, compute_dtype: torch.dtype) -> list[str]:
-    """Return a sentence on the quantised weights that are held in the compute dtype while the model trains, if any."""
-    formats, held = set(), 0
+    """Return a sentence on the quantised weights held in the compute dtype while the model trains, if any."""
+    formats, total_bytes = set(), 0
     for module in model.modules():
         for weight in module._parameters.values():
             if not isinstance(weight, QuantizedTensor) or _is_fp8_with_one_scale(weight) or format_of(weight):
                 continue
             formats.add(quantised_layout(weight).removeprefix("TensorCore").removesuffix("Layout"))
-            held += weight.numel() * compute_dtype.itemsize
-    if not held:
+            total_bytes += weight.numel() * compute_dtype.itemsize
+    if not total_bytes:
         return []
     return [
         f"Weights stored as {', '.join(sorted(formats))} are converted to {str(compute_dtype)[6:]} while it trains "
-        f"({held / 2**30:.2f} GiB); all others stay as they are."
+        f"({total_bytes / 2**30:.2f} GiB); all others stay as they are."
     ]
 
 
 def _leave_shared_flat(refs: Sequence[WeightRef], patched: Collection[str]) -> None:
-    """Take patched and small tensors out of the flat buffer over which all these lie, if they do.
+    """Copy patched and small tensors out of the flat buffer that contains all of these, if there is one.
 
-    Matrices stay in it. What is small leaves, as it would keep the whole buffer in memory.
+    Matrices stay in it. Small tensors leave, as each would keep the whole buffer alive.
     """
     layout = Layout.of(plain_tensors(refs))
     if not refs or shared_flat(refs, layout) is None:
         return
-    held = ((ref, tensor) for ref in refs if (tensor := ref.tensor()) is not None)
+    weights = ((ref, tensor) for ref in refs if (tensor := ref.tensor()) is not None)
     small = layout.size // SMALL_PART
-    leave_flat(held, lambda ref, part: ref.key in patched or part.nbytes < small)
+    leave_flat(weights, lambda ref, part: ref.key in patched or part.nbytes < small)
 
 
 def _to_host(refs: Sequence[WeightRef]) -> None:
-    """Move swapped blocks off a GPU on which ComfyUI keeps the MODEL for good (--highvram, --gpu-only).
+    """Move swapped blocks off a GPU on which ComfyUI keeps the MODEL permanently (--highvram, --gpu-only).
 
-    They come back when it is loaded next.
+    The next load moves them back.
     """
     for ref in refs:
         tensor = ref.tensor()
@@ -319,29 +319,29 @@ def _to_host(refs: Sequence[WeightRef]) -> None:
 
 
 def unload(models: Sequence[ModelPatcher] | None = None) -> None:
-    """Take models and their clones off their devices, with their own weights in place of patched ones; all by default.
+    """Unload models and their clones, with their own weights in place of patched ones; all by default.
 
-    Each is unloaded under the inference mode that its weights bear, whichever this is called in. Quantised weights
-    that a loader made under inference mode can only be put back under it: outside, ComfyUI's unpatching breaks off at
-    the first, with a LoRA left in the others. Ordinary ones do not bear it.
+    Each is unloaded under the inference mode that its weights require, whichever the caller is in. Quantised weights
+    that a loader created under inference mode can only be restored under it: outside, ComfyUI's unpatching fails at the
+    first, leaving a LoRA in the others. Ordinary ones can't be restored under it.
     """
-    held = [pair for pair in held_models() if models is None or any(pair[1].is_clone(model) for model in models)]
+    loaded = [pair for pair in held_models() if models is None or any(pair[1].is_clone(model) for model in models)]
     for mode in (True, False):
-        chosen = [entry for entry, patcher in held if puts_back_under_inference(patcher) == mode]
-        others = [entry for entry in loaded_models() if all(entry is not one for one in chosen)]
+        targets = [entry for entry, patcher in loaded if puts_back_under_inference(patcher) == mode]
+        keep_loaded = [entry for entry in loaded_models() if all(entry is not target for target in targets)]
         with torch.inference_mode(mode):
-            for device in {entry.device for entry in chosen}:
-                comfy.model_management.free_memory(1e30, device, others)
-    del held  # what only this held may go now
+            for device in {entry.device for entry in targets}:
+                comfy.model_management.free_memory(1e30, device, keep_loaded)
+    del loaded  # free models that only this list referenced
     if models is None:
-        comfy.model_management.unload_all_models()  # it drops the entries of models that are gone, too
+        comfy.model_management.unload_all_models()  # also drops the entries of collected models
     comfy.model_management.soft_empty_cache()
 
 
 def puts_back_under_inference(patcher: ModelPatcher) -> bool:
     """Return True if the model has to be unloaded under inference mode.
 
-    Going by the quantised weights that patched ones stand in for, or by all where there are none.
+    Decided by the quantised weights that patched ones replace, or by all quantised weights if there are none.
     """
     for weights in (patched_originals(patcher), patcher.model.parameters()):
         if kinds := {weight.is_inference() for weight in weights if isinstance(weight, QuantizedTensor)}:

@@ -1,4 +1,4 @@
-"""Frozen weights of a convolution."""
+"""Frozen convolution."""
 
 from typing import NamedTuple
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 class FrozenConv(NamedTuple):
-    """Weights of one frozen convolution, in the dtype in which the MODEL has them.
+    """Weights of one frozen convolution, in the MODEL's dtype.
 
     weight: (out, in, height, width).
     bias: (out,).
-    stride, padding, dilation: as torch's own convolution has them.
+    stride, padding, dilation: as in torch.nn.Conv2d.
     """
 
     weight: Tensor
@@ -25,6 +25,6 @@ class FrozenConv(NamedTuple):
         return self.convolve(x, self.weight, self.bias)
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Convolve with another weight of this kernel's size, in the same way."""
+        """Convolve with another weight of the same kernel size, with this stride, padding and dilation."""
         bias = None if bias is None else bias.to(x.dtype)
         return torch.nn.functional.conv2d(x, weight.to(x.dtype), bias, self.stride, self.padding, self.dilation)

@@ -1,10 +1,9 @@
-"""Frozen linear: saves only the stored (quantised) weight for backward and dequantises again there.
+"""Frozen linear: save only the stored (quantised) weight for backward and dequantise it again there.
 
 ComfyUI holds a weight in the compute dtype, in a narrower one (fp8 with or without a scale), or quantised in a layout
-of its own (int8, nvfp4, mxfp8, int4, fp8 with a scale for each row). The numbers of the last are ComfyUI's: the
-layout's class dequantises into the dtype of what the weight is multiplied with, as core does where a device cannot
-multiply in the format itself. Those of a GGUF file are ggml's (see `gguf.blocks`), plus the product of two factors
-where LoRAs stand beside them.
+of its own (int8, nvfp4, mxfp8, int4, fp8 with a scale for each row). Values of the last are ComfyUI's: the layout's
+class dequantises into the dtype of the matmul's input, as core does if a device cannot multiply in the format itself.
+Those of a GGUF file are ggml's (see `gguf.blocks`), plus the product of two low-rank factors if LoRAs are applied.
 """
 
 import dataclasses
@@ -35,21 +34,21 @@ from .products import (
 )
 from .widening import core_has_kernel, widened, widened_by_triton
 
-# Layouts of one-byte codes with their scales beside them, and the function of comfy-kitchen that dequantises each.
+# Layouts of one-byte codes with separate scales, and the function of comfy-kitchen that dequantises each.
 _CODES = {
     "TensorCoreMXFP8Layout": "dequantize_mxfp8",
     "TensorWiseINT8Layout": "dequantize_int8_simple_dtype",
 }
 
-# What a layout's parameters say of every weight; the rest are its own tensors and constants.
+# Parameters common to all layouts; the others are a layout's own tensors and constants.
 _OF_ALL = ("orig_dtype", "orig_shape")
 
 
 class Format(NamedTuple):
-    """Storage of a quantised weight, less its tensors.
+    """Storage format of a quantised weight, without its tensors.
 
-    layout: name of ComfyUI's class, or of a format of GGUF.
-    shape: (out, in) of the weight that the parts stand for.
+    layout: name of ComfyUI's class, or of a GGUF format.
+    shape: (out, in) of the dequantised weight.
     tensors: names of the layout's tensors.
     constants: the layout's other parameters.
     """
@@ -60,7 +59,7 @@ class Format(NamedTuple):
     constants: dict[str, bool | int | float | str | None]
 
     def text(self) -> str:
-        """Encode for the ops: a constant of the graph, equal for weights that are stored alike."""
+        """Encode for the ops as a graph constant, equal for weights of equal format."""
         return json.dumps([self.layout, self.shape, self.tensors, self.constants], sort_keys=True)
 
 
@@ -72,10 +71,9 @@ def read_format(text: str) -> Format:
 
 
 def format_of(weight: QuantizedTensor) -> Format | None:
-    """Describe how the weight is stored.
+    """Describe the weight's storage format.
 
-    None for one that cannot be put together again from its parts and constants, or whose parts are those of its
-    transpose.
+    None if the weight cannot be rebuilt from its parts and constants, or if its parts store its transpose.
     """
     params = quantised_params(weight)
     fields = {f.name: getattr(params, f.name) for f in dataclasses.fields(params) if f.name not in _OF_ALL}
@@ -89,8 +87,8 @@ def format_of(weight: QuantizedTensor) -> Format | None:
 
 
 def dequantised(parts: Sequence[Tensor], layout: str, dtype: torch.dtype) -> Tensor:
-    """Dequantise to (out, in) in `dtype`: GGUF's blocks here, others by ComfyUI's class or, where that takes several
-    kernels, in one to the same values.
+    """Dequantise to (out, in) in `dtype`: GGUF's blocks here, others by ComfyUI's class or, if that takes several
+    kernels, by one kernel with the same values.
 
     parts: the stored data, then the layout's tensors. layout: the text of its `Format`.
     """
@@ -108,21 +106,21 @@ def dequantised(parts: Sequence[Tensor], layout: str, dtype: torch.dtype) -> Ten
     tensors = dict(zip(stored.tensors, parts[1:], strict=True))
     kind: Any = quant_ops.get_layout_class(stored.layout)
     params = kind.Params(**tensors, **stored.constants, orig_dtype=dtype, orig_shape=stored.shape)
-    # Layouts whose scales are in a wider dtype give that one.
+    # Layouts with scales in a wider dtype dequantise to that one.
     return QuantizedTensor(parts[0], stored.layout, params).dequantize().to(dtype)
 
 
 class FrozenLinear(NamedTuple):
     """Weights of one frozen Linear.
 
-    weight: (out, in) as stored or in the compute dtype; with a layout its data, of a shape of its own.
+    weight: (out, in) as stored or in the compute dtype; with a layout its data, in the layout's shape.
     scale: fp32 scalar of a scaled fp8 weight.
     bias: (out,).
     parts: the layout's tensors.
-    layout: the text of a `Format` where ComfyUI holds the weight quantised otherwise.
-    pre_quant_scale: (in,) or (1,), with which x is multiplied first (ModelOpt's smoothing).
-    products: None multiplies in full, in both directions.
-    meter: measures what `products` would give, and has the layer multiply in full.
+    layout: the text of a `Format` for weights quantised otherwise.
+    pre_quant_scale: (in,) or (1,), by which x is first multiplied (ModelOpt's smoothing).
+    products: matmul precisions; None runs full-precision matmuls forward and backward.
+    meter: measures the error of `products` while the layer itself runs full-precision matmuls.
     """
 
     weight: Tensor
@@ -150,7 +148,7 @@ class FrozenLinear(NamedTuple):
             if self.meter is not None:
                 return self._measured(x, self.products, self.meter)
             return low_linear(x, self.weight, self._scale, self.bias, self.layout, self.products)
-        bias = None if self.bias is None else self.bias.to(x.dtype)  # of another where a check computes in fp32
+        bias = None if self.bias is None else self.bias.to(x.dtype)  # their dtypes differ when a check computes in fp32
         if self.layout is not None:
             return quantised_linear(x, [self.weight, *self.parts], bias, self.layout)
         return frozen_linear(x, self.weight, self.scale, bias)
@@ -160,7 +158,7 @@ class FrozenLinear(NamedTuple):
         return self.parts[0] if self.layout is not None else self.scale
 
     def _measured(self, x: Tensor, products: Products, meter: ErrorMeter) -> Tensor:
-        """Multiply in full, and measure what `products` would give forward and, once its gradient is there, back."""
+        """Multiply in full precision, and measure the error of `products` forward and, in a gradient hook, backward."""
         plain = self._replace(bias=None, pre_quant_scale=None, products=None, meter=None)
         y = plain.apply(x)
         with torch.no_grad():
@@ -176,24 +174,24 @@ class FrozenLinear(NamedTuple):
 
     @property
     def format_name(self) -> str:
-        """Name of the storage, for messages."""
+        """Return the name of the storage format, for messages."""
         if self.layout is None:
             return str(self.weight.dtype)[6:]
         return read_format(self.layout).layout.removeprefix("TensorCore").removesuffix("Layout")
 
-    def low_precision(self, asked: str) -> Products | None:
-        """Return the products that multiply the weight as it is stored in `asked`, INT8 or FP8; None where none do."""
+    def low_precision(self, precision: str) -> Products | None:
+        """Return the matmuls of `precision`, INT8 or FP8, on the weight as stored; None if its format has none."""
         stored = None if self.layout is None else read_format(self.layout)
         if stored is None:
-            return Products(FP8, FP8) if asked == FP8 and self.weight.dtype in FP8_DTYPES else None
-        if asked == INT8 and stored.layout == "TensorWiseINT8Layout":
-            turned = stored.constants["convrot_groupsize"] if stored.constants["convrot"] else 0
-            return Products(INT8, INT8, int(turned or 0))
+            return Products(FP8, FP8) if precision == FP8 and self.weight.dtype in FP8_DTYPES else None
+        if precision == INT8 and stored.layout == "TensorWiseINT8Layout":
+            hadamard_size = stored.constants["convrot_groupsize"] if stored.constants["convrot"] else 0
+            return Products(INT8, INT8, int(hadamard_size or 0))
         by_rows = stored.layout.startswith("TensorCoreFP8") and stored.tensors == ("scale",)
-        return Products(FP8, FP8) if asked == FP8 and by_rows else None
+        return Products(FP8, FP8) if precision == FP8 and by_rows else None
 
     def apply_transposed(self, rows: Tensor) -> Tensor:
-        """Multiply rows · W, (n, out) → (n, in), without a gradient."""
+        """Compute rows · W, (n, out) → (n, in), without a gradient."""
         if self.layout is not None:
             columns = quantised_linear_input_grad(rows, [self.weight, *self.parts], self.layout)
         elif self.weight.dtype == rows.dtype and self.scale is None:
@@ -203,7 +201,7 @@ class FrozenLinear(NamedTuple):
         return columns if self.pre_quant_scale is None else columns * self.pre_quant_scale.to(columns.dtype)
 
     def full(self) -> Tensor:
-        """Return (out, in) in fp32, times `pre_quant_scale`; shared where the weight is stored so."""
+        """Return (out, in) in fp32, times `pre_quant_scale`; the weight itself if it is stored so."""
         if self.layout is not None:
             weight = dequantised((self.weight, *self.parts), self.layout, torch.float32)
         else:
@@ -228,19 +226,19 @@ class FrozenLinear(NamedTuple):
 def _register_opaque_linear(name: str, bias: int, shape: Callable[..., tuple[int, int]]) -> None:
     """Register the fake kernels, the gradient and the FLOPs of an opaque frozen linear and of its input gradient.
 
-    Opaque on purpose: a plain cast followed by a matmul makes autograd, and the partitioner of a compiled graph, keep
+    Opaque on purpose: a plain cast followed by a matmul makes autograd, and the partitioner of a compiled graph, save
     the cast weight for backward, which for an fp8 model is a full-size copy of it among the activations. These ops
     save the stored weight and dequantise again in backward.
 
-    name: of the op (x, *stored with the bias among them) -> (…, out), of which only x has a gradient. That of the
-        other, (grad, *stored) -> (…, in), ends in _input_grad.
-    bias: the place of the bias among the inputs.
+    name: of the op (x, *stored including the bias) -> (…, out), of which only x has a gradient. The name of the input
+        gradient's op, (grad, *stored) -> (…, in), ends in _input_grad.
+    bias: index of the bias among the inputs.
     shape: (*stored) -> (out, in) of the weight.
     """
     linear, input_grad = (getattr(torch.ops.tessera, op) for op in (name, f"{name}_input_grad"))
 
     def stored(inputs: Sequence[Any]) -> list[Any]:
-        return [value for ref, value in enumerate(inputs) if ref not in (0, bias)]
+        return [value for index, value in enumerate(inputs) if index not in (0, bias)]
 
     def fake(*inputs):
         return inputs[0].new_empty(*inputs[0].shape[:-1], shape(*stored(inputs))[0])
@@ -252,7 +250,7 @@ def _register_opaque_linear(name: str, bias: int, shape: Callable[..., tuple[int
         ctx.set_materialize_grads(False)
         ctx.no_grads = [[None] * len(value) if isinstance(value, list | tuple) else None for value in inputs[1:]]
         leaves, ctx.spec = tree_flatten(stored(inputs))
-        # Autograd's own way of saving, for its hooks and its checks, takes nothing but tensors and None.
+        # save_for_backward, needed for autograd's hooks and checks, accepts only tensors and None.
         ctx.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         ctx.save_for_backward(*(leaf if isinstance(leaf, Tensor) else None for leaf in leaves))
 
@@ -263,7 +261,7 @@ def _register_opaque_linear(name: str, bias: int, shape: Callable[..., tuple[int
         return input_grad(grad, *tree_unflatten(leaves, ctx.spec)), *ctx.no_grads
 
     def flops(x, *weights, **_) -> int:
-        """2·rows·in·out, as for a plain matmul. The partitioner weighs by it which results to save and which to
+        """Return 2·rows·in·out, as for a plain matmul. The partitioner decides by it which results to save and which to
         recompute; an op without a formula counts as free."""
         rows, columns = shape(*weights)
         return 2 * math.prod(x.shape[:-1]) * rows * columns
@@ -277,25 +275,25 @@ def _register_opaque_linear(name: str, bias: int, shape: Callable[..., tuple[int
 
 @torch.library.custom_op("tessera::stored_linear", mutates_args=())
 def stored_linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
-    """x: (…, in) → (…, out), on a weight stored in another dtype than x."""
+    """Multiply x, (…, in) → (…, out), by a weight stored in another dtype than x."""
     return torch.nn.functional.linear(x, widened(weight, scale, x.dtype), bias)
 
 
 @torch.library.custom_op("tessera::stored_linear_input_grad", mutates_args=())
 def stored_linear_input_grad(grad: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
-    """grad: (…, out) → (…, in), the gradient of `stored_linear` with respect to x."""
+    """Compute the gradient of `stored_linear` with respect to x. grad: (…, out) → (…, in)."""
     return grad @ widened(weight, scale, grad.dtype)
 
 
 @torch.library.custom_op("tessera::quantised_linear", mutates_args=())
 def quantised_linear(x: Tensor, parts: Sequence[Tensor], bias: Tensor | None, layout: str) -> Tensor:
-    """x: (…, in) → (…, out), on a weight in one of ComfyUI's quantised layouts or GGUF's formats."""
+    """Multiply x, (…, in) → (…, out), by a weight in one of ComfyUI's quantised layouts or GGUF's formats."""
     return torch.nn.functional.linear(x, dequantised(parts, layout, x.dtype), bias)
 
 
 @torch.library.custom_op("tessera::quantised_linear_input_grad", mutates_args=())
 def quantised_linear_input_grad(grad: Tensor, parts: Sequence[Tensor], layout: str) -> Tensor:
-    """grad: (…, out) → (…, in), the gradient of `quantised_linear` with respect to x."""
+    """Compute the gradient of `quantised_linear` with respect to x. grad: (…, out) → (…, in)."""
     return grad @ dequantised(parts, layout, grad.dtype)
 
 

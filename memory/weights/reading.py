@@ -1,5 +1,5 @@
-"""A check of reading: of each format in which a MODEL stores weights one layer is run by ComfyUI's own module and by
-what training read of it."""
+"""Check the reading of weights: run one layer of each storage format in a MODEL both by ComfyUI's own module and with
+the weights that training has read."""
 
 import copy
 import math
@@ -16,14 +16,14 @@ from ...common.core import intended_dtype, quantised_layout
 from ...common.gguf_tensor import block_type, is_gguf, type_name, with_patches
 from .frozen import FrozenWeights
 
-# The largest relative difference of what both give in fp32: by the dtypes that a weight is rounded to on its way. A
-# weight that is 2 % too large is beyond each of them.
+# The largest allowed relative difference of both outputs in fp32, by the dtypes that a weight is rounded to on the way.
+# A weight that is 2 % too large exceeds each of them.
 _ROUNDING = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 _DEQUANTISED = 1e-2  # ComfyUI dequantises in 16 bits
-_PATCHED = 0.4  # a LoRA on weights of 4 bits, rounded at random, leaves them up to 0.2 from what they were without it
+_PATCHED = 0.4  # 4-bit weights with a LoRA, rounded stochastically, are up to 0.2 from those without it
 _ROWS = 4
 
-# Set on modules by ComfyUI's loading, and by its dynamic VRAM: there a module reads its weight through them.
+# Set on modules by ComfyUI's loading and by its dynamic VRAM, under which a module reads its weight through them.
 LOADING = (
     "_v",
     "_prefetch",
@@ -37,9 +37,9 @@ LOADING = (
 
 
 class Misread(NamedTuple):
-    """A layer, by its name in the diffusion model, that training reads otherwise than ComfyUI does.
+    """A layer, by its name in the diffusion model, that training reads differently from ComfyUI.
 
-    difference: relative, of what the two give.
+    difference: relative difference of the outputs.
     """
 
     name: str
@@ -47,36 +47,36 @@ class Misread(NamedTuple):
 
 
 def has_known_forward(module: nn.Module) -> bool:
-    """Tell whether a layer runs torch's or ComfyUI's own forward.
+    """Return whether a layer runs torch's or ComfyUI's own forward.
 
-    Classes of loaders that store weights in a way of their own, such as those for GGUF files, are ComfyUI's but for how
-    they read them.
+    Layer classes of loaders with custom weight storage, such as those for GGUF files, only override the reading of the
+    weights.
     """
     return type(module).forward.__module__.startswith(("torch.nn", "comfy.ops"))
 
 
-def find_misread(weights: FrozenWeights, ours: Mapping[str, Callable[[Tensor], Tensor]]) -> Misread | None:
-    """Compare one module of each kind and format; None where none differs.
+def find_misread(weights: FrozenWeights, forwards: Mapping[str, Callable[[Tensor], Tensor]]) -> Misread | None:
+    """Compare one module of each kind and format; None if none differs.
 
-    ours: runs the module called so on an fp32 input with the weights that training has read of it, on
+    forwards: for each module name, a function that runs it on an fp32 input with the weights that training has read, on
         `weights.device`.
 
-    Modules whose input is not known from their class are left out. One weight is held at a time, and the MODEL is not
-    changed. Under dynamic VRAM the weight is the one that ComfyUI keeps on the host.
+    Modules whose input shape is not known from their class are skipped. One weight is held at a time, and the MODEL is
+    unchanged. Under dynamic VRAM the weight is the one that ComfyUI keeps on the host.
     """
-    seen = set()
-    for name, run in ours.items():
+    kinds_seen = set()
+    for name, run in forwards.items():
         module = weights.patcher.model.get_submodule(f"diffusion_model.{name}".rstrip("."))
-        made = _input_of(module, weights)
+        sample = _input_of(module, weights)
         patched = any(f"diffusion_model.{name}.{part}" in weights.patcher.patches for part in ("weight", "bias"))
-        if made is None or (patched and not _casts(module)):
+        if sample is None or (patched and not _casts(module)):
             continue
         kind = (type(module), patched, *(_format(getattr(module, part, None)) for part in ("weight", "bias")))
-        if kind in seen:
+        if kind in kinds_seen:
             continue
-        seen.add(kind)
+        kinds_seen.add(kind)
         core = _as_core_runs(weights, name, module)
-        if not (difference := _difference(run, core, made)) <= _limit(core.weight, patched, weights.compute_dtype):
+        if not (difference := _difference(run, core, sample)) <= _limit(core.weight, patched, weights.compute_dtype):
             return Misread(name, difference)
     return None
 
@@ -98,85 +98,85 @@ def _format(weight: Any) -> str:
 
 
 def _input_of(module: nn.Module, weights: FrozenWeights) -> Tensor | None:
-    """Random fp32 input of a module that runs torch's or ComfyUI's forward, x and then −x; None for any other.
+    """Make a random fp32 input, x and then −x, for a module that runs torch's or ComfyUI's forward; None for others.
 
-    Signs go into matrices: a kernel that rounds its input to few bits leaves them as they are.
+    Linears and convolutions get signs, ±1: a kernel that rounds its input to few bits leaves them exact.
     """
-    known: Any = module
-    if not has_known_forward(module) or getattr(known, "weight", None) is None:
+    layer: Any = module
+    if not has_known_forward(module) or getattr(layer, "weight", None) is None:
         return None
     generator = torch.Generator().manual_seed(0)
-    if hasattr(known, "in_features"):
-        shape: tuple[int, ...] = (_ROWS, known.in_features)
-    elif hasattr(known, "in_channels") and not getattr(known, "transposed", True):
+    if hasattr(layer, "in_features"):
+        shape: tuple[int, ...] = (_ROWS, layer.in_features)
+    elif hasattr(layer, "in_channels") and not getattr(layer, "transposed", True):
         shape = (
             1,
-            known.in_channels,
-            *(d * (k - 1) + 2 for d, k in zip(known.dilation, known.kernel_size, strict=True)),
+            layer.in_channels,
+            *(d * (k - 1) + 2 for d, k in zip(layer.dilation, layer.kernel_size, strict=True)),
         )
-    elif hasattr(known, "normalized_shape"):
-        shape = (_ROWS, *known.normalized_shape)
-    elif hasattr(known, "num_channels"):
-        shape = (1, known.num_channels, _ROWS)
-    elif hasattr(known, "num_embeddings"):
-        return torch.randint(0, known.num_embeddings, (_ROWS,), generator=generator).to(weights.device)
+    elif hasattr(layer, "normalized_shape"):
+        shape = (_ROWS, *layer.normalized_shape)
+    elif hasattr(layer, "num_channels"):
+        shape = (1, layer.num_channels, _ROWS)
+    elif hasattr(layer, "num_embeddings"):
+        return torch.randint(0, layer.num_embeddings, (_ROWS,), generator=generator).to(weights.device)
     else:
         return None
     noise = torch.randn(shape, generator=generator)
-    signs = hasattr(known, "in_features") or hasattr(known, "in_channels")
+    signs = hasattr(layer, "in_features") or hasattr(layer, "in_channels")
     half = noise.sign() if signs else noise
     return torch.cat((half, -half)).to(weights.device)
 
 
 def _as_core_runs(weights: FrozenWeights, name: str, module: nn.Module) -> nn.Module:
-    """The MODEL's own module with its LoRAs and ComfyUI's own casting, as it runs where it lies in other memory."""
-    own: Any = copy.copy(module)  # shares the weights; what is set here stays here
+    """Copy the MODEL's own module with its LoRAs and ComfyUI's casting, as it runs if its weights are offloaded."""
+    clone: Any = copy.copy(module)  # shares the weights; attributes set below affect only the copy
     for attribute in LOADING:
-        vars(own).pop(attribute, None)
+        vars(clone).pop(attribute, None)
     if _casts(module):
-        own.comfy_cast_weights = True
-        own.comfy_force_cast_weights = True  # else some formats round the input
-        if isinstance(own.weight, QuantizedTensor) and hasattr(own, "in_features"):
-            own.weight_function = [nn.Identity()]  # else the product itself rounds the input, to 4 bits even
-    held = vars(own)["_parameters"] = dict(own._parameters)
-    in_blocks = any(block_type(weight) is not None for weight in held.values())
+        clone.comfy_cast_weights = True
+        clone.comfy_force_cast_weights = True  # otherwise some formats round the input
+        if isinstance(clone.weight, QuantizedTensor) and hasattr(clone, "in_features"):
+            clone.weight_function = [nn.Identity()]  # otherwise the matmul rounds the input, even to 4 bits
+    parameters = vars(clone)["_parameters"] = dict(clone._parameters)
+    in_blocks = any(block_type(weight) is not None for weight in parameters.values())
     for part in ("weight", "bias"):
-        key, wanted = f"diffusion_model.{name}.{part}", intended_dtype(module, part)
-        if wanted is not None and type(getattr(held.get(part), "data", None)) is Tensor:
+        key, dtype = f"diffusion_model.{name}.{part}", intended_dtype(module, part)
+        if dtype is not None and type(getattr(parameters.get(part), "data", None)) is Tensor:
             # As dynamic VRAM casts it at each use.
-            held[part] = nn.Parameter(held[part].data.to(wanted), requires_grad=False)
-        if key in weights.patcher.patches and in_blocks and is_gguf(held[part]):
-            held[part] = with_patches(held[part], [(weights.patcher.patches[key], key)])
+            parameters[part] = nn.Parameter(parameters[part].data.to(dtype), requires_grad=False)
+        if key in weights.patcher.patches and in_blocks and is_gguf(parameters[part]):
+            parameters[part] = with_patches(parameters[part], [(weights.patcher.patches[key], key)])
         elif key in weights.patcher.patches:
-            setattr(own, f"{part}_function", [LowVramPatch(key, weights.patcher.patches)])
-    return own
+            setattr(clone, f"{part}_function", [LowVramPatch(key, weights.patcher.patches)])
+    return clone
 
 
 @torch.no_grad()
-def _difference(ours: Callable[[Tensor], Tensor], core: Any, x: Tensor) -> float:
-    """0 where ComfyUI itself cannot run the module so, as some formats on some devices."""
+def _difference(forward: Callable[[Tensor], Tensor], core: Any, x: Tensor) -> float:
+    """Return the relative difference; 0 if ComfyUI itself cannot run the module so, as some formats on some devices."""
     if x.is_floating_point() and not _casts(core):
         x = x.to(core.weight.dtype)
     try:
-        wanted = core(x if _casts(core) else x.to(core.weight.device)).float().cpu()
+        expected = core(x if _casts(core) else x.to(core.weight.device)).float().cpu()
     except RuntimeError as error:
         if comfy.model_management.is_oom(error):
             raise
         return 0.0
-    found = ours(x).float().cpu()
+    actual = forward(x).float().cpu()
     if not x.is_floating_point():
-        return _relative(found, wanted)
-    # x and −x: a large bias hides nothing of the weight.
-    (a, b), (c, d) = found.chunk(2), wanted.chunk(2)
+        return _relative(actual, expected)
+    # x and −x: separates the weight from a large bias, which would hide its error.
+    (a, b), (c, d) = actual.chunk(2), expected.chunk(2)
     return max(_relative(a - b, c - d), _relative(a + b, c + d, 0.3 * float((c - d).norm())))
 
 
-def _relative(found: Tensor, wanted: Tensor, least: float = 1e-12) -> float:
-    """‖found − wanted‖ / ‖wanted‖, or / `least` where that is more; NaN is infinite."""
-    error = float((found - wanted).norm()) / max(float(wanted.norm()), least)
+def _relative(actual: Tensor, expected: Tensor, least: float = 1e-12) -> float:
+    """Return ‖actual − expected‖ / max(‖expected‖, `least`), infinite for NaN."""
+    error = float((actual - expected).norm()) / max(float(expected.norm()), least)
     return error if error >= 0 else math.inf
 
 
 def _casts(module: nn.Module) -> bool:
-    """True for a class of ComfyUI's that takes an input of any dtype on any device."""
+    """Return True for a class of ComfyUI's that takes an input of any dtype on any device."""
     return hasattr(module, "forward_comfy_cast_weights")

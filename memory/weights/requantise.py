@@ -1,7 +1,7 @@
-"""Re-expression of 16 and 32 bit weights of a state dict in 8 bit, in the formats that ComfyUI's own loader reads.
+"""Quantise 16 and 32 bit weights of a state dict to 8 bit, in the formats that ComfyUI's own loader reads.
 
-int8 has a scale for each row of a weight that is turned first by a Hadamard matrix along its columns, which spreads the
-few large ones (ConvRot); fp8 has one scale for a weight, as ComfyUI's layout of it does.
+int8 has one scale per row of a weight that is first rotated by a Hadamard matrix along its columns, which spreads
+outliers (ConvRot); fp8 has one scale per weight, as in ComfyUI's layout.
 """
 
 import json
@@ -23,31 +23,31 @@ AS_STORED = "as stored"
 BASES = (AS_STORED, INT8, FP8)
 WIDE = (torch.float32, torch.bfloat16, torch.float16)
 TURNS = (256, 64, 16)
-"""Sizes of the Hadamard matrix, of which the first that divides the columns is taken."""
+"""Sizes of the Hadamard matrix; the first that divides the columns is used."""
 SLICE = 1 << 22
-"""Elements of a weight that are quantised at once."""
+"""Elements of a weight quantised at once."""
 
 
 _KEY = "tessera.base"
 
 
 def remember_base(patcher: ModelPatcher, base: str) -> None:
-    """Note on a MODEL, for its clones too, that its loader has put it into `base`."""
+    """Record on a MODEL and its clones that its loader has quantised it to `base`."""
     patcher.set_attachments(_KEY, base)
 
 
 def base_of(patcher: ModelPatcher) -> str:
-    """Return the base that the MODEL's loader has put it into, AS_STORED where it has not."""
+    """Return the base that the MODEL's loader has quantised it to, AS_STORED if it has not."""
     return patcher.get_attachment(_KEY) or AS_STORED
 
 
 @dataclass
 class Requantised:
-    """Weights that were put into 8 bit.
+    """Statistics of weights quantised to 8 bit.
 
-    count, unturned: numbers of weights in 8 bit, and of those of int8 that no Hadamard matrix fits.
-    before, after: bytes of the weights that are in 8 bit now.
-    left: names of weights that stay as they are, by reason.
+    count, unturned: numbers of weights quantised, and of int8 ones whose width no Hadamard matrix divides.
+    before, after: bytes of the quantised weights before and after.
+    left: names of weights that are unchanged, by reason.
     """
 
     count: int = 0
@@ -57,7 +57,7 @@ class Requantised:
     left: dict[str, list[str]] = field(default_factory=dict)
 
     def notes(self, base: str, took: str = "") -> Iterator[str]:
-        """Yield sentences for the user. took: how long it took, in words."""
+        """Yield sentences for the user. took: the duration, in words."""
         gain = f"{self.before / 2**30:.2f} GiB became {self.after / 2**30:.2f} GiB"
         if self.count:
             yield f"base: {self.count} layers of the blocks were converted to {base}{took}; {gain}."
@@ -76,23 +76,23 @@ def requantise(
     device: torch.device,
     progress: Callable[[int, int], None],
 ) -> Requantised:
-    """Put weights of a state dict into 8 bit, in place, one at a time.
+    """Quantise weights of a state dict to 8 bit, in-place, one at a time.
 
-    tensors: the state dict; a weight that is replaced leaves it, and is freed where nothing else holds it.
-    names: keys of the weights, (out, in) each. Those that are in 8 bit or less already stay.
+    tensors: the state dict; a replaced weight is removed from it, and freed if nothing else holds it.
+    names: keys of the weights, (out, in) each. Those with 8 bits or fewer are unchanged.
     base: one of BASES but the first.
     device: computes them; the results are on the host.
-    progress(done, of): called before each.
+    progress(index, total): called before each.
     """
     result = Requantised()
-    for done, name in enumerate(names):
-        progress(done, len(names))
+    for index, name in enumerate(names):
+        progress(index, len(names))
         weight, module = tensors[name], name.removesuffix(".weight")
         if weight.dtype not in WIDE or f"{module}.comfy_quant" in tensors:
             result.left.setdefault("already in 8 bit or less", []).append(module)
             continue
-        held = quantised(weight, base, device, torch.device("cpu"))
-        if held is None:
+        converted = quantised(weight, base, device, torch.device("cpu"))
+        if converted is None:
             result.left.setdefault("all zero, or not finite", []).append(module)
             continue
         described = _describe(base, weight.shape[1])
@@ -100,23 +100,23 @@ def requantise(
         result.unturned += base == INT8 and "convrot" not in described
         result.before += weight.nbytes
         text = torch.tensor(list(json.dumps(described).encode()), dtype=torch.uint8)
-        parts = held.state_dict(name)
+        parts = converted.state_dict(name)
         result.after += sum(tensor.nbytes for tensor in parts.values())
         tensors |= parts | {f"{module}.comfy_quant": text}
-        del weight, held
+        del weight, converted
     progress(len(names), len(names))
     return result
 
 
 def largest(weight: Tensor) -> Tensor:
-    """Largest absolute value, an fp32 scalar, without a copy of the weight; NaN where it has one."""
+    """Return the largest absolute value, an fp32 scalar, without copying the weight; NaN if it contains one."""
     low, high = weight.aminmax()
     return torch.maximum(-low, high).float()
 
 
 def quantised_zeros(shape: tuple[int, int], base: str, home: torch.device) -> QuantizedTensor:
-    """Make a weight of zeros in the form that `quantised` gives; on the host its codes take no memory before they are
-    written."""
+    """Make a weight of zeros in the format that `quantised` returns; on the host its codes take no memory until they
+    are written."""
     layout, options = _layout(base, shape[1])
     kind = QuantizedTensor.from_float(torch.zeros(1, shape[1]), layout, **options)
     codes, params = quantised_data(kind), quantised_params(kind)
@@ -126,47 +126,47 @@ def quantised_zeros(shape: tuple[int, int], base: str, home: torch.device) -> Qu
     return QuantizedTensor(data.to(home), layout, params)
 
 
-def _layout(base: str, columns: int, most: Tensor | None = None) -> tuple[str, dict[str, Any]]:
-    """Return the name of ComfyUI's layout for a weight, and the options with which it quantises.
+def _layout(base: str, columns: int, amax: Tensor | None = None) -> tuple[str, dict[str, Any]]:
+    """Return the name of ComfyUI's layout for a weight, and its options for quantising.
 
-    most: largest absolute value of the weight.
+    amax: largest absolute value of the weight.
     """
     if base == FP8:
-        most = torch.ones(()) if most is None else most
-        return "TensorCoreFP8E4M3Layout", {"scale": most / torch.finfo(torch.float8_e4m3fn).max}
+        amax = torch.ones(()) if amax is None else amax
+        return "TensorCoreFP8E4M3Layout", {"scale": amax / torch.finfo(torch.float8_e4m3fn).max}
     described = _describe(base, columns)
     del described["format"]
     return "TensorWiseINT8Layout", {"per_channel": True, **described}
 
 
 def _describe(base: str, columns: int) -> dict[str, Any]:
-    """ComfyUI's description of a weight in such a format, `comfy_quant` of a file."""
+    """Return ComfyUI's description of a weight in this format, a file's `comfy_quant`."""
     if base == FP8:
-        # Without it core would multiply in fp8 where a card can, with x cast without a scale.
+        # Otherwise core would multiply in fp8 on cards that support it, with x cast without a scale.
         return {"format": "float8_e4m3fn", "full_precision_matrix_mult": True}
     turn = next((size for size in TURNS if columns % size == 0), None)
-    turned = {} if turn is None else {"convrot": True, "convrot_groupsize": turn}
-    return {"format": "int8_tensorwise", **turned}
+    convrot = {} if turn is None else {"convrot": True, "convrot_groupsize": turn}
+    return {"format": "int8_tensorwise", **convrot}
 
 
 def quantised(weight: Tensor, base: str, device: torch.device, home: torch.device) -> QuantizedTensor | None:
-    """Quantise one weight (out, in), some rows at a time, so that little is held in fp32.
+    """Quantise one weight (out, in), some rows at a time, so that few elements are held in fp32.
 
     base: one of BASES but the first.
     device: computes it.
-    home: where the result is to lie.
+    home: device of the result.
 
     Returns ComfyUI's own tensor; None for a weight that is all zero, or not finite.
     """
-    most = largest(weight)
-    if not (torch.isfinite(most) and most > 0):
+    amax = largest(weight)
+    if not (torch.isfinite(amax) and amax > 0):
         return None
-    layout, options = _layout(base, weight.shape[1], most.to(device))
+    layout, options = _layout(base, weight.shape[1], amax.to(device))
     codes: Tensor | None = None
     scales: list[Tensor] = []
     rows = max(1, SLICE // weight.shape[1])
     for start in range(0, len(weight), rows):
-        # In fp32: a bf16 weight would be turned in bf16, and be rounded before it is quantised.
+        # In fp32: a bf16 weight would be rotated in bf16, and so be rounded before it is quantised.
         part = QuantizedTensor.from_float(weight[start : start + rows].to(device).float(), layout, **options)
         data, params = quantised_data(part), quantised_params(part)
         if codes is None:

@@ -1,4 +1,4 @@
-"""Residency of a run's frozen weights: a model of ComfyUI's memory management that can be asked to leave the device."""
+"""Residency of a run's frozen weights, registered as a model that ComfyUI's memory management can unload."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -20,18 +20,18 @@ class FrozenModule(nn.Module):
         raise AssertionError(f"{type(self).__name__} has no take")
 
     def release(self, last: bool = False) -> None:
-        """Free the weights; the buffers keep their names. last: they are not taken again."""
+        """Free the weights; the buffers keep their names. last: they will not be read again."""
         for name in self._buffers:
             self._buffers[name] = None
 
     def moved(self, name: str, source: Tensor, moved: Tensor) -> bool | None:
-        """Note that the host's copy of the buffer `name` lies in `moved` from here on, no longer in `source`.
+        """Record that the host copy of the buffer `name` has moved from `source` to `moved`.
 
-        Returns True where the MODEL has a weight of its own besides, because this one is patched or cast.
+        Returns True if the MODEL has a separate weight of its own, because this one is patched or cast.
         """
 
     def end(self) -> None:
-        """Leave the MODEL as it was, after the last `release`."""
+        """Restore the MODEL's original state, after the last `release`."""
 
     def held_bytes(self) -> int:
         return sum(b.numel() * b.element_size() for b in self._buffers.values() if b is not None)
@@ -52,8 +52,8 @@ class Holder(Protocol):
 class ResidentWeights(ModelPatcher):
     """Registers the modules' weights with ComfyUI while they are on the device.
 
-    When ComfyUI needs the memory it unloads them like any model; `ensure` takes them again before the next step. They
-    come and go together: a training step needs all of them.
+    When ComfyUI needs the memory it unloads them like any model; `ensure` reloads them before the next step. They are
+    loaded and unloaded together: a training step needs all of them.
     """
 
     def __init__(self, modules: Sequence[Holder], load_device: torch.device, offload_device: torch.device):
@@ -65,7 +65,7 @@ class ResidentWeights(ModelPatcher):
     def ensure(self) -> None:
         """Make the weights resident and known to ComfyUI."""
         if not self.resident:
-            # What took the memory may be the MODEL itself: loaded, its modules hold patched weights, not their own.
+            # The memory may be taken by the MODEL itself, whose modules hold patched weights while it is loaded.
             unload()
         if not self.resident or not any(entry.model is self for entry in loaded_models()):
             comfy.model_management.load_models_gpu([self], force_full_load=True)
@@ -74,9 +74,9 @@ class ResidentWeights(ModelPatcher):
         """Take the weights off the device and out of ComfyUI's list."""
         self.is_last = True
         loaded = loaded_models()
-        for own in [entry for entry in loaded if entry.model is self]:
-            loaded.remove(own)
-            own.model_unload()
+        for entry in [entry for entry in loaded if entry.model is self]:
+            loaded.remove(entry)
+            entry.model_unload()
         self._set_resident(False)
         for module in self.modules:
             module.end()
@@ -94,7 +94,7 @@ class ResidentWeights(ModelPatcher):
         self.resident = resident
         return self.bytes
 
-    # What ComfyUI's memory management calls.
+    # Called by ComfyUI's memory management.
 
     def model_size(self) -> int:
         return self.size

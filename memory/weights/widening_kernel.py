@@ -1,6 +1,6 @@
-"""Triton kernel that widens stored weights: reads each code once, writes code · scale once.
+"""Triton kernel that dequantises stored weights: read each code once, write code · scale once.
 
-The bits are decoded by integer arithmetic, as Triton converts fp8 only on cards that have instructions for it.
+The bits are decoded by integer arithmetic, as Triton converts fp8 only on cards with instructions for it.
 """
 
 import torch
@@ -16,12 +16,12 @@ BLOCK = 1024
 
 @triton.jit
 def _decode(code, FORMAT: tl.constexpr):
-    """Decode bytes to fp32, exactly."""
+    """Decode bytes to fp32 exactly."""
     if FORMAT == INT8:
         return code.to(tl.int8, bitcast=True).to(tl.float32)
     if FORMAT == E5M2:  # the upper half of an fp16
         return (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
-    # Exponent and mantissa at fp16's places, and 2^(15 - 7) for the other bias: subnormals come right too.
+    # Shift exponent and mantissa to fp16's positions, and multiply by 2^(15 - 7) for the bias; exact for subnormals.
     bits = code.to(tl.uint16)
     half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
     value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256
@@ -30,7 +30,7 @@ def _decode(code, FORMAT: tl.constexpr):
 
 @triton.jit
 def _widen(codes, scales, out, columns, stride, tiles, FORMAT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr):
-    """Widen BLOCK columns of one row. stride: of the codes' rows; tiles: of MX scales beside one another."""
+    """Dequantise BLOCK columns of one row. stride: of the codes' rows; tiles: number of MX scale tiles per row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -48,7 +48,7 @@ def _widen(codes, scales, out, columns, stride, tiles, FORMAT: tl.constexpr, SCA
 
 
 def widen(codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch.dtype, mx: bool = False) -> Tensor:
-    """Widen codes (rows, columns or more) of FORMATS to `shape`, (out, in), in `dtype`.
+    """Dequantise codes (rows, columns or more) of FORMATS to `shape`, (out, in), in `dtype`.
 
     scale: fp32, one or one for each row; with `mx` the bytes of mxfp8's block scales.
     """

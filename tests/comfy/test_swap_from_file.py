@@ -351,9 +351,9 @@ def test_weights_that_left_the_file_for_the_device_are_put_back(tmp_path: Path) 
     for key in ("img_in.weight", "txt_in.weight", "double_blocks.0.img_attn.proj.weight"):
         rest.copy_out(f"diffusion_model.{key}")
     assert lies_there(plain, quantised, bias) == [False] * 3
-    rest.restore({"diffusion_model.txt_in.weight"}, only="cuda")
+    rest.restore({"diffusion_model.txt_in.weight"}, device_type="cuda")
     assert lies_there(plain, quantised, bias) == [False] * 3
-    rest.restore({"diffusion_model.txt_in.weight"}, only="cpu")
+    rest.restore({"diffusion_model.txt_in.weight"}, device_type="cpu")
     assert lies_there(plain, quantised, bias) == [True, True, False]
     assert all(torch.equal(t, before[key]) for key, t in model.state_dict().items())
     rest.drop_replaced(set())  # no patch is on it: another node has put it there

@@ -43,8 +43,8 @@ class HeldLink:
         self.marks += 1
         return self.marks
 
-    def send(self, slot, source, mark, then) -> Event:
-        self.sent.append((slot, source, mark, then, Event()))
+    def send(self, slot, source, mark, after_copy) -> Event:
+        self.sent.append((slot, source, mark, after_copy, Event()))
         self.arrived.release()
         return self.sent[-1][-1]
 
@@ -71,8 +71,8 @@ class HeldLink:
 class PromptLink(HeldLink):
     """One whose copies are made at once."""
 
-    def send(self, slot, source, mark, then) -> Event:
-        event = super().send(slot, source, mark, then)
+    def send(self, slot, source, mark, after_copy) -> Event:
+        event = super().send(slot, source, mark, after_copy)
         self.let_go(-1)
         return event
 
@@ -166,10 +166,10 @@ def test_a_failed_copy_keeps_nothing_of_the_call_that_asked_for_it() -> None:
 
 def test_settling_waits_for_copies_that_failed_after_they_were_started_too() -> None:
     class Failing(HeldLink):
-        def send(self, slot, source, mark, then) -> Event:
+        def send(self, slot, source, mark, after_copy) -> Event:
             event = super().send(slot, source, mark, None)
-            if then is not None:
-                then()
+            if after_copy is not None:
+                after_copy()
             return event
 
     def fail() -> None:

@@ -1,1 +1,1 @@
-"""Weights of GGUF files: their blocks of codes and scales, and how training holds them."""
+"""Weights of GGUF files: block formats of codes and scales, and their storage while training."""

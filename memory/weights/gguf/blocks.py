@@ -1,4 +1,4 @@
-"""Formats of GGUF: blocks of 32 or 256 values, each of small codes with the scales that they share.
+"""Block formats of GGUF: blocks of 32 or 256 values, stored as small codes with shared scales.
 
 A value is code · scale − offset, in fp32 as ggml computes it. The layouts are those of `ggml-common.h`, the order of
 the values in a block that of `dequantize_row_*` in `ggml-quants.c`.
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Values of one pass over the blocks: fp32 stands beside the result for no more than these, and stays in a GPU's cache.
+# Values per pass over the blocks: only these take fp32 memory besides the result, and they fit into a GPU's cache.
 AT_ONCE = 2**22
 
 # The levels of IQ4_NL and IQ4_XS.
@@ -18,11 +18,11 @@ _LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 
 
 
 class Parts(NamedTuple):
-    """Blocks taken apart.
+    """Unpacked blocks.
 
     codes: (n, values), or (n, groups, values of a group).
     scale: fp32 that broadcasts against the codes.
-    offset: likewise, added to the product; None where there is none.
+    offset: likewise, added to codes · scale; None if there is none.
     """
 
     codes: Tensor
@@ -31,11 +31,11 @@ class Parts(NamedTuple):
 
 
 class BlockFormat(NamedTuple):
-    """One format.
+    """One block format.
 
-    number: GGML's.
-    values: of a block.
-    size: bytes of a block.
+    number: GGML's type number.
+    values: number of values per block.
+    size: bytes per block.
     split: blocks (n, size) → Parts.
     """
 
@@ -46,7 +46,7 @@ class BlockFormat(NamedTuple):
 
 
 def _half(stored: Tensor) -> Tensor:
-    """fp16 numbers (n, k) of their bytes (n, 2·k)."""
+    """Reinterpret bytes (n, 2·k) as fp16 numbers (n, k), in fp32."""
     return stored.contiguous().view(torch.float16).float()
 
 
@@ -57,12 +57,12 @@ def _shifted(stored: Tensor, step: int) -> Tensor:
 
 
 def _nibbles(stored: Tensor) -> Tensor:
-    """Low halves of the bytes, then their high halves: (…, k) → (…, 2, k)."""
+    """Split bytes into their low halves, then their high halves: (…, k) → (…, 2, k)."""
     return torch.stack((stored & 15, stored >> 4), dim=-2)
 
 
 def _bits(stored: Tensor) -> Tensor:
-    """Bits of the bytes, the lowest first: (n, k) → (n, 8·k)."""
+    """Unpack the bits of the bytes, lowest first: (n, k) → (n, 8·k)."""
     return (_shifted(stored, 1) & 1).transpose(-1, -2).flatten(1)
 
 
@@ -93,7 +93,7 @@ def _q8_0(b: Tensor) -> Parts:
 
 
 def _q2_k(b: Tensor) -> Parts:
-    """scales, of 4 bits, and offsets, of 4: 16. codes: 64 bytes. d, dmin."""
+    """Unpack 16 bytes of 4-bit scales and 4-bit offsets, 64 bytes of codes, d, dmin."""
     codes = _shifted(b[:, 16:80].unflatten(1, (2, 32)), 2) & 3
     d, dmin = _half(b[:, 80:]).split(1, dim=1)
     scale, offset = d * (b[:, :16] & 15), -dmin * (b[:, :16] >> 4)
@@ -101,7 +101,7 @@ def _q2_k(b: Tensor) -> Parts:
 
 
 def _q3_k(b: Tensor) -> Parts:
-    """Third bits of the codes: 32 bytes. Their others: 64. Scales of 6 bits: 12. d."""
+    """Unpack 32 bytes of the codes' third bits, 64 of their low bits, 12 of 6-bit scales, d."""
     low = _shifted(b[:, 32:96].unflatten(1, (2, 32)), 2) & 3
     codes = low.flatten(1).char() + ((_shifted(b[:, :32], 1) & 1) << 2).flatten(1).char() - 4
     scales = _nibbles(b[:, 96:104]).flatten(1) | (_shifted(b[:, 104:108], 2) & 3).flatten(1) << 4
@@ -109,7 +109,7 @@ def _q3_k(b: Tensor) -> Parts:
 
 
 def _scales_of_k(b: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and offsets (n, 8, 1) of Q4_K and Q5_K: d, dmin, and 12 bytes of 6 bits each (`get_scale_min_k4`)."""
+    """Unpack scales and offsets (n, 8, 1) of Q4_K and Q5_K: d, dmin, 12 bytes of 6 bits each (`get_scale_min_k4`)."""
     d, dmin = _half(b[:, :4]).split(1, dim=1)
     first, second, rest = b[:, 4:16].split(4, dim=1)
     scales = torch.cat((first & 63, (rest & 15) | (first >> 6 << 4)), dim=1)
@@ -128,7 +128,7 @@ def _q5_k(b: Tensor) -> Parts:
 
 
 def _q6_k(b: Tensor) -> Parts:
-    """Low halves of the codes: 128 bytes. Two more bits: 64. Scales: 16 of int8. d."""
+    """Unpack 128 bytes of the codes' low halves, 64 of their two high bits, 16 int8 scales, d."""
     low = _nibbles(b[:, :128].unflatten(1, (2, 64))).reshape(-1, 2, 4, 32)
     high = _shifted(b[:, 128:192].unflatten(1, (2, 32)), 2) & 3
     scale = _half(b[:, 208:]) * b[:, 192:208].view(torch.int8)
@@ -140,7 +140,7 @@ def _iq4_nl(b: Tensor) -> Parts:
 
 
 def _iq4_xs(b: Tensor) -> Parts:
-    """d. Two high bits of 8 scales: 2 bytes. Their low halves: 4. Codes: 128."""
+    """Unpack d, 2 bytes of the two high bits of 8 scales, 4 of their low halves, 128 of codes."""
     high = (_shifted(b[:, 2:4], 2) & 3).transpose(1, 2).flatten(1)
     low = _nibbles(b[:, 4:8]).transpose(1, 2).flatten(1)
     scale = _half(b[:, :2]) * ((low | high << 4).char() - 32)
@@ -165,16 +165,16 @@ NAMES = {kind.number: name for name, kind in FORMATS.items()}
 
 
 def widened_blocks(stored: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Widen a weight to `shape` in `dtype`, some blocks at a time.
+    """Dequantise a weight to `shape` in `dtype`, some blocks at a time.
 
-    stored: uint8, the blocks in the order of the values, in whatever shape. name: one of FORMATS.
+    stored: uint8, the blocks in the order of the values, in any shape. name: one of FORMATS.
     """
     kind = FORMATS[name]
     blocks = stored.reshape(-1, kind.size)
     full = torch.empty(shape, dtype=dtype, device=stored.device)
     step = AT_ONCE // kind.values
-    for into, some in zip(full.view(-1, kind.values).split(step), blocks.split(step), strict=True):
-        codes, scale, offset = kind.split(some)
+    for target, chunk in zip(full.view(-1, kind.values).split(step), blocks.split(step), strict=True):
+        codes, scale, offset = kind.split(chunk)
         values = codes * scale if offset is None else torch.addcmul(offset, codes.float(), scale)
-        into.copy_(values.reshape(into.shape))
+        target.copy_(values.reshape(target.shape))
     return full

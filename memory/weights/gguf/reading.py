@@ -1,8 +1,8 @@
 """Weights of a GGUF file as training holds them.
 
-A Linear stays in the file's blocks and is widened at each use. A LoRA on the MODEL cannot be worked into blocks, most
-of which nothing can write, so its two factors stand beside them and their product is added where the weight is widened.
-What that does not serve is held in full: weights of other layers, LoRAs of other kinds, formats of no reader of ours.
+A Linear stays in the file's blocks and is dequantised at each use. A LoRA on the MODEL cannot be merged into blocks, as
+most formats have no quantiser, so its two factors are kept and their product is added to the dequantised weight.
+All else is held dequantised: weights of other layers, LoRAs of other kinds, formats that `blocks` does not read.
 """
 
 import functools
@@ -25,7 +25,7 @@ FACTORS = ("up", "down")
 
 
 def check_type(weight: Tensor) -> None:
-    """Raise ValueError for a weight in a format that nothing here reads."""
+    """Raise ValueError for a weight in an unsupported format."""
     number = block_type(weight)
     if number is None or number in NAMES or _package_reads(number):
         return
@@ -40,7 +40,7 @@ def check_type(weight: Tensor) -> None:
 
 
 def _package() -> Any:
-    """Return the package gguf where it is installed, as it is wherever a loader of such files is; else None."""
+    """Return the package gguf, which any loader of such files installs; None if it is missing."""
     try:
         return import_module("gguf")
     except ImportError:
@@ -49,7 +49,7 @@ def _package() -> Any:
 
 @functools.cache
 def _package_reads(number: int) -> bool:
-    """Return True if the package gguf, where it is installed, dequantises this format."""
+    """Return True if the package gguf is installed and dequantises this format."""
     gguf = _package()
     if gguf is None:
         return False
@@ -63,7 +63,7 @@ def _package_reads(number: int) -> bool:
 
 
 def values_of(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values of a weight: a plain one in its own dtype over the same memory, any other widened to `dtype`.
+    """Return the values of a weight: a plain one in its own dtype over the same memory, others dequantised to `dtype`.
 
     Raises ValueError as `check_type` does.
     """
@@ -85,10 +85,10 @@ def with_weight_patches(values: Tensor, patches: Patches, key: str, device: torc
 
 
 def format_beside(weight: Tensor, patches: Patches, dtype: torch.dtype) -> Format | None:
-    """Describe a Linear's weight as it stays stored, with the factors of its LoRAs beside it where it has any.
+    """Describe a Linear's weight as stored, with the factors of its LoRAs if it has any.
 
-    None where it is held in full, in `dtype`: in a format without a reader of ours, with patches that are no plain
-    LoRAs, or with so large ones that it takes no more so.
+    None if it has to be held dequantised, in `dtype`: in a format that `blocks` does not read, with patches other than
+    plain LoRAs, or with LoRAs so large that dequantised it takes no more memory.
     """
     number, shape = block_type(weight), value_shape(weight)
     if number not in NAMES or len(shape) != 2:
@@ -103,7 +103,7 @@ def format_beside(weight: Tensor, patches: Patches, dtype: torch.dtype) -> Forma
 
 
 def _rank(patch: tuple[Any, ...], shape: tuple[int, ...]) -> int | None:
-    """Return the rank of a patch that adds the product of two factors, None for any other."""
+    """Return the rank of a patch that adds the product of two factors, None for other patches."""
     _, content, strength_model, offset, function = patch
     if not isinstance(content, LoRAAdapter) or strength_model != 1 or function is not None:
         return None
@@ -118,7 +118,7 @@ def _rank(patch: tuple[Any, ...], shape: tuple[int, ...]) -> int | None:
 
 
 def factors_of(patches: Patches, stored: Format, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Return up (out, rank) and down (rank, in), whose product is what patches that `format_beside` takes add."""
+    """Return up (out, rank) and down (rank, in), whose product is the sum of patches that `format_beside` accepts."""
     (rows, columns), rank = stored.shape, int(stored.constants.get("rank") or 0)
     if not rank:
         return ()
@@ -127,35 +127,35 @@ def factors_of(patches: Patches, stored: Format, device: torch.device, dtype: to
     for strength, content, _, offset, _ in patches:
         own_up, own_down, alpha = content.weights[:3]
         start, end = end, end + len(own_down)
-        axis, at, length = (0, 0, rows) if offset is None else offset
-        over = [slice(None), slice(None)]
-        over[axis] = slice(at, at + length)
+        axis, first, length = (0, 0, rows) if offset is None else offset
+        region = [slice(None), slice(None)]
+        region[axis] = slice(first, first + length)
         scale = strength * (1.0 if alpha is None else float(alpha) / len(own_down))
-        up[over[0], start:end] = own_up.to(device, torch.float32).flatten(1) * scale
-        down[start:end, over[1]] = own_down.to(device, torch.float32).flatten(1)
+        up[region[0], start:end] = own_up.to(device, torch.float32).flatten(1) * scale
+        down[start:end, region[1]] = own_down.to(device, torch.float32).flatten(1)
     return up.to(dtype), down.to(dtype)
 
 
 def held_in_full_notes(
     model: nn.Module, patches: Mapping[str, Patches], dtype: torch.dtype, prefix: str = "diffusion_model."
 ) -> list[str]:
-    """Return a sentence for each reason for which weights of a GGUF file are held in full while the model trains.
+    """Return a sentence for each reason for which weights of a GGUF file are held dequantised while the model trains.
 
-    patches: the MODEL's weight patches. prefix: of the model's names among them.
+    patches: the MODEL's weight patches. prefix: of the model's names in their keys.
     """
-    held: dict[str, int] = {}
+    bytes_by_reason: dict[str, int] = {}
     for name, module in model.named_modules():
         for attribute, weight in module._parameters.items():
             if block_type(weight) is None:
                 continue
-            own = patches.get(f"{prefix}{name}.{attribute}", ())
-            if isinstance(module, nn.Linear) and format_beside(weight, own, dtype) is not None:
+            weight_patches = patches.get(f"{prefix}{name}.{attribute}", ())
+            if isinstance(module, nn.Linear) and format_beside(weight, weight_patches, dtype) is not None:
                 continue
             plain = isinstance(module, nn.Linear) and format_beside(weight, (), dtype) is not None
-            why = "under a LoRA that is large or of another kind" if plain else f"as {type_name(weight)}"
-            held[why] = held.get(why, 0) + math.prod(value_shape(weight)) * dtype.itemsize
+            reason = "under a LoRA that is large or of another kind" if plain else f"as {type_name(weight)}"
+            bytes_by_reason[reason] = bytes_by_reason.get(reason, 0) + math.prod(value_shape(weight)) * dtype.itemsize
     return [
-        f"Weights that the GGUF file holds {why} are converted to {str(dtype)[6:]} while it trains "
+        f"Weights that the GGUF file holds {reason} are converted to {str(dtype)[6:]} while it trains "
         f"({size / 2**30:.2f} GiB); all others stay as they are."
-        for why, size in sorted(held.items())
+        for reason, size in sorted(bytes_by_reason.items())
     ]
