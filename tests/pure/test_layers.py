@@ -26,7 +26,7 @@ BELOW = {
 FILES = sorted(file for layer in BELOW for file in (ROOT / layer).rglob("*.py"))
 # ComfyUI's node API and its server.
 OF_THE_NODES = {"comfy_api", "comfy_execution", "execution", "folder_paths", "nodes", "server"}
-MOST_MODULES, MOST_LINES = 12, 350
+MOST_MODULES, MOST_LINES = 12, 500
 
 
 @dataclass(frozen=True)
