@@ -5,8 +5,9 @@
   python dev.py check             linters and types, in seconds
   python dev.py test --fast       in two minutes: what needs no torch, and one step, resume, swap, compile and save
                                   of each family; no linters and no types
-  python dev.py test              linters, types and all tests
+  python dev.py test              linters, types and all tests but those of --wide
   python dev.py test --core       the tests of what depends on ComfyUI, for a look at another one by COMFYUI_PATH
+  python dev.py test --wide       what `test` leaves out: cases that repeat on more models and settings what others show
   python dev.py test --torch 2.11 with another torch, in an environment beside the first: tests/pure and tests/unit, and
                                   what --fast runs of each family; with more arguments the tests that those name
   python dev.py test [PYTEST …]   only pytest, with these arguments
@@ -68,7 +69,9 @@ NEWEST_PACKAGES = ("comfy-kitchen==0.2.40", "comfy-aimdo==0.6.0")
 PURE_TESTS = "tests/pure"  # which fail where torch or ComfyUI is loaded: they get a process of their own
 UNIT_TESTS = "tests/unit"
 FAST_TESTS = ("tests/comfy/every_family",)  # where a case of each family is marked `fast`
-MODES = ("--fast", "--core", "--slowest")
+WIDE = ("-m", "wide")
+NOT_WIDE = ("-m", "not wide")
+MODES = ("--fast", "--core", "--wide", "--slowest")
 OTHER_TORCH = "--torch"  # takes a version
 # Three on two cores: tests of a server and of a browser wait more than they compute.
 IN_PARALLEL = ("-n", "3", "--dist", "loadfile", "-q")
@@ -465,8 +468,8 @@ def test(arguments: list[str]) -> int:
     torch, arguments = take_torch(arguments)
     chosen = {mode for mode in MODES if mode in arguments}
     arguments = [argument for argument in arguments if argument not in MODES]
-    if {"--fast", "--core"} <= chosen:
-        raise SystemExit("--fast and --core are two parts of the tests; give one of them.")
+    if len(parts := sorted(chosen - {"--slowest"})) > 1:
+        raise SystemExit(f"{' and '.join(parts)} are parts of the tests; give one of them.")
     python, comfyui = setup() if torch is None else setup(torch)
     with tempfile.TemporaryDirectory() as scratch:
         pytest = Pytest(python, comfyui, arguments, Path(scratch) if "--slowest" in chosen else None)
@@ -475,6 +478,8 @@ def test(arguments: list[str]) -> int:
         elif "--core" in chosen:
             print(f"The core part with {comfyui} …", flush=True)
             status = pytest.run("pytest", *IN_PARALLEL, *core_files(), **newest_packages(python, comfyui))
+        elif "--wide" in chosen:
+            status = pytest.run("pytest", *IN_PARALLEL, *WIDE)
         elif arguments:
             status = only_pytest(pytest, python)
         elif torch is not None:
@@ -522,9 +527,9 @@ def fast(pytest: Pytest) -> int:
 
 
 def everything(pytest: Pytest, python: str, comfyui: Path) -> int:
-    """Run linters, types and all tests: those of what depends on ComfyUI with the newest packages."""
+    """Run linters, types and all tests but the wide ones: those of what depends on ComfyUI with the newest packages."""
     failed = failed_checks(python)
-    options = [*IN_PARALLEL, "--durations=15"]
+    options = [*IN_PARALLEL, *NOT_WIDE, "--durations=15"]
     pytest.run("pytest without torch", *IN_PARALLEL, PURE_TESTS)
     try:
         pytest.variables["CHROMIUM"] = provide_chromium(python)

@@ -3,6 +3,7 @@ sampler unless fullgraph asked for it."""
 
 import inspect
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from tessera.compile import region as region_module
 from tessera.compile.region import CompileFailed
 from tessera.compile.settings import SCOPES, HowToCompile, parse_overrides
+from thinned import one_in
 from tiny.compiling import Graphs, compiled
 from tiny.sampling import sample
 from torch import Tensor
@@ -66,8 +68,7 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("attention", BREAKS)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(("backend", "attention"), one_in(2, product(["eager", "aot_eager"], BREAKS)))
 def test_what_breaks_a_graph_is_compiled_in_pieces_and_named_with_its_line(backend, attention, wan):
     model = with_attention(wan, attention)
     clone, compiled_model = compiled(model, backend=backend)
@@ -83,8 +84,7 @@ def test_what_breaks_a_graph_is_compiled_in_pieces_and_named_with_its_line(backe
     assert line + cause in compiled_model.report().text()
 
 
-@pytest.mark.parametrize("attention", BREAKS)
-@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize(("attention", "scope"), one_in(4, product(BREAKS, SCOPES)))
 def test_with_fullgraph_it_is_an_error_with_the_line_and_nothing_is_left_behind(scope, attention, wan):
     model = with_attention(wan, attention)
     clone, compiled_model = compiled(model, scope=scope, fullgraph=True)

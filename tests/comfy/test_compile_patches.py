@@ -10,6 +10,7 @@ import tiny
 import torch
 from comfy.patcher_extension import WrappersMP
 from tessera.compile.settings import SCOPES
+from thinned import one_in
 from tiny.compiling import Graphs, compiled
 from tiny.sampling import sample
 from torch import Tensor, nn
@@ -80,7 +81,9 @@ def and_then(model: Any, patch: Callable[[Any], None]) -> Any:
     return clone
 
 
-@pytest.mark.parametrize(("name", "patch", "more"), CASES, ids=[f"{name}-{patch.__name__}" for name, patch, _ in CASES])
+@pytest.mark.parametrize(
+    ("name", "patch", "more"), one_in(2, CASES), ids=[f"{name}-{patch.__name__}" for name, patch, _ in CASES]
+)
 def test_a_patch_added_after_the_first_run_takes_effect_and_removed_gives_the_old_graphs(name, patch, more, tiny_files):
     model = tiny.load_model(name, tiny_files[name])
     plain, patched = sample(model, name), sample(and_then(model, patch), name)
@@ -248,7 +251,7 @@ def unet_residuals(x: Tensor) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize(("name", "residuals"), [("flux", flux_residuals), ("sdxl", unet_residuals)])
+@pytest.mark.parametrize(("name", "residuals"), one_in(2, [("flux", flux_residuals), ("sdxl", unet_residuals)]))
 def test_what_a_controlnet_adds_is_added(name, residuals, scope, tiny_files):
     if name == "sdxl" and scope == "stack":
         pytest.skip("the stacks of a UNet are single transformers, and control falls back as for FLUX")

@@ -9,6 +9,7 @@ from typing import Any
 import comfy.model_management
 import pytest
 import torch
+from thinned import one_in
 from tiny.compiling import Graphs, compiled, load_as, make_lora, memory_for_weights, with_lora
 from tiny.sampling import sample
 from torch import Tensor
@@ -55,11 +56,14 @@ def shapes(sizes: Any = SIZES, lengths: Any = LENGTHS, batches: Any = (1, 2)) ->
 
 @pytest.mark.parametrize(
     ("name", "loader", "sizes", "lengths"),
-    [
-        ("flux", "core", SIZES[:2], LENGTHS[:2]),
-        ("wan", "core", SIZES[:2], LENGTHS[:2]),
-        ("qwen_image", "ours", SIZES[:2], LENGTHS[:2]),
-    ],
+    one_in(
+        2,
+        [
+            ("wan", "core", SIZES[:2], LENGTHS[:2]),
+            ("flux", "core", SIZES[:2], LENGTHS[:2]),
+            ("qwen_image", "ours", SIZES[:2], LENGTHS[:2]),
+        ],
+    ),
 )
 def test_with_dynamic_false_each_shape_is_compiled_once_and_no_lora_compiles_anything(
     name, loader, sizes, lengths, tiny_files
@@ -85,7 +89,7 @@ def test_with_dynamic_false_each_shape_is_compiled_once_and_no_lora_compiles_any
 
 @pytest.mark.parametrize(
     ("name", "loader"),
-    [("flux", "ours"), ("wan", "ours"), ("qwen_image", "core"), ("sdxl", "core")],
+    one_in(2, [("flux", "ours"), ("wan", "ours"), ("qwen_image", "core"), ("sdxl", "core")]),
 )
 def test_with_dynamic_true_a_kind_of_block_has_two_graphs_one_for_batch_1_and_one_for_more(name, loader, tiny_files):
     session = Session(load_as(loader, name, tiny_files[name]), name, dynamic="true")
@@ -101,7 +105,7 @@ def test_with_dynamic_true_a_kind_of_block_has_two_graphs_one_for_batch_1_and_on
     assert session.compiled_model.notes == [] and session.compiled_model.report().counts().graph_breaks == 0
 
 
-@pytest.mark.parametrize("name", ["flux", "wan", "qwen_image"])
+@pytest.mark.parametrize("name", one_in(2, ["wan", "flux", "qwen_image"]))
 def test_with_dynamic_auto_a_kind_has_a_graph_more_when_text_size_or_batch_first_vary(name, tiny_files):
     session = Session(load_as("core", name, tiny_files[name]), name, dynamic="auto")
     first, second, third = shapes(SIZES[:1], LENGTHS, (1,))
@@ -126,8 +130,7 @@ COINCIDENCES = (
 )
 
 
-@pytest.mark.parametrize("name", ["flux", "wan", "qwen_image"])
-@pytest.mark.parametrize("first", range(2))
+@pytest.mark.parametrize(("name", "first"), one_in(3, product(["flux", "wan", "qwen_image"], range(2))))
 def test_sizes_that_happen_to_be_equal_are_not_tied_together(first, name, tiny_files):
     session = Session(load_as("core", name, tiny_files[name]), name, dynamic="true")
     for coincidence in (*COINCIDENCES[first:], *COINCIDENCES[:first]):
@@ -222,7 +225,7 @@ def streamed(session: Session) -> set[Any]:
     }
 
 
-@pytest.mark.parametrize(("name", "loader"), [("flux", "core"), ("wan", "ours"), ("wan", "core")])
+@pytest.mark.parametrize(("name", "loader"), one_in(2, [("flux", "core"), ("wan", "ours"), ("wan", "core")]))
 def test_partly_loaded_each_pattern_of_streamed_layers_is_compiled_once_whatever_the_lora(name, loader, tiny_files):
     session = Session(load_as(loader, name, tiny_files[name]), name, dynamic="false")
     patterns: set[Any] = set()

@@ -18,24 +18,33 @@ def cases(*axes: str) -> list[FamilyCase]:
     return [case for case in CASES.values() if not set(axes) & case.left_out.keys()]
 
 
-def every_case(*axes: str, fast: bool = False) -> Any:
-    """Parametrize a test's `case` over the rows that leave out none of these axes; fast: one of each family is marked
-    so."""
-    params = [pytest.param(case, id=case.name, marks=marks_of(case, *axes) if fast else ()) for case in cases(*axes)]
+def every_case(*axes: str, fast: bool = False, thin: bool = False) -> Any:
+    """Parametrize a test's `case` over the rows that leave out none of these axes.
+
+    fast: mark one of each family so. thin: mark the others of a family `wide`.
+    """
+    params = [
+        pytest.param(case, id=case.name, marks=marks_of(case, *axes, fast=fast, thin=thin)) for case in cases(*axes)
+    ]
     return pytest.mark.parametrize("case", params)
 
 
-def modes_in_turn(modes: Sequence[str], *axes: str) -> Any:
+def modes_in_turn(modes: Sequence[str], *axes: str, thin: bool = False) -> Any:
     """Parametrize a test's `case` and `mode` over such rows: the first in every mode, the others in each in turn."""
     params = [
-        pytest.param(case, mode, id=f"{case.name}-{mode}")
+        pytest.param(case, mode, id=f"{case.name}-{mode}", marks=marks_of(case, *axes, fast=False, thin=thin))
         for number, case in enumerate(cases(*axes))
         for mode in (modes if number == 0 else [modes[number % len(modes)]])
     ]
     return pytest.mark.parametrize(("case", "mode"), params)
 
 
-def marks_of(case: FamilyCase, *axes: str) -> list[pytest.MarkDecorator]:
-    """`fast` for the first row of its family that leaves out none of these axes."""
+def marks_of(case: FamilyCase, *axes: str, fast: bool = True, thin: bool = False) -> list[pytest.MarkDecorator]:
+    """Return the marks of a row: `fast` for the first of its family that leaves out none of these axes.
+
+    thin: `wide` for the others.
+    """
     first = next(other for other in cases(*axes) if other.family == case.family)
-    return [pytest.mark.fast] if case is first else []
+    if case is first:
+        return [pytest.mark.fast] if fast else []
+    return [pytest.mark.wide] if thin else []

@@ -234,6 +234,16 @@ def test_the_fast_tier_is_the_pure_tests_and_the_marked_ones_and_tells_what_it_l
         dev.test(["--fast", "--core"])
 
 
+def test_the_wide_part_is_what_the_whole_run_leaves_out(monkeypatch):
+    commands = recorded(monkeypatch)
+    monkeypatch.setattr(dev, "provide_chromium", lambda python: "chromium")
+    monkeypatch.setattr(dev, "newest_packages", lambda python, comfyui: {})
+    assert dev.test([]) == 0 and dev.test(["--wide"]) == 0
+    *_, rest, core, wide = commands
+    marks = [command[command.index("-m", 3) + 1] for command in (rest, core, wide)]
+    assert marks == ["not wide", "not wide", "wide"]
+
+
 def test_another_torch_runs_units_and_families_and_names_what_failed(monkeypatch, capsys):
     commands = recorded(monkeypatch, failing=("tests/unit",))
     versions: list[str | None] = []

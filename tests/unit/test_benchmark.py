@@ -338,6 +338,7 @@ def test_the_swap_table_of_a_cpu_holds_counts_only_and_says_so():
     assert "swaps" not in report(field_of[:1], arguments([]))
 
 
+@pytest.mark.wide
 def test_a_whole_run_of_a_small_family_gives_its_tables(tmp_path: Path):
     command = [sys.executable, str(HERE / "train_step.py"), "--family", "wan", "--steps", "1", "--swap", "50"]
     command += ["--width", "128", "--height", "96", "--length", "16", "--json", str(tmp_path / "figures.json")]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from family_cases import cases, every_case, marks_of, modes_in_turn
 from tessera.lora.options import NetworkOptions
+from thinned import one_in
 
 MODES = ("none", "selective", "full")
 
@@ -22,14 +23,14 @@ def in_every_mode(*axes: str, fast: bool = False, in_turn: bool = False) -> Iter
     is marked so. in_turn: a batch runs in one mode, resident or swapped, and the next one in the next."""
     ways, number = list(product(MODES, (False, True))), 0
     for case in cases(*axes):
-        marks = marks_of(case, *axes) if fast else []
+        marks = marks_of(case, *axes, fast=fast, thin=in_turn)
         for batch, counts in case.gradients().items():
             for count in counts:
                 number += 1
                 for mode, swap in [ways[number % len(ways)]] if in_turn else ways:
                     told = f"{case.name}-{batch}-{count}-{mode}-{'swapped' if swap else 'resident'}"
                     yield pytest.param(case, batch, count, mode, swap, id=told, marks=marks)
-                    marks = []
+                    marks = [mark for mark in marks if mark.name != "fast"]
 
 
 @pytest.mark.parametrize(("case", "batch", "count", "mode", "swap"), in_every_mode("gradients", fast=True))
@@ -44,7 +45,7 @@ def test_gradients_of_compiled_blocks_equal_the_fp64_reference(check_gradients, 
     check_gradients(case, batch, count, mode=mode, swap=swap, backend="aot_eager")
 
 
-@pytest.mark.parametrize("case", cases("gradients", "inductor")[1::2], ids=lambda case: case.name)  # a minute each
+@pytest.mark.parametrize("case", one_in(3, cases("gradients", "inductor")[1::2]), ids=lambda case: case.name)
 def test_gradients_of_inductor_equal_the_fp64_reference(check_gradients, case):
     batch, counts = list(case.gradients().items())[-1]
     check_gradients(case, batch, max(counts), mode="full", swap=True, backend="inductor")
@@ -57,7 +58,7 @@ def test_gradients_in_bf16_stay_within_its_rounding(check_gradients, case, mode)
     check_gradients(case, batch, max(counts), mode=mode, dtype=torch.bfloat16)
 
 
-@modes_in_turn(MODES, "gradients", "bf16 gradients")
+@modes_in_turn(MODES, "gradients", "bf16 gradients", thin=True)
 def test_compiled_gradients_in_bf16_stay_within_its_rounding(check_gradients, case, mode):
     batch, counts = list(case.gradients().items())[-1]
     check_gradients(case, batch, max(counts), mode=mode, backend="aot_eager", dtype=torch.bfloat16)

@@ -10,6 +10,7 @@ from tessera.compile.settings import CompileSettings
 from tessera.lora.options import NetworkOptions
 from tessera.train.settings import MemoryOptions
 from tessera.train.train_lora import train_lora
+from thinned import one_in
 from tiny.compiling import Graphs, graphs_after_each_step, graphs_expected
 from tiny.runs import Watcher, run_settings, training_data
 
@@ -30,7 +31,7 @@ def main_batch(case: Any) -> Any:
 BACKENDS = {"none": "eager", "selective": "aot_eager", "full": "eager"}
 
 
-@modes_in_turn(list(BACKENDS), "graphs")
+@modes_in_turn(list(BACKENDS), "graphs", thin=True)
 def test_two_epochs_of_mixed_samples_compile_each_graph_once(case_file, tmp_path, case, mode):
     graphs = Graphs()
     data = training_data(*case.mixed())
@@ -58,7 +59,7 @@ def test_a_batch_compiles_one_graph_for_each_kind_of_block(case_file, tmp_path, 
 WITH_CAPTIONS = [case for case in cases("graphs") if case.captions()]
 
 
-@pytest.mark.parametrize("case", WITH_CAPTIONS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", one_in(2, WITH_CAPTIONS), ids=lambda case: case.name)
 def test_captions_of_many_lengths_share_graphs_and_what_is_cut_is_told(case_file, tmp_path, case):
     graphs, watcher, captions = Graphs(), Watcher(), case.captions()
     settings = run_settings(steps=len(captions.samples), compile="auto", save_every=0)
@@ -69,7 +70,7 @@ def test_captions_of_many_lengths_share_graphs_and_what_is_cut_is_told(case_file
     assert captions.note is None or any(captions.note in note for note in watcher.notes)
 
 
-@every_case("graphs")
+@every_case("graphs", thin=True)
 def test_dropout_masks_have_the_rows_that_each_layer_sees(case_file, tmp_path, case):
     graphs = Graphs()
     network = NetworkOptions(rank=2, alpha=2.0, dropout=0.5, include=("*",))

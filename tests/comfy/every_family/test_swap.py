@@ -81,7 +81,7 @@ def swapped_runs() -> Iterator[Any]:
                 prefetch,
                 mode,
                 id=f"{case.name}-{count}-{prefetch}-{mode}",
-                marks=marks_of(case, "swap") if fast else (),
+                marks=marks_of(case, "swap", fast=fast, thin=not fast),
             )
 
 
@@ -106,7 +106,7 @@ def test_batches_of_one_and_three_are_the_same_too(resident, trained, tmp_path, 
     assert_same_run(swapped, plain, unused(case, swapped))
 
 
-@modes_in_turn(MODES, "swap", "compiled swap")
+@modes_in_turn(MODES, "swap", "compiled swap", thin=True)
 def test_compiled_blocks_stay_whole_and_swap_adds_no_graph(trained, tmp_path, case, mode):
     torch._dynamo.reset()
     settings = {"backend": "aot_eager", "checkpointing": mode}
