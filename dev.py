@@ -405,6 +405,8 @@ def failed_checks(python: str) -> list[str]:
     """Run linters and types; return the names of those that found something."""
     checks = {
         "ruff check": call([python, "-m", "ruff", "check", "."]),
+        # A preview rule: braces in a string that was meant to be an f-string.
+        "ruff check of f-strings": call([python, "-m", "ruff", "check", "--preview", "--select", "RUF027", "."]),
         "ruff format": call([python, "-m", "ruff", "format", "--check", "."]),
         "mypy": check_types(python),
     }

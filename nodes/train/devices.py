@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 _OTHER_RUN = (
     "devices: the other processes got a different run than this one, so an input of Train LoRA is not the same each "
     "time it is made, such as latents from core's VAE Encode or from a node that uses random numbers; use Prepare "
-    "Dataset for the data, save other inputs to files and load those, or set devices to '{THIS_ONE}'."
+    f"Dataset for the data, save other inputs to files and load those, or set devices to '{THIS_ONE}'."
 )
 
 
@@ -75,7 +75,7 @@ def needed_prompt(prompt: Mapping[str, Any] | None, node_id: str | None) -> dict
         if prompt is None or number is None or number not in prompt:
             raise ValueError(
                 "devices: Train LoRA or one of its inputs was created while the workflow ran, by a loop for example, "
-                "so other processes can't run it; set devices to '{THIS_ONE}'."
+                f"so other processes can't run it; set devices to '{THIS_ONE}'."
             )
         needed.add(number)
         node = prompt[number]

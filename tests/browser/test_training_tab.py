@@ -158,7 +158,8 @@ def test_runs_are_listed_filtered_compared_opened_added_and_deleted(frontend, co
     ]:  # fmt: skip
         expect(row(tab, name)).to_contain_text(state)
     expect(row(tab, "owl")).to_contain_text(HOSTILE)
-    points = "name => document.querySelector(`[title='${name}'] svg path`).getAttribute('d').split('L').length"
+    title = "`[title='${name}'] svg path`"  # noqa: RUF027 - JavaScript's own
+    points = f"name => document.querySelector({title}).getAttribute('d').split('L').length"
     assert (
         50 < page.evaluate(points, "animals/red fox (001)") <= 60 and page.evaluate(points, "animals/owl (001)") == 40
     )

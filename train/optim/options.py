@@ -77,7 +77,8 @@ class OptimizerOptions:
     lr_curve: str = option("0:1, 50:1, 100:0.1", _of_schedule("curve"))
     ema_decay: float = 0.0
     optimizer_class: str = option(
-        "", Unread(lambda options: options.optimizer != CUSTOM, " by {optimizer}; choose custom for it.")
+        "",
+        Unread(lambda options: options.optimizer != CUSTOM, " by {optimizer}; choose custom for it."),  # noqa: RUF027
     )
     optimizer_args: str = ""
 
@@ -99,6 +100,16 @@ class OptimizerOptions:
             raise ValueError(f"beta1 and beta2 are {self.beta1} and {self.beta2}; both must be 0 or more and below 1.")
         if self.eps <= 0:
             raise ValueError(f"eps is {self.eps}; set it above 0.")
+        self._check_schedule()
+        if not 0 <= self.ema_decay < 1:
+            raise ValueError(f"ema_decay is {self.ema_decay}; set it to 0 (off) or more and below 1 (0.999 is usual).")
+        parse_args(self.optimizer_args)
+        if self.optimizer == CUSTOM:
+            package_of(self.optimizer_class)
+        if self.optimizer == "adamw_schedulefree":
+            self._check_schedule_free()
+
+    def _check_schedule(self) -> None:
         within("min_lr_ratio", self.min_lr_ratio, 0.0, 1.0)
         if self.lr_cycles < 1:
             raise ValueError(f"lr_cycles is {self.lr_cycles}; set it to 1 or more.")
@@ -108,19 +119,15 @@ class OptimizerOptions:
             raise ValueError(f"lr_decay_part is {self.lr_decay_part}; set it above 0 and to 1 at most.")
         if self.lr_scheduler == "curve":
             parse_curve(self.lr_curve)
-        if not 0 <= self.ema_decay < 1:
-            raise ValueError(f"ema_decay is {self.ema_decay}; set it to 0 (off) or more and below 1 (0.999 is usual).")
-        parse_args(self.optimizer_args)
-        if self.optimizer == CUSTOM:
-            package_of(self.optimizer_class)
-        if self.optimizer == "adamw_schedulefree":
-            if self.ema_decay:
-                raise ValueError(
-                    f"ema_decay is {self.ema_decay} and adamw_schedulefree averages the weights by itself; set "
-                    "ema_decay to 0, or choose another optimizer."
-                )
-            if self.beta1 == 0:
-                raise ValueError("beta1 is 0.0, by which adamw_schedulefree divides; set it above 0 (0.9 is usual).")
+
+    def _check_schedule_free(self) -> None:
+        if self.ema_decay:
+            raise ValueError(
+                f"ema_decay is {self.ema_decay} and adamw_schedulefree averages the weights by itself; set "
+                "ema_decay to 0, or choose another optimizer."
+            )
+        if self.beta1 == 0:
+            raise ValueError("beta1 is 0.0, by which adamw_schedulefree divides; set it above 0 (0.9 is usual).")
 
     @property
     def spec(self) -> OptimizerSpec:

@@ -85,7 +85,9 @@ class OutOfPlace(TorchFunctionMode):
         changed = self.hidden_writes - (self.fresh - self.shown_writes)
         return bool(changed or self.hidden_uses & self.shown_writes)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(  # noqa: C901 - dynamo traces it at every call of a block
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in FACTS:
             return func(*args, **kwargs)
