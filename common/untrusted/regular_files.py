@@ -42,6 +42,16 @@ def is_regular(path: Path) -> bool:
         return False
 
 
+def file_state(path: Path) -> tuple[int, int, int, int]:
+    """Return (size, modification time, change time, inode) of a file; one of them differs once it was written or
+    replaced, by `rsync -t` too, which sets the modification time.
+
+    Raises OSError.
+    """
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+
+
 def check_regular(status: os.stat_result, path: Path) -> None:
     """Raise OSError unless `status` is that of a regular file."""
     if not stat.S_ISREG(status.st_mode):

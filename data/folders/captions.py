@@ -1,5 +1,6 @@
 """Caption files of a folder: one text next to each image or video."""
 
+import codecs
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,15 @@ from ..captions.options import CaptionOptions
 from ..captions.variants import CaptionVariants, make_caption_variants
 from ..media.images import EXTENSIONS
 from .files import VIDEO_EXTENSIONS, list_files, relative_name
+
+# By byte order mark; that of UTF-32 begins with that of UTF-16.
+_ENCODINGS = {
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
 
 
 def caption_file(picture: Path, extension: str) -> Path:
@@ -28,10 +38,12 @@ def checked_extension(extension: str) -> str:
 
 
 def read_caption(picture: Path, extension: str) -> str:
-    """Read the caption of an image; raises ValueError if the file is not readable as UTF-8."""
+    """Read the caption of an image: UTF-8, or what the byte order mark says. Raises ValueError if it isn't readable."""
     file = caption_file(picture, extension)
     try:
-        return read_regular(file, CAPTION_FILE).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+        data = read_regular(file, CAPTION_FILE)
+        encoding = next((name for mark, name in _ENCODINGS.items() if data.startswith(mark)), "utf-8")
+        return data.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
     except OverBudget as error:
         size, limit = file.stat().st_size / 1e6, CAPTION_FILE.bytes / 1e6
         raise ValueError(

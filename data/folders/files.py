@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...common.text import shortlist
+from ...common.untrusted import regular_files
 from ..media.images import EXTENSIONS
 
 VIDEO_EXTENSIONS = frozenset({".mp4", ".webm", ".mkv", ".mov", ".gif"})
@@ -102,7 +103,6 @@ def list_files(folder: Path, files: Sequence[Path]) -> str:
 def file_state(file: Path) -> str:
     """Describe the state of a file, which changes when the file is written to."""
     try:
-        stat = file.stat()
+        return " ".join(map(str, regular_files.file_state(file)))
     except OSError:
         return "missing"
-    return f"{stat.st_size} {stat.st_mtime_ns}"

@@ -1,7 +1,6 @@
 """Image files to pixels: sRGB colours, upright, cropped and scaled in one pass."""
 
 import logging
-import os
 import re
 import struct
 import warnings
@@ -19,6 +18,7 @@ import torch
 from PIL import Image, ImageCms, UnidentifiedImageError, features
 from torch import Tensor
 
+from ...common.untrusted.regular_files import file_state
 from .strips import decode, mask_factor, resize, scaling_factor, strips
 
 # Extensions of each format that is read, by Pillow's name of it. No other decoder is tried, whatever a file is called:
@@ -94,7 +94,7 @@ def open_image(source: Path | BytesIO) -> Image.Image:
 def inspect_image(path: Path, name: str | None = None) -> ImageFacts:
     """Read an image file's bytes and header, not its pixels.
 
-    Unchanged files (size and time) are read once per process.
+    Unchanged files (`file_state`) are read once per process.
 
     name: name in messages; the file name by default.
     Raises ValueError if the file is not an image.
@@ -102,12 +102,12 @@ def inspect_image(path: Path, name: str | None = None) -> ImageFacts:
     check_pillow()
     name = name or path.name
     with _named_errors(name, path):
-        stat = os.stat(path)
-    return _inspect(path, name, stat.st_size, stat.st_mtime_ns)
+        state = file_state(path)
+    return _inspect(path, name, state)
 
 
 @lru_cache(maxsize=65536)
-def _inspect(path: Path, name: str, size: int, mtime_ns: int) -> ImageFacts:
+def _inspect(path: Path, name: str, state: tuple[int, ...]) -> ImageFacts:
     with _named_errors(name, path):
         data = path.read_bytes()
         with open_image(BytesIO(data)) as image:

@@ -4,7 +4,7 @@ A frame is identified by its time stamp, which can be read without decoding. Dec
 the clip and ends with the clip's last frame, so a long video is never decoded or held in memory completely.
 """
 
-import os
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,9 +18,12 @@ from typing import Any, overload
 import av
 import numpy as np
 import torch
+from av.stream import Disposition
 from av.video.reformatter import Colorspace, Interpolation
 from PIL import Image
 from torch import Tensor
+
+from ...common.untrusted.regular_files import file_state
 
 # A frame counts as shown from this many seconds before its stamp on: containers round stamps to milliseconds.
 _SLACK = 0.0006
@@ -112,33 +115,34 @@ class _FramesAt(Sequence[int]):
 def inspect_video(path: Path, name: str | None = None) -> VideoFacts:
     """Read a video file's bytes and decode its first frame.
 
-    Unchanged files (size and time) are read once per process.
+    Unchanged files (`file_state`) are read once per process.
 
     name: name in messages; the file name by default.
     Raises ValueError if the file is not a video.
     """
     with _named_errors(name or path.name):
-        stat = os.stat(path)
-        return _inspect(path, stat.st_size, stat.st_mtime_ns)
+        return _inspect(path, file_state(path))
 
 
 # Clips of one file have different names and ask for the same facts, so the name is not part of the cache key. The
 # cache is small, as an hour of video has 86000 stamps.
 @lru_cache(maxsize=1024)
-def _inspect(path: Path, size: int, mtime_ns: int) -> VideoFacts:
-    digest = _digest(path)
+def _inspect(path: Path, state: tuple[int, ...]) -> VideoFacts:
     with _opened(path) as (container, stream):
         stamps, end = _timeline(container, stream)
     with _opened(path) as (container, stream):
         first = next(container.decode(stream))
+        # Latents cached before these were read belong to other pixels.
+        variant = f"mirrored {_orientation(first)[1]}, track {container.streams.video.index(stream)}"
+        digest = _digest(path, "" if variant == "mirrored False, track 0" else variant)
         upright = _upright_size(first, stream.sample_aspect_ratio)
         hdr = stream.codec_context.color_trc in _HDR_CURVES
     assert stream.time_base is not None
     return VideoFacts(digest, upright, tuple(stamps), end, stream.time_base, hdr)
 
 
-def _digest(path: Path) -> str:
-    digest = blake2b(digest_size=20)
+def _digest(path: Path, variant: str) -> str:
+    digest = blake2b(variant.encode(), digest_size=20)
     with path.open("rb") as file:
         while piece := file.read(1 << 20):
             digest.update(piece)
@@ -148,13 +152,19 @@ def _digest(path: Path) -> str:
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
     with av.open(str(path), options={"format_whitelist": _CONTAINERS}) as container:
-        if not container.streams.video:
-            raise ValueError("it has no video track")
-        stream = container.streams.video[0]
+        stream = _film_track(container.streams.video)
         if stream.codec_context is None:
             raise ValueError("the installed PyAV has no decoder for its codec")
         stream.thread_type = "AUTO"
         yield container, stream
+
+
+def _film_track(tracks: Sequence[Any]) -> Any:
+    """Choose the default film track, or the first one; a cover picture is none."""
+    films = [track for track in tracks if not track.disposition & Disposition.attached_pic]
+    if not films:
+        raise ValueError("it has a cover picture and no film" if tracks else "it has no video track")
+    return next((track for track in films if track.disposition & Disposition.default), films[0])
 
 
 def _timeline(container: Any, stream: Any) -> tuple[list[int], int]:
@@ -258,7 +268,7 @@ def _pick(frames: Iterator[Any], stamps: Sequence[int]) -> Iterator[Any]:
 
 
 def _upright(frame: Any) -> np.ndarray:
-    """Convert a frame to RGB, rotated as the file says: (H, W, 3), 0 to 255."""
+    """Convert a frame to RGB, turned and mirrored as the file says: (H, W, 3), 0 to 255."""
     matrix = Colorspace.ITU709 if frame.colorspace == _UNSPECIFIED and frame.height >= _HD_LINES else None
     if any(component.is_alpha for component in frame.format.components):
         rgba = frame.to_ndarray(format="rgba", interpolation=_CONVERSION).astype(np.float32)
@@ -266,18 +276,29 @@ def _upright(frame: Any) -> np.ndarray:
         pixels = rgba[..., :3] * alpha + 255 * (1 - alpha)
     else:
         pixels = frame.to_ndarray(format="rgb24", src_colorspace=matrix, interpolation=_CONVERSION)
-    return np.rot90(pixels, _turns(frame))
+    turns, is_mirrored = _orientation(frame)
+    return np.rot90(pixels[:, ::-1] if is_mirrored else pixels, turns)
 
 
-def _turns(frame: Any) -> int:
-    """Number of counterclockwise quarter turns."""
-    return round(frame.rotation / 90) % 4
+def _orientation(frame: Any) -> tuple[int, bool]:
+    """Return (counterclockwise quarter turns, whether to mirror left and right before turning).
+
+    Both come from the display matrix, nine numbers of fixed point (a, b, u, c, d, v, x, y, w): a step to the right in
+    the stored frame goes by (a, b) on the screen, a step down by (c, d); y points down (ISO/IEC 14496-12, 6.2.2).
+    """
+    stored = frame.side_data.get("DISPLAYMATRIX")
+    if stored is None:
+        return 0, False
+    a, b, _, c, d = np.frombuffer(bytes(stored), np.int32)[:5].astype(float)
+    is_mirrored = bool(a * d - b * c < 0)
+    right = (-a, -b) if is_mirrored else (a, b)
+    return round(-math.atan2(right[1], right[0]) / (math.pi / 2)) % 4, is_mirrored
 
 
 def _upright_size(frame: Any, aspect: Fraction | None) -> tuple[int, int]:
     """Return (height, width) with square pixels, after rotation."""
     height, width = frame.height, round(frame.width * float(aspect or 1))
-    return (width, height) if _turns(frame) % 2 else (height, width)
+    return (width, height) if _orientation(frame)[0] % 2 else (height, width)
 
 
 def _scale(

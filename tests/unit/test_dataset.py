@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from tessera.data.captions.options import CaptionOptions
+from tessera.data.folders.captions import read_caption
 from tessera.data.folders.dataset import VIDEOS, Dataset, VideoEntry, folder_fingerprint, scan_images, scan_videos
 from tessera.data.folders.options import FolderOptions
 from tessera.data.media.clip_windows import Extraction
@@ -143,6 +144,13 @@ def test_missing_captions_are_named_up_to_five(folder):
     )
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32", "utf-32-be"])
+def test_captions_are_read_by_their_byte_order_mark(tmp_path, encoding):
+    mark = "\ufeff" if encoding.endswith("be") else ""
+    (tmp_path / "a.txt").write_bytes(f"{mark}ein Fuchs, 狐\r\nim Schnee".encode(encoding))
+    assert read_caption(tmp_path / "a.png", ".txt") == "ein Fuchs, 狐\nim Schnee"
+
+
 @pytest.mark.parametrize(
     ("files", "options", "message"),
     [
@@ -153,7 +161,7 @@ def test_missing_captions_are_named_up_to_five(folder):
         ),
         ({"a.png": None}, {}, r"The folder 'photos' holds pictures \(1\) but no .txt caption files; put a text file"),
         (
-            {"a.png": None, "a.txt": b"\xff\xfe\x00"},
+            {"a.png": None, "a.txt": b"\xff\xfe\x00"},  # half a letter of UTF-16
             {},
             r"The caption file 'a.txt' is not UTF-8 text; save it as UTF-8",
         ),

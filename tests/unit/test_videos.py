@@ -3,13 +3,16 @@
 import os
 import tracemalloc
 from fractions import Fraction
+from hashlib import blake2b
 
 import av
 import numpy as np
 import pytest
 import torch
+from av.stream import Disposition
 from tessera.data.folders.dataset import scan_videos
 from tessera.data.folders.items import find_items
+from tessera.data.media import videos
 from tessera.data.media.clip_windows import Extraction
 from tessera.data.media.videos import inspect_video, load_frames
 from tiny.films import grey, plain, write_film
@@ -134,13 +137,76 @@ def corners(frame):
     return "".join(names[tuple(frame[y, x].round().int().tolist())] for y in (8, -8) for x in (8, -8))
 
 
-@pytest.mark.parametrize(("degrees", "expected"), [(0, "rgbw"), (90, "gwrb"), (180, "wbgr"), (-90, "brwg")])
-def test_turned_films_stand_upright(tmp_path, degrees, expected):
-    path = write_film(tmp_path / "a.mp4", 2, draw=quarters, set_up=lambda stream: stream.set_display_rotation(degrees))
+@pytest.mark.parametrize("size", [(48, 64), (64, 48)])
+@pytest.mark.parametrize(
+    ("degrees", "mirrored", "expected"),
+    [
+        (0, False, "rgbw"),
+        (90, False, "gwrb"),
+        (180, False, "wbgr"),
+        (-90, False, "brwg"),
+        (0, True, "grwb"),
+        (90, True, "wgbr"),
+        (180, True, "bwrg"),
+        (-90, True, "rbgw"),
+    ],
+)
+def test_films_are_turned_and_mirrored_as_each_display_matrix_says(tmp_path, degrees, mirrored, expected, size):
+    def set_up(stream):
+        stream.set_display_rotation(degrees, hflip=mirrored)
+
+    path = write_film(tmp_path / "a.mp4", 2, size=size, draw=quarters, set_up=set_up)
     facts = inspect_video(path)
     height, width = facts.size
-    assert (height, width) == ((64, 48) if degrees in (90, -90) else (48, 64))
+    assert (height, width) == (size[::-1] if degrees in (90, -90) else size)
     assert corners(load(path, facts.stamps, (0, 0, width, height), height, width)[1]) == expected
+
+
+def test_latents_of_a_mirrored_film_are_not_those_cached_before_mirrors_were_read(tmp_path):
+    plain = write_film(tmp_path / "a.mp4", 2, draw=quarters)
+    assert inspect_video(plain).digest == blake2b(plain.read_bytes(), digest_size=20).hexdigest()
+    mirrored = write_film(tmp_path / "b.mp4", 2, set_up=lambda stream: stream.set_display_rotation(0, hflip=True))
+    assert inspect_video(mirrored).digest != blake2b(mirrored.read_bytes(), digest_size=20).hexdigest()
+
+
+def boxes(data, start, end):
+    """List (type, start, end) of the boxes of an MP4 file between two offsets."""
+    found = []
+    while start < end:
+        size = int.from_bytes(data[start : start + 4], "big")
+        found.append((data[start + 4 : start + 8], start, start + size))
+        start += size
+    return found
+
+
+def with_cover_first(data):
+    """Put an MP4 file's user data, where its cover is, before its tracks."""
+    _, start, end = next(box for box in boxes(data, 0, len(data)) if box[0] == b"moov")
+    inner = boxes(data, start + 8, end)
+    ordered = sorted(inner, key=lambda box: box[0] != b"udta")
+    return data[: start + 8] + b"".join(data[first:last] for _, first, last in ordered) + data[end:]
+
+
+def test_a_cover_picture_before_the_film_is_no_film(tmp_path):
+    film = write_film(tmp_path / "film.mp4", 3, draw=quarters)
+    path = tmp_path / "with_cover.mp4"
+    with av.open(str(film)) as source, av.open(str(path), "w") as target:
+        copied = target.add_stream_from_template(source.streams.video[0])
+        cover = target.add_stream("mjpeg", rate=1)
+        cover.width, cover.height, cover.pix_fmt = 40, 40, "yuvj420p"
+        cover.disposition = Disposition.attached_pic
+        for packet in source.demux(video=0):
+            if packet.dts is not None:
+                packet.stream = copied
+                target.mux(packet)
+        picture = av.VideoFrame.from_ndarray(np.zeros((40, 40, 3), np.uint8), format="rgb24")
+        target.mux([*cover.encode(picture), *cover.encode()])
+    path.write_bytes(with_cover_first(path.read_bytes()))
+    with av.open(str(path)) as container:
+        assert [(track.width, track.height) for track in container.streams.video] == [(40, 40), (64, 48)]
+    facts = inspect_video(path)
+    assert facts.size == (48, 64) and len(facts.stamps) == 3
+    assert corners(load(path, facts.stamps, (0, 0, 64, 48), 48, 64)[1]) == "rgbw"
 
 
 def test_pixels_that_are_not_square_are_stretched_to_be(tmp_path):
@@ -302,13 +368,20 @@ def test_a_codec_that_the_build_lacks_is_told(tmp_path):
         inspect_video(path, "x/a.mp4")
 
 
-def test_a_film_that_breaks_off_is_told_when_its_end_is_wanted(tmp_path):
+def test_a_film_of_the_same_size_and_time_is_read_again(tmp_path):
+    path = write_film(tmp_path / "a.mkv", 2, codec=("ffv1", "yuv420p"))
+    before, stat = inspect_video(path), path.stat()
+    path.write_bytes(path.read_bytes()[:-1] + b"\0")
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert inspect_video(path).digest != before.digest
+
+
+def test_a_film_that_breaks_off_is_told_when_its_end_is_wanted(tmp_path, monkeypatch):
     path = write_film(tmp_path / "a.mkv", 25, codec=("ffv1", "yuv420p"))
     facts = inspect_video(path)
-    stat = path.stat()
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2] + bytes(len(data) - len(data) // 2))
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # so that it is not read again
+    monkeypatch.setattr(videos, "inspect_video", lambda path, name: facts)  # broken off after it was inspected
     assert greys(load_frames(path, facts, facts.stamps[:3], WHOLE, 48, 64)) == [0, 1, 2]
     with pytest.raises(ValueError, match=r"The clip 'a.mkv' can't be read"):
         load_frames(path, facts, facts.stamps[20:], WHOLE, 48, 64)
