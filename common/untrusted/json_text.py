@@ -40,7 +40,7 @@ def depth_of(text: str, enough: int | None = None) -> int:
 
     enough: bound above which the count ends, for texts of millions of brackets; the result is then above it.
     """
-    without_escapes = text.encode("utf-8", "surrogatepass").replace(rb"\\", b"").replace(rb'\"', b"")
+    without_escapes = text.encode("utf-8", "surrogatepass").replace(rb"\\", b"").replace(rb"\"", b"")
     outside_strings = without_escapes.split(b'"')[::2]
     brackets = b"".join(outside_strings).translate(None, _NO_BRACKETS)
     deepest = level = 0
