@@ -133,8 +133,8 @@ class QwenImageCase(FamilyCase):
         """(latent − mean) / std of each channel, by the numbers that ComfyUI has of Wan 2.1's autoencoder."""
         import comfy.latent_formats
 
-        format_ = comfy.latent_formats.Wan21()
-        return (latent - format_.latents_mean[0].to(latent)) / format_.latents_std[0].to(latent)
+        latent_format = comfy.latent_formats.Wan21()
+        return (latent - latent_format.latents_mean[0].to(latent)) / latent_format.latents_std[0].to(latent)
 
     def shift(self, sample: Any) -> float:
         return 2.2  # musubi-tuner's

@@ -177,8 +177,8 @@ class WanCase(FamilyCase):
         """(latent − mean) / std of each channel, by the numbers that ComfyUI has of Wan's autoencoders."""
         import comfy.latent_formats
 
-        format_ = comfy.latent_formats.Wan22() if self.variant == "2.2-5b" else comfy.latent_formats.Wan21()
-        return (latent - format_.latents_mean[0].to(latent)) / format_.latents_std[0].to(latent)
+        latent_format = comfy.latent_formats.Wan22() if self.variant == "2.2-5b" else comfy.latent_formats.Wan21()
+        return (latent - latent_format.latents_mean[0].to(latent)) / latent_format.latents_std[0].to(latent)
 
     def shift(self, sample: Any) -> float:
         return 3.0
