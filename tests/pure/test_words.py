@@ -6,6 +6,7 @@ import re
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,12 @@ def prose(source: str) -> str:
     return "\n".join([*texts, *(token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT)])
 
 
+@cache
+def texts() -> tuple[str, ...]:
+    """Return the prose of each file."""
+    return tuple(prose(path.read_text(encoding="utf-8")) for path in files())
+
+
 def test_names_are_nouns_of_the_field():
     names = [
         (name, f"{path.relative_to(ROOT)}:{line}")
@@ -82,9 +89,8 @@ def test_names_are_nouns_of_the_field():
 
 @pytest.mark.parametrize("kind", PHRASES)
 def test_docstrings_and_comments_are_plain(kind):
-    texts = [prose(path.read_text(encoding="utf-8")) for path in files()]
-    found = Counter(match[0].lower() for text in texts for match in re.finditer(PHRASES[kind], text, re.I | re.M))
-    assert found.total() <= MOST_PHRASES * sum(len(text.split()) for text in texts) / 1000, found
+    found = Counter(match[0].lower() for text in texts() for match in re.finditer(PHRASES[kind], text, re.I | re.M))
+    assert found.total() <= MOST_PHRASES * sum(len(text.split()) for text in texts()) / 1000, found
 
 
 @pytest.mark.parametrize("name", ["of", "_told", "of_forms", "is_lone_share"])
