@@ -64,11 +64,11 @@ CORE_TESTS = """
     flux2/flux2_family lora_files lora_reader model_kept preview qwen_image/full_width residency swap_patcher
     wan/start_pictures
 """.split()
-# What the core part runs with in place of what OLDEST asks for: the newest of the registry, raised by hand.
+# Packages of the core part in place of those that OLDEST asks for: the newest of the registry, raised by hand.
 NEWEST_PACKAGES = ("comfy-kitchen==0.2.40", "comfy-aimdo==0.6.0")
-PURE_TESTS = "tests/pure"  # which fail where torch or ComfyUI is loaded: they get a process of their own
+PURE_TESTS = "tests/pure"  # which fail if torch or ComfyUI is loaded: they get their own process
 UNIT_TESTS = "tests/unit"
-FAST_TESTS = ("tests/comfy/every_family",)  # where a case of each family is marked `fast`
+FAST_TESTS = ("tests/comfy/every_family",)  # in which a case of each family is marked `fast`
 WIDE = ("-m", "wide")
 NOT_WIDE = ("-m", "not wide")
 MODES = ("--fast", "--core", "--wide", "--slowest")
@@ -83,8 +83,8 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 
 def cache_folder() -> Path:
     """Folder of environments, ComfyUI and the server's files: TESSERA_CACHE, else the platform's user cache."""
-    if chosen := os.environ.get("TESSERA_CACHE"):
-        return Path(chosen).expanduser().resolve()
+    if folder := os.environ.get("TESSERA_CACHE"):
+        return Path(folder).expanduser().resolve()
     if sys.platform == "win32":
         base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
     elif sys.platform == "darwin":
@@ -96,7 +96,7 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds a lock that the system itself gives back when this process ends, however it ends."""
+    """Hold a lock that the system itself releases when this process ends, however it ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+b") as file:
         if sys.platform == "win32":
@@ -132,11 +132,11 @@ def sits_inside_comfyui() -> bool:
 
 def find_comfyui() -> Path:
     """The ComfyUI to run with: COMFYUI_PATH, else the one this pack sits in, else the unpacked pinned release."""
-    if chosen := os.environ.get("COMFYUI_PATH"):
-        path = Path(chosen).expanduser().resolve()
+    if setting := os.environ.get("COMFYUI_PATH"):
+        path = Path(setting).expanduser().resolve()
         if not is_comfyui(path):
             raise SystemExit(
-                f"COMFYUI_PATH is {chosen}, but there is no ComfyUI in it; set it to the folder with main.py."
+                f"COMFYUI_PATH is {setting}, but there is no ComfyUI in it; set it to the folder with main.py."
             )
         return path
     if sits_inside_comfyui():
@@ -147,22 +147,22 @@ def find_comfyui() -> Path:
 
 
 def unpack(archive: Path, inside: str, target: Path) -> None:
-    """Unpacks what lies below `*/inside/` in a tar archive to `target`, which appears whole or not at all.
+    """Unpack the content of `*/inside/` in a tar archive to `target`, which appears whole or not at all.
 
     Only plain files and folders are taken; a name that leads out of `inside` is an error.
     """
-    wanted = PurePosixPath(inside).parts
+    prefix = PurePosixPath(inside).parts
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch, tarfile.open(archive) as tar:
         unpacked = Path(scratch) / "unpacked"
         for member in tar:
             parts = PurePosixPath(member.name).parts
-            if parts[1 : 1 + len(wanted)] != wanted or not member.isfile():
+            if parts[1 : 1 + len(prefix)] != prefix or not member.isfile():
                 continue
-            below = parts[1 + len(wanted) :]
-            if not below or ".." in below or any("\\" in part or ":" in part for part in below):
+            inner = parts[1 + len(prefix) :]
+            if not inner or ".." in inner or any("\\" in part or ":" in part for part in inner):
                 raise SystemExit(f"{archive.name} holds the name {member.name!r}, which is not safe to unpack.")
-            file = unpacked.joinpath(*below)
+            file = unpacked.joinpath(*inner)
             file.parent.mkdir(parents=True, exist_ok=True)
             source = tar.extractfile(member)
             assert source is not None
@@ -174,13 +174,15 @@ def unpack(archive: Path, inside: str, target: Path) -> None:
 
 
 def check_sha256(file: Path, expected: str) -> None:
-    found = hashlib.sha256(file.read_bytes()).hexdigest()
-    if found != expected:
-        raise SystemExit(f"{file.name} has the SHA-256 {found}, not {expected}; it is not the release that was pinned.")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    if digest != expected:
+        raise SystemExit(
+            f"{file.name} has the SHA-256 {digest}, not {expected}; it is not the release that was pinned."
+        )
 
 
 def fetch_comfyui() -> Path:
-    """Downloads and unpacks the pinned release, unless a ComfyUI is there."""
+    """Download and unpack the pinned release, unless a ComfyUI is there."""
     if os.environ.get("COMFYUI_PATH") or sits_inside_comfyui() or is_comfyui(unpacked_comfyui()):
         return find_comfyui()
     target = unpacked_comfyui()
@@ -200,7 +202,7 @@ def fetch_comfyui() -> Path:
 
 
 def environment_key(comfyui: Path) -> str:
-    """A name for an environment that changes with anything that would change what is installed in it."""
+    """Return a name for an environment that changes with everything that affects its packages."""
     parts = ["1", platform.python_version(), sys.platform, platform.machine(), *TORCH]
     for file in (comfyui / "requirements.txt", ROOT / "requirements.txt", ROOT / "requirements-dev.txt"):
         parts.append(file.read_text(encoding="utf-8"))
@@ -232,9 +234,9 @@ def interpreter_with_pip(scratch: Path) -> str:
 
 
 def python_of_environment(comfyui: Path) -> str:
-    """The interpreter to run with; makes the environment where it is not there yet."""
-    if chosen := os.environ.get("TESSERA_PYTHON"):
-        return chosen
+    """Return the interpreter to run with; make the environment if it does not exist yet."""
+    if setting := os.environ.get("TESSERA_PYTHON"):
+        return setting
     folder = cache_folder() / "envs" / environment_key(comfyui)
     with locked(folder.with_suffix(".lock")):
         if not is_complete(folder):
@@ -258,32 +260,32 @@ def python_with_torch(python: str, version: str) -> str:
     folders = packages_of(python)
     key = hashlib.sha256("\0".join(["1", version, *folders]).encode()).hexdigest()[:16]
     folder = cache_folder() / "envs" / f"{key}-torch-{version}"
-    own = str(venv_python(folder))
+    other_python = str(venv_python(folder))
     with locked(folder.with_name(f"{folder.name}.lock")):
         if not is_complete(folder):
             print(f"Installing torch {version} in {folder} (some minutes, once; about 5 GB) …", flush=True)
             shutil.rmtree(folder, ignore_errors=True)
             make_venv(folder, python)
-            if call([own, "-m", "pip", "install", "--quiet", f"torch=={version}", *TORCH[1:]]):
+            if call([other_python, "-m", "pip", "install", "--quiet", f"torch=={version}", *TORCH[1:]]):
                 shutil.rmtree(folder, ignore_errors=True)
                 raise SystemExit(f"torch {version} could not be installed; pip says why above.")
-            Path(packages_of(own)[0], "first_environment.pth").write_text("\n".join(folders), encoding="utf-8")
+            Path(packages_of(other_python)[0], "first_environment.pth").write_text("\n".join(folders), encoding="utf-8")
             (folder / STAMP).write_text("complete\n")
-    return own
+    return other_python
 
 
 def packages_of(python: str) -> list[str]:
     """Return the folders of packages of an interpreter, in the order in which it looks into them."""
     # Not `site.getsitepackages`, which leaves out what .pth files add.
     code = "import json, sys; print(json.dumps([p for p in sys.path if p.endswith('-packages')]))"
-    found: list[str] = json.loads(subprocess.run([python, "-c", code], capture_output=True, check=True).stdout)
-    return found
+    folders: list[str] = json.loads(subprocess.run([python, "-c", code], capture_output=True, check=True).stdout)
+    return folders
 
 
 def newest_packages(python: str, comfyui: Path) -> dict[str, str]:
     """Provide NEWEST_PACKAGES in a folder of the cache, which goes before the environment: the variable that says so.
 
-    Empty for any other ComfyUI than OLDEST's, which asks for what it needs.
+    Empty for any other ComfyUI than OLDEST's, whose own requirements apply.
     """
     if comfyui != unpacked_comfyui() or os.environ.get("TESSERA_PACKAGES") == "pinned":
         return {}
@@ -309,8 +311,8 @@ def setup(torch: str | None = None) -> tuple[str, Path]:
 
 
 def avoid_forbidden_instructions(python: str, cpu_facts: Path = Path("/proc/cpuinfo")) -> None:
-    """Some virtual machines list AMX among the processor's abilities and kill who uses it, as torch's bf16 products
-    do; there oneDNN is held to what comes before it."""
+    """Limit oneDNN to instructions before AMX on virtual machines that list AMX among the processor's abilities but
+    kill processes that use it, as torch's bf16 matmuls do."""
     name = "ONEDNN_MAX_CPU_ISA"
     if name in os.environ or not cpu_facts.is_file() or "amx_bf16" not in cpu_facts.read_text():
         return
@@ -329,17 +331,17 @@ def prepare(arguments: list[str]) -> int:
 
 
 def run(command: Sequence[str], **variables: str) -> None:
-    """Runs a command in the checkout; ends this script with its status where it fails."""
+    """Run a command in the checkout. Raises SystemExit with its status if it fails."""
     status = call(command, **variables)
     if status:
         raise SystemExit(status)
 
 
 def call(command: Sequence[str], **variables: str) -> int:
-    """Runs a command in the checkout and returns its status. What ends this script ends the command first."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    process = subprocess.Popen(command, cwd=ROOT, env=kept | {"PYTHONNOUSERSITE": "1"} | variables)
-    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    """Run a command in the checkout and return its status. A signal that ends this script ends the command first."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment | {"PYTHONNOUSERSITE": "1"} | variables)
+    previous = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     try:
         while True:
             try:
@@ -348,7 +350,7 @@ def call(command: Sequence[str], **variables: str) -> int:
             except KeyboardInterrupt:
                 continue  # the terminal sends it to the command as well, which ends in its own way
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
 def has_accelerator(python: str) -> bool:
@@ -358,35 +360,35 @@ def has_accelerator(python: str) -> bool:
 
 def find_chromium(python: str) -> str | None:
     """CHROMIUM, else a Chromium or Chrome on the path, else Playwright's own."""
-    if chosen := os.environ.get("CHROMIUM"):
-        if not Path(chosen).is_file():
-            raise SystemExit(f"CHROMIUM is {chosen}, which is no file; point it at Chromium's executable.")
-        return chosen
+    if setting := os.environ.get("CHROMIUM"):
+        if not Path(setting).is_file():
+            raise SystemExit(f"CHROMIUM is {setting}, which is no file; point it at Chromium's executable.")
+        return setting
     for name in BROWSERS:
-        if found := shutil.which(name):
-            return found
+        if program := shutil.which(name):
+            return program
     code = "from playwright.sync_api import sync_playwright as s\nwith s() as p: print(p.chromium.executable_path)"
     answer = subprocess.run([python, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     return answer if answer and Path(answer).is_file() else None
 
 
 def provide_chromium(python: str) -> str:
-    """Finds Chromium, or installs it: with apt-get as root on Linux, else with Playwright."""
-    if found := find_chromium(python):
-        return found
+    """Find Chromium, or install it: with apt-get as root on Linux, else with Playwright."""
+    if program := find_chromium(python):
+        return program
     print("Installing Chromium for the browser tests …", flush=True)
     if sys.platform == "linux" and os.geteuid() == 0 and shutil.which("apt-get"):
         quiet = {"DEBIAN_FRONTEND": "noninteractive"}
         call(["apt-get", "update", "-qq"], **quiet)
         call(["apt-get", "install", "-y", "-qq", "--no-install-recommends", "chromium"], **quiet)
-    if not (found := find_chromium(python)):
+    if not (program := find_chromium(python)):
         call([python, "-m", "playwright", "install", "chromium"])
-        found = find_chromium(python)
-    if not found:
+        program = find_chromium(python)
+    if not program:
         raise SystemExit(
             "The browser tests need Chromium and it could not be installed; install it and set CHROMIUM to its path."
         )
-    return found
+    return program
 
 
 def check_types(python: str) -> int:
@@ -413,13 +415,13 @@ def failed_checks(python: str) -> list[str]:
     return [name for name, status in checks.items() if status]
 
 
-def told(failed: list[str]) -> int:
+def report_failures(failed: list[str]) -> int:
     print(f"Failed: {', '.join(failed)}." if failed else "All checks passed.", flush=True)
     return 1 if failed else 0
 
 
 def check(arguments: list[str]) -> int:
-    return told(failed_checks(python_of_environment(fetch_comfyui())))
+    return report_failures(failed_checks(python_of_environment(fetch_comfyui())))
 
 
 class Pytest:
@@ -442,7 +444,7 @@ class Pytest:
 
 
 def slowest(times: Path, count: int = 25) -> str:
-    """List where the time went, by pytest's reports: seconds of folders, and of the slowest files and tests.
+    """List the time spent, by pytest's reports: seconds of folders, and of the slowest files and tests.
 
     A test's seconds include its fixtures; a shared one counts for the test that came first.
     """
@@ -468,19 +470,19 @@ def slowest(times: Path, count: int = 25) -> str:
 def test(arguments: list[str]) -> int:
     """Run all checks, or the part that one of MODES names; with arguments for pytest alone only pytest."""
     torch, arguments = take_torch(arguments)
-    chosen = {mode for mode in MODES if mode in arguments}
+    modes = {mode for mode in MODES if mode in arguments}
     arguments = [argument for argument in arguments if argument not in MODES]
-    if len(parts := sorted(chosen - {"--slowest"})) > 1:
+    if len(parts := sorted(modes - {"--slowest"})) > 1:
         raise SystemExit(f"{' and '.join(parts)} are parts of the tests; give one of them.")
     python, comfyui = setup() if torch is None else setup(torch)
     with tempfile.TemporaryDirectory() as scratch:
-        pytest = Pytest(python, comfyui, arguments, Path(scratch) if "--slowest" in chosen else None)
-        if "--fast" in chosen:
+        pytest = Pytest(python, comfyui, arguments, Path(scratch) if "--slowest" in modes else None)
+        if "--fast" in modes:
             status = fast(pytest)
-        elif "--core" in chosen:
+        elif "--core" in modes:
             print(f"The core part with {comfyui} …", flush=True)
             status = pytest.run("pytest", *IN_PARALLEL, *core_files(), **newest_packages(python, comfyui))
-        elif "--wide" in chosen:
+        elif "--wide" in modes:
             status = pytest.run("pytest", *IN_PARALLEL, *WIDE)
         elif arguments:
             status = only_pytest(pytest, python)
@@ -498,20 +500,20 @@ def take_torch(arguments: list[str]) -> tuple[str | None, list[str]]:
     arguments = [part for a in arguments for part in (a.split("=", 1) if a.startswith(f"{OTHER_TORCH}=") else [a])]
     if OTHER_TORCH not in arguments:
         return None, arguments
-    at = arguments.index(OTHER_TORCH)
-    version = "".join(arguments[at + 1 : at + 2])
+    index = arguments.index(OTHER_TORCH)
+    version = "".join(arguments[index + 1 : index + 2])
     if not re.fullmatch(r"\d+\.\d+(\.\d+)?(\+\w+)?", version):
         raise SystemExit(f"--torch is {version or 'given no version'}; give it one, such as --torch 2.11.")
-    return version, arguments[:at] + arguments[at + 2 :]
+    return version, arguments[:index] + arguments[index + 2 :]
 
 
 def with_torch(pytest: Pytest, version: str) -> int:
-    """Run what shows that the pack works with another torch."""
+    """Run the tests that show that the pack works with another torch."""
     print(f"With torch {version}: tests/pure, tests/unit and what is marked `fast` of each family …", flush=True)
     pytest.run("pytest without torch", *IN_PARALLEL, PURE_TESTS)
     pytest.run("pytest of units", *IN_PARALLEL, UNIT_TESTS)
     pytest.run("pytest of families", *IN_PARALLEL, "-m", "fast", *FAST_TESTS)
-    return told(pytest.failed)
+    return report_failures(pytest.failed)
 
 
 def only_pytest(pytest: Pytest, python: str) -> int:
@@ -521,11 +523,11 @@ def only_pytest(pytest: Pytest, python: str) -> int:
 
 
 def fast(pytest: Pytest) -> int:
-    """Run every pure test, and of each family what is marked `fast`."""
+    """Run every pure test, and the tests marked `fast` of each family."""
     pytest.run("pytest without torch", *IN_PARALLEL, PURE_TESTS)
     pytest.run("pytest", *IN_PARALLEL, "-m", "fast", *FAST_TESTS)
     print("Left out: linters and types (`python dev.py check`) and all other tests (`python dev.py test`).")
-    return told(pytest.failed)
+    return report_failures(pytest.failed)
 
 
 def everything(pytest: Pytest, python: str, comfyui: Path) -> int:
@@ -543,7 +545,7 @@ def everything(pytest: Pytest, python: str, comfyui: Path) -> int:
     apart = [word for path in core for word in ("--ignore", path)]
     pytest.run("pytest", *options, "--ignore", PURE_TESTS, *apart)
     pytest.run("pytest with the newest packages", *options, *core, **newest_packages(python, comfyui))
-    return told(failed + pytest.failed)
+    return report_failures(failed + pytest.failed)
 
 
 def core_files() -> list[str]:
@@ -552,8 +554,8 @@ def core_files() -> list[str]:
 
 
 def serve(arguments: list[str]) -> int:
-    """Starts ComfyUI over a folder in the cache, with the tiny models beside whatever is put there. The page opens with
-    the workflow *Try it*."""
+    """Start ComfyUI over a folder in the cache, with the tiny models in addition to the files put there. The page opens
+    with the workflow *Try it*."""
     python, comfyui = setup()
     base = cache_folder() / "serve"
     sys.path.insert(0, str(ROOT / "tests"))
@@ -568,7 +570,7 @@ def serve(arguments: list[str]) -> int:
 
 
 def lists(arguments: list[str]) -> int:
-    """Write what follows from the registry of model families into the pages."""
+    """Write the lists made from the registry of model families into the pages."""
     python, comfyui = setup()
     return call([python, str(ROOT / "tools" / "model_lists.py"), str(comfyui)])
 
@@ -587,15 +589,15 @@ def demo(arguments: list[str]) -> int:
 
 
 def fuzz(arguments: list[str]) -> int:
-    """Feed hostile inputs to what reads a stranger's texts and files, for `--seconds N` with `--seed S`."""
+    """Feed hostile inputs to all readers of a stranger's texts and files, for `--seconds N` with `--seed S`."""
     python, comfyui = setup()
     command = [python, str(ROOT / "tools" / "fuzz"), *arguments]
     return call(command, COMFYUI_PATH=str(comfyui), OMP_NUM_THREADS="1")
 
 
 def card(arguments: list[str]) -> int:
-    """Check and time this machine's GPU. A pack that lies in a ComfyUI runs with that and its Python, and one that is
-    given a ComfyUI by --comfyui too: nothing is installed then."""
+    """Check and time this machine's GPU. A pack inside a ComfyUI runs with that and its Python, and so does one with a
+    ComfyUI by --comfyui: nothing is installed then."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from card.command import parse, run
 

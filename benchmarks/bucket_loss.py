@@ -26,7 +26,7 @@ def load_planner():
 
 
 def read_table(path: Path = TABLE) -> tuple[list[tuple[int, int]], list[int]]:
-    """The (height, width) of each row and how many pictures it stands for."""
+    """The (height, width) of each row and its number of pictures."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
     return [(int(r["height"]), int(r["width"])) for r in rows], [int(r["count"]) for r in rows]

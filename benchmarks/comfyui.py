@@ -1,4 +1,4 @@
-"""ComfyUI and the pack for a benchmark: found, set up and imported without the node API or the server, which a bare GPU
+"""Find, set up and import ComfyUI and the pack for a benchmark, without the node API or the server, which a bare GPU
 machine does not have."""
 
 import importlib.util
@@ -13,7 +13,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def load(name: str, file: Path) -> ModuleType:
-    """Import `file` as `name`; an `__init__.py` becomes a package whose submodules lie beside it."""
+    """Import `file` as `name`; an `__init__.py` becomes a package with the submodules of its folder."""
     folders = [str(file.parent)] if file.name == "__init__.py" else None
     spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
     assert spec is not None and spec.loader is not None
@@ -28,7 +28,7 @@ def load_tiny_writers() -> ModuleType:
 
 
 def set_up_comfyui(device: str) -> None:
-    """Puts ComfyUI on the path with its options set, and the pack beside it as `tessera`."""
+    """Put ComfyUI on the path with its options set, and import the pack as `tessera`."""
     command = sys.argv[:]
     sys.argv[1:] = []  # ComfyUI reads the command line at import; this one is ours
     sys.path.insert(0, str(load("tessera_dev", ROOT / "dev.py").find_comfyui()))
@@ -44,5 +44,5 @@ def set_up_comfyui(device: str) -> None:
 
 
 def importable_without_nodes() -> bool:
-    """True where the pack's training code was loaded without ComfyUI's node API, as a bare GPU machine needs it."""
+    """Return whether the pack's training code was loaded without ComfyUI's node API, as a bare GPU machine needs it."""
     return not any(name == "comfy_api" or name.startswith("comfy_api.") for name in sys.modules)

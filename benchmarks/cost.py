@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-# Seconds in which a kernel fills and drains the card, beside its work, and in which a few bytes are zeroed. Read off
-# the page of one H100 (results/cards): 192 thin products that read 28 MB took 12.7 us each, where that takes 9.4, and
-# 738 memsets 0.84 ms.
+# Seconds in which a kernel fills and drains the card, in addition to its work, and seconds of a small memset. From the
+# page of one H100 (results/cards): 192 thin matmuls that read 28 MB took 12.7 us each, of which reading takes 9.4, and
+# 738 memsets took 0.84 ms.
 START, MEMSET = 3e-6, 1.14e-6
 # Cycles a second of an H100 in such a step: the slowest kernel of the page, which waits for nothing but its own
 # accesses, has 913,000 by count and took 526 us.
@@ -39,27 +39,27 @@ CARDS = {
 def rates(card: str) -> Any:
     """Rates that a card is expected to reach: of its peaks the parts that the H100's rates are of the H100's peaks."""
     cost = import_module("tessera.memory.activations.cost")
-    known, asked, ours = CARDS["H100"], CARDS[card], cost.H100_RATES
-    computing, moving = asked.products / known.products, asked.bandwidth / known.bandwidth
+    h100, target, h100_rates = CARDS["H100"], CARDS[card], cost.H100_RATES
+    computing, moving = target.products / h100.products, target.bandwidth / h100.bandwidth
     return cost.KernelRates(
-        ours.products * computing, ours.attention * computing, ours.attention_backward * computing,
-        ours.bandwidth * moving,
+        h100_rates.products * computing, h100_rates.attention * computing, h100_rates.attention_backward * computing,
+        h100_rates.bandwidth * moving,
     )  # fmt: skip
 
 
-def seconds_of(line: Sequence[Any], known: Any) -> float:
+def seconds_of(line: Sequence[Any], rates: Any) -> float:
     """Seconds of equal launches at a card's rates: products and attention by their FLOP; the others by their memory or
     their cycles, whichever takes longer, and their start.
 
     line: kind, name, launches, bytes, FLOP, bytes moved, cycles, all but the launches added up. The cycles of other
     cards are taken to be as many times an H100's as their memory is slower.
     """
-    kind, name, launches, size, flop, *more = line
-    moved, cycles = more or (size, 0)
+    kind, name, launches, size, flop, *counts = line
+    bytes_moved, cycles = counts or (size, 0)
     if kind in ("product", "attention", "attention_backward"):
-        rate = {"product": known.products, "attention": known.attention}.get(kind, known.attention_backward)
+        rate = {"product": rates.products, "attention": rates.attention}.get(kind, rates.attention_backward)
         return flop / rate
     if kind == "copy":  # by the driver, which has the next one started before the last one ends
-        return max(launches * MEMSET, moved / known.bandwidth)
+        return max(launches * MEMSET, bytes_moved / rates.bandwidth)
     part = MULTI_TENSOR if name.startswith(("_foreach", "_fused")) else 1.0
-    return launches * START + max(moved / (part * known.bandwidth), cycles / CLOCK * BANDWIDTH / known.bandwidth)
+    return launches * START + max(bytes_moved / (part * rates.bandwidth), cycles / CLOCK * BANDWIDTH / rates.bandwidth)

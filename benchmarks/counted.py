@@ -35,7 +35,7 @@ RESULTS = Path(__file__).parent / "results"
 PAGE, COUNTS, BEFORE = RESULTS / "counted.md", RESULTS / "counted.json", RESULTS / "counted_before.json"
 MEASURED = RESULTS / "counted_measured.json"
 WAYS: dict[str, float | None] = {NONE: None}
-# What the default keeps, half of what is kept without recompute, and the least.
+# The default budget, about half of the memory without recompute, and the least.
 SELECTIVE: dict[str, float | None] = {f"selective {budget}": budget for budget in (0.5, 0.4, 0.35, 0.01)}
 
 
@@ -91,12 +91,12 @@ def step_of(row: Row) -> Any:
 
 
 def calls(row: Row) -> list[list[tuple[torch.nn.Module, tuple[Any, ...]]]]:
-    """The row's blocks by structure, with the arguments that they are given."""
+    """Return the row's blocks by structure, each with its arguments."""
     return list(step_of(row).calls(RANK, ("*",), row.batch).values())
 
 
 def count_rest(row: Row) -> dict[str, Any]:
-    """Count what a step of the row launches before, behind and after its blocks."""
+    """Count the launches of a step of the row outside of its blocks."""
     from counted_step import count_outside, count_step
     from train_step_work import flash
 
@@ -110,15 +110,17 @@ def count_rest(row: Row) -> dict[str, Any]:
 def count(row: Row) -> list[dict[str, Any]]:
     """Count one row in a process that was set up: of each structure its blocks, their graphs and the eager block."""
     blocks = []
-    for own in calls(row):
-        block, given = own[-1]
-        graphs = lowered(own, row.ways, measured=True)
-        blocks.append({"kind": block.kind, "count": len(own), "graphs": graphs, "eager": eager(block, given)})
+    for structure_calls in calls(row):
+        block, args = structure_calls[-1]
+        graphs = lowered(structure_calls, row.ways, measured=True)
+        blocks.append(
+            {"kind": block.kind, "count": len(structure_calls), "graphs": graphs, "eager": eager(block, args)}
+        )
     return blocks
 
 
 def lowered(
-    own: Sequence[tuple[torch.nn.Module, tuple[Any, ...]]],
+    structure_calls: Sequence[tuple[torch.nn.Module, tuple[Any, ...]]],
     ways: dict[str, float | None],
     names: Sequence[str] = ("forward", "backward"),
     measured: bool = False,
@@ -127,51 +129,51 @@ def lowered(
     from lower import lower
 
     gc.disable()  # it takes a seventh of the time
-    found = lower(*own[-1], ways, names, measured)
+    graphs_by_way = lower(*structure_calls[-1], ways, names, measured)
     gc.enable()
     return {
-        way: {name: {"kept": graph.kept, "kernels": summed(graph.kernels)} for name, graph in parts.items()}
-        for way, parts in found.items()
+        way: {name: {"kept": graph.saved_bytes, "kernels": summed(graph.kernels)} for name, graph in parts.items()}
+        for way, parts in graphs_by_way.items()
     }
 
 
 def count_some(cases: Sequence[tuple[str, str, Sequence[str]]]) -> list[dict[str, Any]]:
     """Count single blocks without recompute in a process of its own: the row's name, the kind of block, the graphs."""
     set_up()
-    rows, found = {row.name: row for row in ROWS}, []
+    rows, counted = {row.name: row for row in ROWS}, []
     of_rows = {name: calls(rows[name]) for name in {name for name, _, _ in cases}}
     for name, kind, graphs in cases:
-        (own,) = (own for own in of_rows[name] if own[-1][0].kind == kind)
-        found.append(lowered(own, WAYS, graphs)[NONE])
-    return found
+        (calls_of_kind,) = (group for group in of_rows[name] if group[-1][0].kind == kind)
+        counted.append(lowered(calls_of_kind, WAYS, graphs)[NONE])
+    return counted
 
 
 def summed(kernels: Sequence[Any]) -> list[list[Any]]:
     """Equal kernels as one line: kind, name, launches, bytes, FLOP, bytes moved, cycles, added up."""
     equal = Counter(kernels)
-    lines = [[k.kind, k.name, n, n * k.bytes, n * k.flop, n * moved(k), n * k.cycles] for k, n in equal.items()]
+    lines = [[k.kind, k.name, n, n * k.bytes, n * k.flop, n * bytes_moved(k), n * k.cycles] for k, n in equal.items()]
     return sorted(lines)
 
 
-def moved(kernel: Any) -> int:
-    return kernel.bytes if kernel.moved is None else kernel.moved
+def bytes_moved(kernel: Any) -> int:
+    return kernel.bytes if kernel.bytes_moved is None else kernel.bytes_moved
 
 
-def eager(block: torch.nn.Module, given: Sequence[Any]) -> dict[str, Any]:
+def eager(block: torch.nn.Module, args: Sequence[Any]) -> dict[str, Any]:
     """Launches of the eager block, forward and backward, and the bytes that it saves."""
     from gpu_norm import eager_norm
     from lower import Launches
     from torch.autograd.graph import saved_tensors_hooks
     from train_step_work import flash
 
-    given = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in given]
-    there = [a for a in given if isinstance(a, torch.Tensor) and not a.requires_grad]
-    own = {t.untyped_storage()._cdata for t in (*block.parameters(), *block.buffers(), *there)}
+    args = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args]
+    unchanged_args = [a for a in args if isinstance(a, torch.Tensor) and not a.requires_grad]
+    excluded = {t.untyped_storage()._cdata for t in (*block.parameters(), *block.buffers(), *unchanged_args)}
     saved: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if tensor.dim() and storage._cdata not in own:
+        if tensor.dim() and storage._cdata not in excluded:
             saved[storage._cdata] = storage
         return tensor
 
@@ -179,14 +181,14 @@ def eager(block: torch.nn.Module, given: Sequence[Any]) -> dict[str, Any]:
     on_gpu = patch.object(import_module("tessera.models.layers.norm_rope"), "DEVICES", ("meta",))
     with on_gpu, patch.multiple(torch.nn.functional, **own_kernels):
         with saved_tensors_hooks(pack, lambda tensor: tensor), Launches() as forward:
-            out = block(*given, {})
+            out = block(*args, {})
         outs = out if isinstance(out, tuple | list) else (out,)
         gradients = [torch.empty_like(o) for o in outs]
         with Launches() as backward:
             torch.autograd.backward(outs, gradients)
-    kept = sum(storage.nbytes() for storage in saved.values())
+    saved_bytes = sum(storage.nbytes() for storage in saved.values())
     return {
-        "forward": {"kept": kept, "kernels": summed(forward.kernels)},
+        "forward": {"kept": saved_bytes, "kernels": summed(forward.kernels)},
         "backward": {"kept": 0, "kernels": summed(backward.kernels)},
     }
 
@@ -210,9 +212,9 @@ def count_all(rows: Sequence[Row]) -> dict[str, Any]:
     with processes(2) as pool:
         pending = pool.map(count, order)
         rest = pool.submit(count_rest, ROWS[0])
-        found = dict(zip((row.name for row in order), pending, strict=True))
+        results = dict(zip((row.name for row in order), pending, strict=True))
     versions = {"torch": torch.__version__.partition("+")[0], "triton": triton.__version__}
-    rows_found = {row.name: found[row.name] for row in rows}
+    rows_found = {row.name: results[row.name] for row in rows}
     return versions | {"rank": RANK, "rest": rest.result(), "rows": rows_found}
 
 
@@ -220,19 +222,19 @@ def read(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def written(counted: dict[str, Any]) -> str:
+def as_json(counted: dict[str, Any]) -> str:
     """As JSON, a kernel a line."""
     text = json.dumps(counted, ensure_ascii=False, indent=None, separators=(",", ":"))
     return text.replace('[["', '[\n["').replace('],["', '],\n["').replace("]]}", "]\n]}") + "\n"
 
 
 def merged(counted: dict[str, Any]) -> dict[str, Any]:
-    """The counts with the committed ones of the rows that were not counted anew."""
+    """Return the counts, with the committed ones for rows that were not counted again."""
     old = read(COUNTS) if COUNTS.is_file() else counted
-    every = old["rows"] | counted["rows"]
+    all_rows = old["rows"] | counted["rows"]
     if any(old[name] != counted[name] for name in ("torch", "triton")) and len(counted["rows"]) < len(ROWS):
         raise SystemExit("The committed counts are of other versions of torch or Triton; count all rows.")
-    return counted | {"rows": {row.name: every[row.name] for row in ROWS if row.name in every}}
+    return counted | {"rows": {row.name: all_rows[row.name] for row in ROWS if row.name in all_rows}}
 
 
 def main() -> None:
@@ -253,10 +255,10 @@ def main() -> None:
         print(compared(old["rows"], counted["rows"]))
     print(priced(counted["rows"], args.card))
     if args.save:
-        args.save.write_text(written(counted), encoding="utf-8")
+        args.save.write_text(as_json(counted), encoding="utf-8")
     if args.write:
         whole = merged(counted)
-        COUNTS.write_text(written(whole), encoding="utf-8")
+        COUNTS.write_text(as_json(whole), encoding="utf-8")
         PAGE.write_text(page(whole, read(BEFORE)), encoding="utf-8")
 
 

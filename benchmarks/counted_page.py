@@ -45,17 +45,17 @@ def seconds(blocks: list[Block], way: str, card: str = "H100") -> list[float]:
     return seconds_at(blocks, way, rates(card))
 
 
-def seconds_at(blocks: list[Block], way: str, known: Any) -> list[float]:
+def seconds_at(blocks: list[Block], way: str, card_rates: Any) -> list[float]:
     """`seconds` at rates of any card."""
     sums = [0.0] * len(COLUMNS)
     for block in blocks:
         lines = [line for graph in graphs_of(block, way) for line in graph["kernels"]]
         for place, (_, kinds) in enumerate(COLUMNS):
-            sums[place] += block["count"] * sum(seconds_of(line, known) for line in lines if line[0] in kinds)
+            sums[place] += block["count"] * sum(seconds_of(line, card_rates) for line in lines if line[0] in kinds)
     return [*sums, sum(sums)]
 
 
-def kept(blocks: list[Block], way: str) -> int:
+def kept_bytes(blocks: list[Block], way: str) -> int:
     """Bytes that a step keeps for backward with a way of keeping."""
     return sum(block["count"] * graphs_of(block, way)[0]["kept"] for block in blocks)
 
@@ -72,9 +72,9 @@ def _counted_lines(rows: Rows) -> Iterator[list[str]]:
                 graphs = graphs_of(block, way)
                 cells = [f"{name}, {block['count']} {block['kind']}", way]
                 for graph in graphs:
-                    own, products = launches(graph, "triton", "other"), launches(graph, "product", "thin")
+                    other_kernels, products = launches(graph, "triton", "other"), launches(graph, "product", "thin")
                     attention = launches(graph, "attention", "attention_backward")
-                    cells += [f"{own} + {products} + {attention}", f"{size(graph) / 1e9:.2f}"]
+                    cells += [f"{other_kernels} + {products} + {attention}", f"{size(graph) / 1e9:.2f}"]
                 yield [*cells, f"{graphs[0]['kept'] / 1e6:.0f}"]
 
 
@@ -100,7 +100,7 @@ def priced(rows: Rows, card: str = "H100") -> str:
 
 
 def _complete(blocks: list[Block], way: str) -> bool:
-    """True where copies, bytes moved and cycles were counted too."""
+    """Return whether copies, bytes moved and cycles were counted too."""
     return all(len(line) > 5 for block in blocks for graph in graphs_of(block, way) for line in graph["kernels"])
 
 
@@ -114,71 +114,74 @@ def cards_table(rows: Rows) -> str:
     return markdown_table(("model", "kept for backward", *CARDS), lines)
 
 
-def _compared_lines(before: Rows, after: Rows) -> Iterator[list[str]]:
-    for name, blocks in after.items():
-        for block, old in zip(blocks, before.get(name, []), strict=False):
+def _compared_lines(old_rows: Rows, new_rows: Rows) -> Iterator[list[str]]:
+    for name, blocks in new_rows.items():
+        for block, old in zip(blocks, old_rows.get(name, []), strict=False):
             for way in (way for way in (*block["graphs"], EAGER) if way == EAGER or way in old["graphs"]):
                 cells = [f"{name}, {block['count']} {block['kind']}", way]
-                for was, now in zip(graphs_of(old, way), graphs_of(block, way), strict=True):
-                    cells += [f"{launches(was)} → {launches(now)}", f"{size(was) / 1e9:.2f} → {size(now) / 1e9:.2f}"]
-                was, now = graphs_of(old, way)[0], graphs_of(block, way)[0]
-                yield [*cells, f"{was['kept'] / 1e6:.0f} → {now['kept'] / 1e6:.0f}"]
+                for old_graph, new_graph in zip(graphs_of(old, way), graphs_of(block, way), strict=True):
+                    cells += [
+                        f"{launches(old_graph)} → {launches(new_graph)}",
+                        f"{size(old_graph) / 1e9:.2f} → {size(new_graph) / 1e9:.2f}",
+                    ]
+                old_graph, new_graph = graphs_of(old, way)[0], graphs_of(block, way)[0]
+                yield [*cells, f"{old_graph['kept'] / 1e6:.0f} → {new_graph['kept'] / 1e6:.0f}"]
 
 
-def compared(before: Rows, after: Rows, card: str = "H100") -> str:
+def compared(old_rows: Rows, new_rows: Rows, card: str = "H100") -> str:
     """Launches, bytes and seconds of the same rows before and after a change."""
     header = ("block", "kept for backward", "forward: launches", "GB", "backward: launches", "GB", "MB kept")
     price = [
-        [name, way, *(f"{was:.3f} → {now:.3f}" for was, now in zip(old, new, strict=True)),
-         f"{step_launches(before[name], way)} → {step_launches(blocks, way)}"]
-        for name, blocks in after.items() if name in before
-        for way in (*ways(blocks), EAGER) if way in (*ways(before[name]), EAGER)
-        for old, new in [(seconds(before[name], way, card), seconds(blocks, way, card))]
+        [name, way, *(f"{old_value:.3f} → {new_value:.3f}" for old_value, new_value in zip(old, new, strict=True)),
+         f"{step_launches(old_rows[name], way)} → {step_launches(blocks, way)}"]
+        for name, blocks in new_rows.items() if name in old_rows
+        for way in (*ways(blocks), EAGER) if way in (*ways(old_rows[name]), EAGER)
+        for old, new in [(seconds(old_rows[name], way, card), seconds(blocks, way, card))]
     ]  # fmt: skip
     titles = ("model", "kept for backward", *(name for name, _ in COLUMNS), "sum, seconds", "launches")
-    return f"{markdown_table(header, list(_compared_lines(before, after)))}\n\n{markdown_table(titles, price)}"
+    return f"{markdown_table(header, list(_compared_lines(old_rows, new_rows)))}\n\n{markdown_table(titles, price)}"
 
 
 def _longest(blocks: list[Block], how_many: int) -> Iterator[list[str]]:
-    found: dict[str, list[float]] = {}
+    totals: dict[str, list[float]] = {}
     for block in blocks:
         for name, graph in block["graphs"][NONE].items():
             for line in (line for line in graph["kernels"] if line[0] == "triton"):
-                sums = found.setdefault(f"{block['kind']} {name}: {line[1]}", [0.0, 0.0, 0.0])
+                sums = totals.setdefault(f"{block['kind']} {name}: {line[1]}", [0.0, 0.0, 0.0])
                 values = 1e3 * seconds_of(line, rates("H100")), line[2], (*line, line[3])[5] / 1e9
                 sums[:] = [old + block["count"] * value for old, value in zip(sums, values, strict=True)]
-    for name, (ms, count, moved) in sorted(found.items(), key=lambda item: -item[1][0])[:how_many]:
-        yield [name, str(int(count)), f"{moved:.2f}", f"{ms:.1f}"]
+    for name, (ms, count, gigabytes) in sorted(totals.items(), key=lambda item: -item[1][0])[:how_many]:
+        yield [name, str(int(count)), f"{gigabytes:.2f}", f"{ms:.1f}"]
 
 
 def selective_lines(rows: Rows) -> list[list[str]]:
     """Each budget's time and memory against keeping everything."""
     return [
         [name, way, f"{seconds(blocks, way)[-1] / seconds(blocks, NONE)[-1]:.2f}",
-         f"{kept(blocks, way) / kept(blocks, NONE):.2f}"]
+         f"{kept_bytes(blocks, way) / kept_bytes(blocks, NONE):.2f}"]
         for name, blocks in rows.items() for way in blocks[0]["graphs"] if way != NONE
     ]  # fmt: skip
 
 
-def rest_lines(counted: dict[str, Any], before: dict[str, Any]) -> str:
-    """Launches, bytes and seconds of a step of the first row: its blocks, and what stands beside them."""
+def rest_lines(counted: dict[str, Any], earlier: dict[str, Any]) -> str:
+    """Launches, bytes and seconds of a step of the first row: its blocks, and everything outside of them."""
 
-    def cells(of: dict[str, Any]) -> list[str]:
-        blocks, rest = next(iter(of["rows"].values())), of["rest"]
-        in_blocks, known = step_launches(blocks, NONE), rates("H100")
-        apart = sum(seconds_of(line, known) for line in rest["kernels"])
+    def cells(counts: dict[str, Any]) -> list[str]:
+        blocks, rest = next(iter(counts["rows"].values())), counts["rest"]
+        in_blocks, h100 = step_launches(blocks, NONE), rates("H100")
+        apart = sum(seconds_of(line, h100) for line in rest["kernels"])
         return [str(in_blocks), str(launches(rest)), str(in_blocks + launches(rest)), f"{size(rest) / 1e9:.2f}",
                 f"{seconds(blocks, NONE)[-1] + apart:.3f}"]  # fmt: skip
 
     titles = (next(iter(counted["rows"])), "launches of the blocks", "of clip, AdamW and casts", "in all",
               "GB of clip, AdamW and casts", "seconds in all")  # fmt: skip
-    return markdown_table(titles, [["before", *cells(before)], ["now", *cells(counted)]])
+    return markdown_table(titles, [["before", *cells(earlier)], ["now", *cells(counted)]])
 
 
-def page(counted: dict[str, Any], before: dict[str, Any]) -> str:
+def page(counted: dict[str, Any], earlier: dict[str, Any]) -> str:
     """The page. before: counts of the commit that the changes are shown against."""
     rows: Rows = counted["rows"]
-    known = rates("H100")
+    h100 = rates("H100")
     first = next(iter(rows))
     sources = "\n".join(f"- {name}: {card.source}" for name, card in CARDS.items())
     return f"""# Kernels and bytes of a training step, counted
@@ -195,8 +198,8 @@ that are neither products nor attention, casts of the adapters among them.
 
 ## Priced
 
-Seconds of a step's blocks at {known.products / 1e12:.0f} TFLOP/s in products, {known.attention / 1e12:.0f} and
-{known.attention_backward / 1e12:.0f} in attention's forward and backward, and {known.bandwidth / 1e12:.1f} TB/s (an
+Seconds of a step's blocks at {h100.products / 1e12:.0f} TFLOP/s in products, {h100.attention / 1e12:.0f} and
+{h100.attention_backward / 1e12:.0f} in attention's forward and backward, and {h100.bandwidth / 1e12:.1f} TB/s (an
 H100): a price by these rates, no measurement. Other kernels take what their memory or their cycles take, whichever is
 longer, and 3 us each (`cost.py`, `triton_work.py`). By these counts of the code that ran on one H100 with torch 2.11,
 each kind of kernel comes out within 5 % of what it took there, with nothing recomputed and with all
@@ -214,7 +217,7 @@ Other cards at the same parts of their peaks, as dense bf16 products and memory:
 
 ## A whole step
 
-{rest_lines(counted, before)}
+{rest_lines(counted, earlier)}
 
 ## Selective checkpointing
 
@@ -226,7 +229,7 @@ Time of a step's blocks and what they keep, as parts of those where nothing is c
 
 Against the counts of the code that ran on an H100 (`counted_before.json`), lowered by the same torch.
 
-{compared(before["rows"], rows)}
+{compared(earlier["rows"], rows)}
 
 ## Longest kernels
 

@@ -1,5 +1,5 @@
-"""Launches of a step beside its blocks: what stands before and behind them, the clip, the optimizer, and casts of the
-LoRA that are made apart."""
+"""Count the launches of a step outside of its blocks: the layers before and after them, gradient clipping, the
+optimizer, and separate casts of the LoRA."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,14 +20,14 @@ MOST_TENSORS = (770, 448, 336, 252, 210)  # by the number of lists
 
 
 def count_step(shapes: Sequence[tuple[str, tuple[int, int]]], rank: int, dtype: torch.dtype) -> list[Kernel]:
-    """Launches of clip, AdamW and what else the learner does, for a LoRA on Linears (name, (out, in)).
+    """Count the launches of clip, AdamW and the rest of the learner, for a LoRA on Linears (name, (out, in)).
 
-    The weights are fake CUDA tensors, so that what is chosen for CUDA is chosen.
+    The weights are fake CUDA tensors, so that torch takes its CUDA code paths.
     """
     network, learner = import_module("tessera.lora.network"), import_module("tessera.train.learner")
     options, optimizer = import_module("tessera.lora.options"), import_module("tessera.train.optim.options")
     adapter = import_module("tessera.models.adapters.lora").LoraAdapter
-    found: list[Kernel] = []
+    kernels: list[Kernel] = []
     # Made on CUDA, fake weights are neither drawn nor moved.
     unmoved = patch.multiple(adapter, start=lambda *_: None, to=lambda self, *_: self)
     with FakeTensorMode(), torch.device("cuda"), unmoved:
@@ -37,7 +37,7 @@ def count_step(shapes: Sequence[tuple[str, tuple[int, int]]], rank: int, dtype: 
             for name, shape in shapes
         }
         lora = network.LoraNetwork(options.NetworkOptions(rank=rank), list(linears), linears, 0)
-        own = learner.Learner(lora, optimizer.OptimizerOptions(), 2, dtype, "cuda")
+        lora_learner = learner.Learner(lora, optimizer.OptimizerOptions(), 2, dtype, "cuda")
         for _ in range(2):  # the first step makes the optimizer's state
             with ManyTensors() as step:
                 if hasattr(lora, "write_casts"):
@@ -47,32 +47,32 @@ def count_step(shapes: Sequence[tuple[str, tuple[int, int]]], rank: int, dtype: 
             with step:
                 if hasattr(lora, "gather"):
                     lora.gather()
-                own.clip()
-                own.step()
-                own.zero_grad()
-            found = step.kernels
-    return found
+                lora_learner.clip()
+                lora_learner.step()
+                lora_learner.zero_grad()
+            kernels = step.kernels
+    return kernels
 
 
 def given_gradients(lora: Any) -> list[torch.nn.Parameter]:
-    """The tensors that a backward gives gradients: the casts where the forward reads those, else the weights."""
+    """Return the tensors that get gradients in backward: the casts if the forward reads them, else the weights."""
     casts = [cast for adapter in lora.adapters.values() for cast in getattr(adapter, "casts", {}).values()]
     return casts or lora.parameters()
 
 
 class ManyTensors(Launches):
-    """Launches, with one of an op over lists of tensors counted as often as torch cuts it."""
+    """Launches, with an op over lists of tensors counted as often as torch splits it."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = len(self.kernels)
+        count_before = len(self.kernels)
         out = super().__torch_dispatch__(op, types, args, kwargs)
-        if len(self.kernels) > before and not _on_gpu(args, out):
-            self.kernels.pop()  # counters of steps, which lie on the host
+        if len(self.kernels) > count_before and not _on_gpu(args, out):
+            self.kernels.pop()  # step counters, which are on the host
         lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], torch.Tensor)]
-        if len(self.kernels) > before and ("_foreach" in str(op) or "_fused" in str(op)):
-            made = self.kernels.pop()
-            many = launches_of([t.numel() for t in lists[0]], len(lists))
-            self.kernels += [replace(made, bytes=made.bytes // many)] * many
+        if len(self.kernels) > count_before and ("_foreach" in str(op) or "_fused" in str(op)):
+            launch = self.kernels.pop()
+            launch_count = launches_of([t.numel() for t in lists[0]], len(lists))
+            self.kernels += [replace(launch, bytes=launch.bytes // launch_count)] * launch_count
         return out
 
 
@@ -82,7 +82,7 @@ def _on_gpu(*values: Any) -> bool:
 
 def launches_of(sizes: Sequence[int], lists: int) -> int:
     """Launches of one op over lists of tensors of these sizes."""
-    done = tensors = chunks = 0
+    launches = tensors = chunks = 0
     for size in sizes:
         tensors += 1
         of_this = -(-size // CHUNK)
@@ -90,14 +90,14 @@ def launches_of(sizes: Sequence[int], lists: int) -> int:
             chunks += 1
             last = chunk == of_this - 1
             if chunks == MOST_CHUNKS or (last and tensors == MOST_TENSORS[lists - 1]):
-                done, chunks, tensors = done + 1, 0, 0 if last else 1
-    return done + (chunks > 0)
+                launches, chunks, tensors = launches + 1, 0, 0 if last else 1
+    return launches + (chunks > 0)
 
 
 def count_outside(step: Any, rank: int) -> list[Kernel]:
-    """Launches before and behind the blocks of a `CountedStep`, forward and back, where it runs as eager torch does."""
+    """Count the eager launches before and after the blocks of a `CountedStep`, in forward and backward."""
     calls = step.calls(rank, ("*",), 1)
-    outputs = {structure: own[-1][0](*own[-1][1], {}) for structure, own in calls.items()}
+    outputs = {structure: block_calls[-1][0](*block_calls[-1][1], {}) for structure, block_calls in calls.items()}
     inputs: list[torch.Tensor] = []
 
     def run(block: Any, *args: Any) -> Any:
@@ -105,7 +105,7 @@ def count_outside(step: Any, rank: int) -> list[Kernel]:
             inputs.extend(a for a in args if isinstance(a, torch.Tensor) and a.grad_fn is not None)
         return tree_map(lambda t: t.detach().requires_grad_(), outputs[block.structure()])
 
-    with Launches() as seen:
+    with Launches() as launches:
         velocity = step.transformer.forward(run, step.inputs(1))
         torch.autograd.backward([velocity, *inputs], [torch.empty_like(t) for t in (velocity, *inputs)])
-    return seen.kernels
+    return launches.kernels

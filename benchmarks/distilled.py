@@ -42,9 +42,10 @@ flux_forward = runpy.run_path(str(ROOT / "tests" / "reference" / "flux.py"))["fl
 
 
 class ToySet:
-    """Captions that overlap: pictures of caption k lie normally around their own point of four directions.
+    """Captions that overlap: pictures of caption k are normally distributed around a point in a space of four
+    directions.
 
-    The new caption is a known one with another word; its pictures lie between those of the known ones.
+    The new caption is a known one with another word; its pictures are between those of the known ones.
     """
 
     def __init__(self, seed: int):
@@ -82,10 +83,10 @@ class ToySet:
         logs = -away[:, :KNOWN].square().sum(2) / (2 * (keep**2 * wide + sigma**2))
         mixed = (logs.softmax(1)[..., None] * guess[:, :KNOWN]).sum(1)
         rows = torch.tensor(list(captions))
-        chosen = guess[torch.arange(len(x)), rows.clamp_min(0)]
-        found = torch.where(rows[:, None] == EMPTY, mixed, chosen)
+        of_caption = guess[torch.arange(len(x)), rows.clamp_min(0)]
+        inside_clean = torch.where(rows[:, None] == EMPTY, mixed, of_caption)
         outside = flat - inside @ self.directions.T
-        clean = found @ self.directions.T + shrunk(narrow) * outside
+        clean = inside_clean @ self.directions.T + shrunk(narrow) * outside
         return ((flat - clean) / sigma).view_as(x)
 
 
@@ -98,7 +99,7 @@ def guided(field: Field) -> Field:
 
 
 def path(field: Field, noise: Tensor, captions: Sequence[int], steps: int) -> list[Tensor]:
-    """Euler's steps from noise to the picture, both with what lies between."""
+    """Return all points of Euler's method from noise to the picture, both included."""
     points = [noise]
     for step in range(steps):
         points.append(points[-1] - field(points[-1], 1.0 - step / steps, captions) / steps)
@@ -166,14 +167,14 @@ def known_captions(count: int, draw: torch.Generator, dropout: float = 0.15) -> 
 
 def make_teacher(weights: Tensors, toy: ToySet, sizes: Sizes, draw: torch.Generator) -> Tensors:
     def batch() -> tuple[Tensor, Tensor, list[int], Tensor]:
-        shown = torch.randint(KNOWN, (BATCH,), generator=draw).tolist()
-        x0 = toy.pictures(shown, draw)
+        true_captions = torch.randint(KNOWN, (BATCH,), generator=draw).tolist()
+        x0 = toy.pictures(true_captions, draw)
         dropped = (torch.rand(BATCH, generator=draw) < 0.2).tolist()
-        captions = [EMPTY if drop else caption for drop, caption in zip(dropped, shown, strict=True)]
+        captions = [EMPTY if drop else caption for drop, caption in zip(dropped, true_captions, strict=True)]
         sigma, noise = torch.rand(BATCH, generator=draw).clamp_min(0.05), torch.randn(x0.shape, generator=draw)
         level = sigma.view(-1, 1, 1, 1)
         x = (1 - level) * x0 + level * noise
-        # The mean itself, which noise − x0 has about it, is learnt in fewer steps.
+        # The mean itself, instead of noise − x0, is learnt in fewer steps.
         return x, sigma, captions, toy.velocity(x, sigma, captions)
 
     return fit(weights, toy, sizes.teacher, batch)
@@ -187,7 +188,7 @@ def make_student(teacher: Tensors, toy: ToySet, sizes: Sizes, draw: torch.Genera
     points = torch.stack(path(guided(field_of(teacher, toy)), noise, captions, FINE))
 
     def batch() -> tuple[Tensor, Tensor, list[int], Tensor]:
-        rows, step = (torch.randint(most, (BATCH,), generator=draw) for most in (count, FINE))
+        rows, step = (torch.randint(limit, (BATCH,), generator=draw) for limit in (count, FINE))
         end = (step + jump).clamp_max(FINE)
         x = points[step, rows]
         target = (x - points[end, rows]) * FINE / (end - step).view(-1, 1, 1, 1)
@@ -204,8 +205,10 @@ def training_data(toy: ToySet, captions: Sequence[int], draw: torch.Generator) -
 
     samples = []
     for number, (caption, x0) in enumerate(zip(captions, toy.pictures(captions, draw), strict=True)):
-        own = prompt(caption)
-        read = SampleTensors(x0 / SCALE + SHIFT, own.text, own.conditioning, empty_prompt=prompt(EMPTY))
+        caption_prompt = prompt(caption)
+        read = SampleTensors(
+            x0 / SCALE + SHIFT, caption_prompt.text, caption_prompt.conditioning, empty_prompt=prompt(EMPTY)
+        )
         half, name = SIDE // 2, f"{number} of caption {caption}"
         load = lambda choice=None, read=read: read if choice.empty_caption else replace(read, empty_prompt=None)  # noqa: E731
         samples.append(Sample(name, (1, half, half), half * half, 2, load, empty_length=2))
@@ -253,13 +256,13 @@ def errors(toy: ToySet, sizes: Sizes, seed: int, field: Field, steps: int) -> tu
     """Distance of pictures of the new caption, and of the known ones, from those of exact guidance at the same noise:
     |x − exact| / SPREAD along the four directions, root mean square."""
     draw = torch.Generator().manual_seed(10_000 + seed)
-    found = []
+    distances = []
     for captions in ([NEW] * sizes.measured, [k % KNOWN for k in range(sizes.measured)]):
         noise = torch.randn(sizes.measured, CHANNELS, SIDE, SIDE, generator=draw)
         exact = path(guided(toy.velocity), noise, captions, EXACT_STEPS)[-1]
         away = (path(field, noise, captions, steps)[-1] - exact).flatten(1) @ toy.directions
-        found.append(float(away.square().mean().sqrt()) / SPREAD)
-    return found[0], found[1]
+        distances.append(float(away.square().mean().sqrt()) / SPREAD)
+    return distances[0], distances[1]
 
 
 def one_seed(seed: int, sizes: Sizes) -> dict[tuple[str, str], tuple[float, float]]:
@@ -270,16 +273,16 @@ def one_seed(seed: int, sizes: Sizes) -> dict[tuple[str, str], tuple[float, floa
     base = errors(toy, sizes, seed, guided(field_of(teacher, toy)), FINE)
     print(seed, "teacher", base, file=sys.stderr)
     new = training_data(toy, [NEW] * sizes.pictures, draw)
-    known = training_data(toy, [k % KNOWN for k in range(8 * KNOWN * 4)], draw)
+    known_data = training_data(toy, [k % KNOWN for k in range(8 * KNOWN * 4)], draw)
     on_base = train(teacher, new, sizes.lora, seed)
-    found = {}
-    found["teacher, guided", ""] = errors(toy, sizes, seed, guided(field_of(teacher, toy)), FINE)
-    found["teacher, guided, with its LoRA", ""] = errors(
+    results = {}
+    results["teacher, guided", ""] = errors(toy, sizes, seed, guided(field_of(teacher, toy)), FINE)
+    results["teacher, guided, with its LoRA", ""] = errors(
         toy, sizes, seed, guided(field_of(teacher, toy, on_base)), FINE
     )
     for kind, jump, steps in (("guidance", 1, FINE), ("guidance and steps", FINE // FEW, FEW)):
         student = make_student(teacher, toy, sizes, draw, jump)
-        adapter = train(student, known, sizes.adapter, seed, rank=32)
+        adapter = train(student, known_data, sizes.adapter, seed, rank=32)
         loras = {
             "no LoRA": {},
             "plain LoRA": train(student, new, sizes.lora, seed),
@@ -289,11 +292,14 @@ def one_seed(seed: int, sizes: Sizes) -> dict[tuple[str, str], tuple[float, floa
         for g in (2 - 1 / GUIDANCE, GUIDANCE):
             loras[f"guidance_loss_scale {g:.2f}"] = train(student, new, sizes.lora, seed, guidance_loss=g)
         for name, lora in loras.items():
-            found[name, kind] = errors(toy, sizes, seed, field_of(student, toy, lora), steps)
+            results[name, kind] = errors(toy, sizes, seed, field_of(student, toy, lora), steps)
         print(
-            seed, kind, {n: tuple(round(e, 2) for e in v) for (n, k), v in found.items() if k == kind}, file=sys.stderr
+            seed,
+            kind,
+            {n: tuple(round(e, 2) for e in v) for (n, k), v in results.items() if k == kind},
+            file=sys.stderr,
         )
-    return found
+    return results
 
 
 def spread(values: Sequence[float]) -> str:
@@ -334,8 +340,8 @@ def main() -> None:
         runs = list(pool.map(one_seed, range(args.seeds), repeat(sizes)))
     rows = []
     for name, kind in runs[0]:
-        new, known = zip(*(run[name, kind] for run in runs), strict=True)
-        rows.append([name, kind or "–", spread(new), spread(known)])
+        new, old = zip(*(run[name, kind] for run in runs), strict=True)
+        rows.append([name, kind or "–", spread(new), spread(old)])
     table = markdown_table(["model", "distilled", "new caption", "known captions"], rows)
     print(PAGE.format(guidance=GUIDANCE, few=FEW, fine=FINE, seeds=args.seeds, sizes=sizes, table=table))
 

@@ -64,7 +64,7 @@ class Model:
     pooled_width: int = 0
 
     def inputs(self) -> str:
-        """The name under which tests/tiny knows what this model takes."""
+        """Return the name of this model in `tiny.INPUTS`."""
         if self.write is not None:
             return self.kind
         name = f"{self.kind} full"
@@ -100,10 +100,10 @@ def sdxl(dtype: torch.dtype) -> Any:
 def random_model(
     entry: Entry, device: str, dtype: torch.dtype, on_host: bool = False, disable_dynamic: bool = False
 ) -> Any:
-    """A MODEL with random weights drawn on `device`, where they stay unless `on_host`; on 'meta' it has none.
+    """Make a MODEL with random weights generated on `device`, moved to the host if `on_host`; on 'meta' it has none.
 
     dtype: of the weights; an fp8 one is computed in bf16.
-    disable_dynamic: as ComfyUI asks for where it makes the copy of a MODEL that core's trainer works on.
+    disable_dynamic: ignored; ComfyUI passes it when it copies a MODEL for core's trainer.
     """
     from comfy import model_management
     from comfy.model_patcher import ModelPatcher
@@ -115,13 +115,13 @@ def random_model(
         generator = torch.Generator(device).manual_seed(0)
         with torch.no_grad():
             for name, weight in model.diffusion_model.named_parameters():
-                drawn = torch.empty_like(weight, device=device, dtype=torch.bfloat16 if dtype.itemsize == 1 else None)
+                values = torch.empty_like(weight, device=device, dtype=torch.bfloat16 if dtype.itemsize == 1 else None)
                 if weight.ndim == 1 and not name.endswith("bias"):
-                    drawn.fill_(1.0)  # of a norm
+                    values.fill_(1.0)  # of a norm
                 else:
                     inputs = weight[0].numel() if weight.ndim > 1 else len(weight)
-                    drawn.normal_(0.0, inputs**-0.5, generator=generator)
-                weight.copy_(drawn)
+                    values.normal_(0.0, inputs**-0.5, generator=generator)
+                weight.copy_(values)
     place = torch.device("meta") if device == "meta" else model_management.get_torch_device()
     patcher = ModelPatcher(model, load_device=place, offload_device=torch.device("cpu") if on_host else place)
     patcher.cached_patcher_init = (random_model, (entry, device, dtype, on_host))

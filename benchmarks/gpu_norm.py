@@ -1,6 +1,6 @@
-"""RMS norm as torch 2.14 runs it on a GPU, one op each way, to be counted where there is none.
+"""RMS norm as torch 2.14 runs it on a GPU, one op each way, so that it can be counted without a GPU.
 
-On the CPU and the meta device torch takes the norm apart, and an eager block keeps fp32 copies.
+On the CPU and the meta device torch decomposes the norm, and an eager block saves fp32 copies.
 """
 
 from collections.abc import Callable

@@ -26,7 +26,7 @@ from families import FULL, TINY, Picture
 from infer_models import MODELS, count_work
 from infer_report import CORE, EAGER, speed_report
 from infer_session import STEPS, pictures, session_report
-from processes import Told
+from processes import CommandProcess
 from train_step_report import machine
 
 # name → (contestant, scope, dynamic).
@@ -48,8 +48,8 @@ SESSION = {
 
 
 @dataclass
-class Contestant(Told):
-    """A process that samples what it is told to."""
+class Contestant(CommandProcess):
+    """A process that samples on command."""
 
     script: str = "infer_contestant.py"
 
@@ -67,7 +67,7 @@ def contestants(args: argparse.Namespace, size: str, family: str, folder: Path) 
     model = MODELS[size][family]
     folder.mkdir()
     file = str(model.write(folder / "model.safetensors")) if model.write is not None else ""
-    shared = {
+    common = {
         "size": size,
         "family": family,
         "device": args.device,
@@ -77,15 +77,15 @@ def contestants(args: argparse.Namespace, size: str, family: str, folder: Path) 
         "file": file,
         "reference": str(folder / "eager.pt"),
     }
-    made = []
+    result = []
     for number, (name, (contestant, scope, dynamic)) in enumerate((SESSION if args.session else SPEED).items()):
         cache = folder / f"cache-{number}"  # empty, and its own: nobody profits from what another compiled
         environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
         if args.device == "cpu":
             environment |= {"OMP_NUM_THREADS": str(args.threads), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        spec = shared | {"contestant": contestant, "scope": scope, "dynamic": dynamic}
-        made.append(Contestant(name, spec, environment=environment, log=folder / f"{number}.log"))
-    return made
+        spec = common | {"contestant": contestant, "scope": scope, "dynamic": dynamic}
+        result.append(Contestant(name, spec, environment=environment, log=folder / f"{number}.log"))
+    return result
 
 
 def say(text: str) -> None:
@@ -93,8 +93,8 @@ def say(text: str) -> None:
 
 
 def measure_speed(field_of: Sequence[Contestant], picture: Picture, steps: int, rounds: int, together: bool) -> None:
-    """together: all stay loaded and stand still between their turns; else each is set up for its turn alone, as on a
-    GPU that holds one at a time."""
+    """Measure all contestants by turns. together: all stay loaded and idle between their turns; else each is set up for
+    its turn alone, as on a GPU that holds one at a time."""
     if together:
         for contestant in field_of:
             say(f"setting up: {contestant.name}")
@@ -112,20 +112,20 @@ def measure_speed(field_of: Sequence[Contestant], picture: Picture, steps: int, 
         say(f"round {number + 1} of {rounds}")
 
 
-def measure_session(field_of: Sequence[Contestant], asked: Sequence[Picture], steps: int) -> None:
+def measure_session(field_of: Sequence[Contestant], session_pictures: Sequence[Picture], steps: int) -> None:
     """Picture by picture, each contestant in turn; eager is the first, as the others compare themselves with it."""
     for contestant in field_of:
         contestant.launch()
-    for number, picture in enumerate(asked):
+    for number, picture in enumerate(session_pictures):
         for contestant in field_of:
             if reply := contestant.sample(picture, steps):
                 contestant.rounds.append(reply)
-        say(f"picture {number + 1} of {len(asked)}")
+        say(f"picture {number + 1} of {len(session_pictures)}")
 
 
 def run_speed(args: argparse.Namespace, folder: Path) -> dict[str, list[Contestant]]:
-    each = f"{args.rounds} rounds of {args.steps} steps each"
-    print(head(args, f"Sampling, `{args.size}` on {args.device}", SPEED_TEXT.format(each=each)))
+    text = f"{args.rounds} rounds of {args.steps} steps each"
+    print(head(args, f"Sampling, `{args.size}` on {args.device}", SPEED_TEXT.format(each=text)))
     measured = {}
     for family in args.family:
         say(family)
@@ -142,15 +142,15 @@ def run_speed(args: argparse.Namespace, folder: Path) -> dict[str, list[Contesta
 
 
 def run_session(args: argparse.Namespace, folder: Path) -> dict[str, list[Contestant]]:
-    asked = pictures()
+    session_pictures = pictures()
     field_of = contestants(args, "session", "flux", folder / "session")
     try:
-        measure_session(field_of, asked, STEPS)
+        measure_session(field_of, session_pictures, STEPS)
     finally:
         for contestant in field_of:
             contestant.stop()
     print(head(args, f"A user's session on {args.device}", SESSION_TEXT))
-    print(f"\n{session_report(field_of, asked)}", flush=True)
+    print(f"\n{session_report(field_of, session_pictures)}", flush=True)
     return {"session": field_of}
 
 
@@ -159,8 +159,8 @@ def figures_of(contestant: Contestant) -> dict[str, Any]:
 
 
 def picture_of(args: argparse.Namespace, family: str) -> Picture:
-    chosen = {name: getattr(args, name) for name in ("width", "height", "frames", "length", "batch")}
-    return replace(MODELS[args.size][family].picture, **{k: v for k, v in chosen.items() if v is not None})
+    options = {name: getattr(args, name) for name in ("width", "height", "frames", "length", "batch")}
+    return replace(MODELS[args.size][family].picture, **{k: v for k, v in options.items() if v is not None})
 
 
 def work_text(args: argparse.Namespace, family: str, folder: Path) -> str:
@@ -189,11 +189,11 @@ Counts and seconds are dynamo's own. Recompiles are graphs made because those at
 C++ compiler's; unlike seconds they do not depend on what else the machine does."""
 
 
-def head(args: argparse.Namespace, title: str, how: str) -> str:
+def head(args: argparse.Namespace, title: str, method: str) -> str:
     command = "python benchmarks/infer.py " + " ".join(sys.argv[1:])
     threads = f", {args.threads} thread{'s' if args.threads > 1 else ''}" if args.device == "cpu" else ""
-    made = f"Made by `{command}` on {date.today()}: {machine(args)}{threads}, {args.dtype}, backend {args.backend}."
-    return f"# {title}\n\n{made}\n\n{how}"
+    source = f"Made by `{command}` on {date.today()}: {machine(args)}{threads}, {args.dtype}, backend {args.backend}."
+    return f"# {title}\n\n{source}\n\n{method}"
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """One contestant of the inference benchmark, in a process of its own: a loader, a LoRA, a compile node and a sampler.
 
 Its parent sends one JSON command per line and gets one JSON reply per line: `{"do": "sample", "picture": {…}, "steps":
-4}` samples as core's KSampler does, and tells what that took and what torch compiled meanwhile.
+4}` samples as core's KSampler does, and replies with the time and with what torch compiled.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from processes import take_over_stdout
 from train_step_turns import Memory
 
 SEED = 0
-# name → (rank, what the layers' names hold, strength): A goes on all layers, B on the double blocks' attention.
+# name → (rank, substring of the layers' names, strength): A goes on all layers, B on the double blocks' attention.
 LORAS = {"A": (4, "", 1.0), "B": (8, "_attn.", 0.6)}
 compiling = import_module("tiny.compiling")
 
@@ -51,7 +51,7 @@ def compile_as_ours(model: Any, spec: dict[str, Any]) -> Any:
 
 
 class Graph:
-    """Loader, LoRA loader, compile node. As in ComfyUI a node runs again only when what is in front of it changed."""
+    """Loader, LoRA loader, compile node. As in ComfyUI a node runs again only if its inputs changed."""
 
     def __init__(self, spec: dict[str, Any], model: Model):
         self.spec = spec
@@ -79,7 +79,7 @@ class Graph:
 
 
 class Sampler:
-    """Samples, and counts what each step took and compiled."""
+    """Sample, and measure the time and the compilations of each step."""
 
     def __init__(self, graph: Graph, inputs: str):
         self.graph, self.inputs = graph, inputs
@@ -89,12 +89,12 @@ class Sampler:
     def sample(self, picture: Picture, steps: int) -> tuple[torch.Tensor, dict[str, Any]]:
         import comfy.sample
 
-        times = [self._now()]
+        times = [self._synchronised_time()]
         cpu_times = [cpu_seconds()]
         compiled: list[dict[str, Any]] = []
 
         def after_step(*_: Any) -> None:
-            times.append(self._now())
+            times.append(self._synchronised_time())
             cpu_times.append(cpu_seconds())
             compiled.append(self.count.since())
 
@@ -121,14 +121,14 @@ class Sampler:
         )
         assert len(compiled) == steps
         return out, {
-            "seconds": self._now() - times[0],
+            "seconds": self._synchronised_time() - times[0],
             "cpu_seconds": cpu_seconds() - cpu_times[0],
             "step_seconds": differences(times),
             "step_cpu_seconds": differences(cpu_times),
             "compiled": compiled,
         }
 
-    def _now(self) -> float:
+    def _synchronised_time(self) -> float:
         if self.cuda:
             torch.cuda.synchronize()
         return time.perf_counter()
@@ -140,11 +140,11 @@ def cpu_seconds() -> float:
 
 
 def differences(times: list[float]) -> list[float]:
-    return [after - before for before, after in zip(times, times[1:], strict=False)]
+    return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
 
 
 def deviation(out: torch.Tensor, file: Path) -> float:
-    """Distance of `out` from what the eager contestant left in `file`, relative to its size."""
+    """Return the distance of `out` from the result of the eager contestant in `file`, relative to its norm."""
     expected = torch.load(file)
     return ((out - expected).norm() / expected.norm()).item()
 

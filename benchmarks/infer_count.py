@@ -1,4 +1,4 @@
-"""Counts of what torch compiled, by dynamo's own records, not by what this pack reports of itself."""
+"""Count torch's compilations by dynamo's own records, not by the pack's reports."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from torch._dynamo.utils import counters, get_compilation_metrics
 
 
 class CompileCount:
-    """Tells what was compiled since it was last asked. Ask often: torch keeps the last 64 compilations only."""
+    """Counts compilations since the last call of `since`. Call it often: torch keeps only the last 64 compilations."""
 
     def __init__(self) -> None:
         self._last: Any = None

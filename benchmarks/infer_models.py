@@ -24,7 +24,7 @@ class Work:
 
 
 def count_work(model: Model, file: str, picture: Picture) -> Work:
-    """Counts ComfyUI's own forward on the meta device. file: of a small model."""
+    """Count ComfyUI's own forward on the meta device. file: of a small model."""
     from torch.utils.flop_counter import FlopCounterMode
 
     base = model.load(file, "meta", torch.bfloat16 if model.write is None else torch.float32).model
@@ -33,8 +33,8 @@ def count_work(model: Model, file: str, picture: Picture) -> Work:
     latent = tiny.empty_latent(model.inputs(), picture.width, picture.height, picture.batch, picture.frames)
     latent = latent.unsqueeze(2) if model.kind == "qwen_image" else latent
 
-    def empty(*size: int, of: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(picture.batch, *size, dtype=of, device="meta")
+    def empty(*size: int, item_dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(picture.batch, *size, dtype=item_dtype, device="meta")
 
     extra: dict[str, torch.Tensor] = {}
     if model.kind == "flux":
@@ -46,7 +46,7 @@ def count_work(model: Model, file: str, picture: Picture) -> Work:
     with FlopCounterMode(display=False) as counter, torch.inference_mode():
         transformer(
             empty(*latent.shape[1:]),
-            empty(of=torch.float32),
+            empty(item_dtype=torch.float32),
             context=empty(picture.length, inputs.text_width),
             transformer_options={},
             **extra,

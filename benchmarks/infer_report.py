@@ -26,10 +26,10 @@ def ended(field_of: Sequence[Measured]) -> list[str]:
     return [f"{c.name} is not in the tables: {c.ended}." for c in field_of if c.ended]
 
 
-def ratio(above: Measured | None, below: Measured, figure: str, steps: int) -> str:
-    if above is None or above is below:
+def ratio(numerator: Measured | None, denominator: Measured, figure: str, steps: int) -> str:
+    if numerator is None or numerator is denominator:
         return ""
-    return ratio_by_round(per_step(above, figure, steps), per_step(below, figure, steps)).text()
+    return ratio_by_round(per_step(numerator, figure, steps), per_step(denominator, figure, steps)).text()
 
 
 def speed_report(field_of: Sequence[Measured], steps: int, cpu: bool) -> str:

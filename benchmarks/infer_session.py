@@ -28,21 +28,22 @@ def shape(picture: Picture) -> tuple[int, ...]:
     return (picture.width, picture.height, picture.length, picture.batch)
 
 
-def late_steps(asked: Sequence[Picture], replies: Sequence[dict[str, Any]]) -> int:
+def late_steps(session_pictures: Sequence[Picture], replies: Sequence[dict[str, Any]]) -> int:
     """Steps that compiled although they were not the first of their shape."""
-    seen: set[tuple[int, ...]] = set()
+    shapes_seen: set[tuple[int, ...]] = set()
     late = 0
-    for picture, reply in zip(asked, replies, strict=True):
+    for picture, reply in zip(session_pictures, replies, strict=True):
         for step in reply["compiled"]:
-            late += bool(step["graphs"]) and shape(picture) in seen
-            seen.add(shape(picture))
+            late += bool(step["graphs"]) and shape(picture) in shapes_seen
+            shapes_seen.add(shape(picture))
     return late
 
 
-def by_lora(asked: Sequence[Picture], replies: Sequence[dict[str, Any]]) -> str:
+def by_lora(session_pictures: Sequence[Picture], replies: Sequence[dict[str, Any]]) -> str:
     """Graphs made without a LoRA, with the first, with the second."""
     return " / ".join(
-        str(total([r for p, r in zip(asked, replies, strict=True) if p.lora == lora], "graphs")) for lora in LORAS
+        str(total([r for p, r in zip(session_pictures, replies, strict=True) if p.lora == lora], "graphs"))
+        for lora in LORAS
     )
 
 
@@ -56,10 +57,10 @@ def compile_cpu_seconds(replies: Sequence[dict[str, Any]]) -> float:
     )
 
 
-def session_report(field_of: Sequence[Measured], asked: Sequence[Picture]) -> str:
+def session_report(field_of: Sequence[Measured], session_pictures: Sequence[Picture]) -> str:
     run = [c for c in field_of if c.rounds and not c.ended]
     core = find(run, CORE)
-    steps = len(asked) * STEPS
+    steps = len(session_pictures) * STEPS
     header = ["session", "graphs (no LoRA / A / B)", "recompiles", f"steps that compiled, of {steps}"]
     header += ["of them not the first of their shape", "calls refused a graph by the limit"]
     header += [
@@ -81,10 +82,10 @@ def session_report(field_of: Sequence[Measured], asked: Sequence[Picture]) -> st
         rows.append(
             [
                 c.name,
-                f"{total(c.rounds, 'graphs')} ({by_lora(asked, c.rounds)})",
+                f"{total(c.rounds, 'graphs')} ({by_lora(session_pictures, c.rounds)})",
                 str(total(c.rounds, "recompiles")),
                 str(sum(bool(step["graphs"]) for reply in c.rounds for step in reply["compiled"])),
-                str(late_steps(asked, c.rounds)),
+                str(late_steps(session_pictures, c.rounds)),
                 str(total(c.rounds, "over_limit")),
                 f"{seconds:.0f}",
                 parts[0],

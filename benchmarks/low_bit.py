@@ -2,7 +2,7 @@
 
 Run: python benchmarks/low_bit.py --model all-MiniLM-L6-v2.safetensors > benchmarks/results/low_bit.md
 The model is a BERT of sentence-transformers (all-MiniLM-L6-v2: 6 blocks, 384 wide), real weights that a CPU can do.
-Products are full in fp32: errors are those of what is stored.
+Matmuls run in fp32: errors are those of the stored format.
 """
 
 import argparse
@@ -48,8 +48,8 @@ def real_shapes(name: str) -> dict[str, tuple[int, ...]]:
 
     entry: Any = FULL[name].entry
     shapes, sizes = entry.args
-    found: dict[str, tuple[int, ...]] = shapes(*sizes)
-    return found
+    weight_shapes: dict[str, tuple[int, ...]] = shapes(*sizes)
+    return weight_shapes
 
 
 def held_bytes(shapes: Mapping[str, tuple[int, ...]], base: str) -> int:
@@ -59,47 +59,49 @@ def held_bytes(shapes: Mapping[str, tuple[int, ...]], base: str) -> int:
     in_blocks = import_module("tessera.models.blocks").in_blocks
     tensors = {key: torch.empty(size, dtype=torch.bfloat16, device="meta") for key, size in shapes.items()}
     matrices = [key for key, tensor in tensors.items() if key.endswith(".weight") and tensor.ndim >= 2]
-    taken = set(in_blocks(matrices)) & file_names.linear_weights(tensors, None).keys()
+    quantised_names = set(in_blocks(matrices)) & file_names.linear_weights(tensors, None).keys()
     total = 0
     for key, tensor in tensors.items():
-        if base == requantise.AS_STORED or key not in taken:
+        if base == requantise.AS_STORED or key not in quantised_names:
             total += tensor.nbytes
             continue
-        held = requantise.quantised_zeros(tuple(tensor.shape), base, torch.device("cpu"))
-        total += sum(part.nbytes for part in held.state_dict(key).values())
+        quantised = requantise.quantised_zeros(tuple(tensor.shape), base, torch.device("cpu"))
+        total += sum(part.nbytes for part in quantised.state_dict(key).values())
     return total
 
 
 def by_layout(layout: str, **options: Any) -> Callable[[Tensor], tuple[Tensor, float]]:
-    """Through one of ComfyUI's layouts: the values that it stands for, and its bits for each."""
+    """Return a function that quantises by one of ComfyUI's layouts: (the dequantised values, bits of each)."""
 
-    def through(weight: Tensor) -> tuple[Tensor, float]:
+    def quantise(weight: Tensor) -> tuple[Tensor, float]:
         from comfy.quant_ops import QuantizedTensor
 
-        held = QuantizedTensor.from_float(weight, layout, **options)
-        return held.dequantize(), 8 * sum(part.nbytes for part in held.state_dict("").values()) / weight.numel()
+        quantised = QuantizedTensor.from_float(weight, layout, **options)
+        return quantised.dequantize(), 8 * sum(
+            part.nbytes for part in quantised.state_dict("").values()
+        ) / weight.numel()
 
-    return through
+    return quantise
 
 
 def fp8(by_rows: bool) -> Callable[[Tensor], tuple[Tensor, float]]:
-    def through(weight: Tensor) -> tuple[Tensor, float]:
+    def quantise(weight: Tensor) -> tuple[Tensor, float]:
         largest = weight.abs().amax(1, keepdim=True) if by_rows else weight.abs().max()
         scale = largest / torch.finfo(E4M3).max
         return (weight / scale).to(E4M3).float() * scale, 8 + 32 * scale.numel() / weight.numel()
 
-    return through
+    return quantise
 
 
 def by_gguf(kind: str) -> Callable[[Tensor], tuple[Tensor, float]]:
-    def through(weight: Tensor) -> tuple[Tensor, float]:
+    def quantise(weight: Tensor) -> tuple[Tensor, float]:
         import gguf
 
-        chosen = gguf.GGMLQuantizationType[kind]
-        stored = gguf.quants.quantize(weight.numpy(), chosen)
-        return torch.from_numpy(gguf.quants.dequantize(stored, chosen).copy()), 8 * stored.nbytes / weight.numel()
+        kind_code = gguf.GGMLQuantizationType[kind]
+        stored = gguf.quants.quantize(weight.numpy(), kind_code)
+        return torch.from_numpy(gguf.quants.dequantize(stored, kind_code).copy()), 8 * stored.nbytes / weight.numel()
 
-    return through
+    return quantise
 
 
 TURN = {"per_channel": True, "convrot": True}
@@ -127,8 +129,8 @@ def int8_rows(weight: Tensor, turn: bool) -> Tensor:
     return by_layout("TensorWiseINT8Layout", **options)(weight)[0]
 
 
-def relative(found: Tensor, wanted: Tensor) -> float:
-    return ((found - wanted).norm() / wanted.norm()).item()
+def relative(approximate: Tensor, exact: Tensor) -> float:
+    return ((approximate - exact).norm() / exact.norm()).item()
 
 
 class Bert:
@@ -149,24 +151,24 @@ class Bert:
             down = normal(RANK, columns, deviation=columns**-0.5)
             self.lora[name] = down, normal(rows, RANK, deviation=0.01)
         self.words = torch.randint(1000, 25000, (BATCH, TOKENS), generator=source)
-        self.target = torch.randn(BATCH, TOKENS, len(self._of("embeddings.LayerNorm.weight")), generator=source)
+        self.target = torch.randn(BATCH, TOKENS, len(self._weight("embeddings.LayerNorm.weight")), generator=source)
 
-    def _of(self, name: str) -> Tensor:
+    def _weight(self, name: str) -> Tensor:
         return self.weights[name]
 
     def _linear(self, x: Tensor, name: str, weights: Weights) -> Tensor:
         down, up = self.lora[name]
-        return linear(x, weights[f"{name}.weight"], self._of(f"{name}.bias")) + linear(linear(x, down), up)
+        return linear(x, weights[f"{name}.weight"], self._weight(f"{name}.bias")) + linear(linear(x, down), up)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        return layer_norm(x, x.shape[-1:], self._of(f"{name}.weight"), self._of(f"{name}.bias"), 1e-12)
+        return layer_norm(x, x.shape[-1:], self._weight(f"{name}.weight"), self._weight(f"{name}.bias"), 1e-12)
 
     def gradient(self, weights: Weights, saving: Any = None) -> Tensor:
         """The gradient of all LoRAs. weights: of the Linears; saving: a context of the forward."""
         with saving or nullcontext():
             table = "embeddings.{}_embeddings.weight".format
-            x = self._of(table("word"))[self.words] + self._of(table("position"))[:TOKENS]
-            x = self._norm(x + self._of(table("token_type"))[0], "embeddings.LayerNorm")
+            x = self._weight(table("word"))[self.words] + self._weight(table("position"))[:TOKENS]
+            x = self._norm(x + self._weight(table("token_type"))[0], "embeddings.LayerNorm")
             for i in range(self.blocks):
                 x = self._block(x, f"encoder.layer.{i}", weights)
             loss = (x - self.target).square().mean()
@@ -174,17 +176,19 @@ class Bert:
         return torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, pairs)])
 
     def _block(self, x: Tensor, name: str, weights: Weights) -> Tensor:
-        def own(part: str, of: Tensor) -> Tensor:
-            return self._linear(of, f"{name}.{part}", weights)
+        def project(part: str, x_in: Tensor) -> Tensor:
+            return self._linear(x_in, f"{name}.{part}", weights)
 
-        q, k, v = (own(part, x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in LINEARS[:3])
+        q, k, v = (project(part, x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in LINEARS[:3])
         mixed = scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        x = self._norm(x + own("attention.output.dense", mixed), f"{name}.attention.output.LayerNorm")
-        return self._norm(x + own("output.dense", gelu(own("intermediate.dense", x))), f"{name}.output.LayerNorm")
+        x = self._norm(x + project("attention.output.dense", mixed), f"{name}.attention.output.LayerNorm")
+        return self._norm(
+            x + project("output.dense", gelu(project("intermediate.dense", x))), f"{name}.output.LayerNorm"
+        )
 
 
 class In8Bit(torch.autograd.graph.saved_tensors_hooks):
-    """Keeps what backward needs of activations in 8 bit, a scale for each row."""
+    """Save activations for backward in 8 bits, with a scale for each row."""
 
     def __init__(self, bert: Bert, kind: str):
         frozen = {tensor.data_ptr() for tensor in bert.weights.values()}
@@ -201,12 +205,12 @@ class In8Bit(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(pack, lambda tensor: tensor)
 
 
-def errors_of_gradient(bert: Bert, found: Tensor, wanted: Tensor) -> str:
+def errors_of_gradient(bert: Bert, approximate: Tensor, exact: Tensor) -> str:
     sizes = [part.numel() for pair in bert.lora.values() for part in pair]
     cosines = torch.stack(
-        [torch.cosine_similarity(a, b, 0) for a, b in zip(found.split(sizes), wanted.split(sizes), strict=True)]
+        [torch.cosine_similarity(a, b, 0) for a, b in zip(approximate.split(sizes), exact.split(sizes), strict=True)]
     )
-    return f"{relative(found, wanted):.3f} | {cosines.min():.3f}"
+    return f"{relative(approximate, exact):.3f} | {cosines.min():.3f}"
 
 
 def page(bert: Bert) -> Iterator[str]:
@@ -217,37 +221,39 @@ def page(bert: Bert) -> Iterator[str]:
     for name, title in MODELS.items():
         sizes = (held_bytes(real_shapes(name), base) / GIB for base in ("as stored", "int8", "fp8"))
         yield f"| {title} | " + " | ".join(f"{size:.2f}" for size in sizes) + " |"
-    own = {f"{name}.weight": bert.weights[f"{name}.weight"] for name in bert.linears}
-    wanted = bert.gradient(own)
+    originals = {f"{name}.weight": bert.weights[f"{name}.weight"] for name in bert.linears}
+    exact = bert.gradient(originals)
     yield "\n## A real model's weights in each format (all-MiniLM-L6-v2)\n"
     yield "The gradient is that of a LoRA of rank 8 on each Linear, against the one over unquantised weights.\n"
     yield "| format | bits | weights off | gradient off | worst cosine |\n| --- | ---: | ---: | ---: | ---: |"
     stored: dict[str, Weights] = {}
-    for format_, through in FORMATS.items():
-        held = {name: through(weight) for name, weight in own.items()}
-        stored[format_] = weights = {name: values.float() for name, (values, _) in held.items()}
-        bits = sum(b * own[name].numel() for name, (_, b) in held.items()) / sum(w.numel() for w in own.values())
-        off = relative(*(torch.cat([w.flatten() for w in part.values()]) for part in (weights, own)))
-        yield f"| {format_} | {bits:.2f} | {off:.4f} | {errors_of_gradient(bert, bert.gradient(weights), wanted)} |"
+    for format_, quantise in FORMATS.items():
+        quantised = {name: quantise(weight) for name, weight in originals.items()}
+        stored[format_] = weights = {name: values.float() for name, (values, _) in quantised.items()}
+        bits = sum(b * originals[name].numel() for name, (_, b) in quantised.items()) / sum(
+            w.numel() for w in originals.values()
+        )
+        error = relative(*(torch.cat([w.flatten() for w in part.values()]) for part in (weights, originals)))
+        yield f"| {format_} | {bits:.2f} | {error:.4f} | {errors_of_gradient(bert, bert.gradient(weights), exact)} |"
     yield "\n## What is stored, expressed once more in 8 bit\n"
     yield "Beside the error of the format itself.\n"
     yield "| from | as | numbers that change | weights off |\n| --- | --- | ---: | ---: |"
-    again: tuple[tuple[str, str, Callable[[Tensor], Tensor]], ...] = (
+    conversions: tuple[tuple[str, str, Callable[[Tensor], Tensor]], ...] = (
         ("mxfp8", "e4m3, powers of two for rows", power_rows),
         ("nvfp4", "int8 rows", lambda w: int8_rows(w, False)),
         ("nvfp4", "int8 rows, turned", lambda w: int8_rows(w, True)),
         ("int4, turned by 64", "int8 rows, turned", lambda w: int8_rows(w, True)),
     )
-    for source, name, express in again:
-        before = torch.cat([w.flatten() for w in stored[source].values()])
-        after = torch.cat([express(w).flatten() for w in stored[source].values()])
-        changed = ((after - before).abs() > 1e-6 * before.abs()).float().mean().item()
-        yield f"| {source} | {name} | {100 * changed:.2f} % | {relative(after, before):.5f} |"
+    for source, name, express in conversions:
+        source_values = torch.cat([w.flatten() for w in stored[source].values()])
+        converted = torch.cat([express(w).flatten() for w in stored[source].values()])
+        changed = ((converted - source_values).abs() > 1e-6 * source_values.abs()).float().mean().item()
+        yield f"| {source} | {name} | {100 * changed:.2f} % | {relative(converted, source_values):.5f} |"
     yield "\n## Activations kept in 8 bit, a scale for each row\n"
     yield "| kept in | gradient off | worst cosine |\n| --- | ---: | ---: |"
     for kind in ("int8", "fp8"):
-        found = bert.gradient(own, In8Bit(bert, kind))
-        yield f"| {kind} | {errors_of_gradient(bert, found, wanted)} |"
+        gradient = bert.gradient(originals, In8Bit(bert, kind))
+        yield f"| {kind} | {errors_of_gradient(bert, gradient, exact)} |"
     yield CONCLUSIONS
 
 

@@ -1,8 +1,8 @@
-"""Lower a training block through inductor for a GPU, on a machine without one, and count what its kernels do.
+"""Lower a training block through inductor for a GPU, on a machine without one, and count the work of its kernels.
 
-The graphs are traced with fake CUDA tensors and lowered with an H100's properties; no kernel is built. Everything here
-that is private to torch or Triton is in this file: what is replaced stays replaced, so a process that lowers does
-nothing else. Needs the Triton package.
+The graphs are traced with fake CUDA tensors and lowered with an H100's properties; no kernel is built. All use of
+private API of torch and Triton is in this file. Patches are permanent, so a process that lowers does nothing else.
+Needs the Triton package.
 """
 
 import copy
@@ -28,10 +28,10 @@ NO_LAUNCH = ("empty", "_unsafe_view", "detach", "prim.")
 OWN = "tessera."  # ops of the pack whose kernels are in Triton
 THIN = 64  # a product with a side up to this is bound by bytes
 L2_CACHE = 25 << 20  # each half of an H100's
-# cuBLAS splits a long sum along rows of memory where the result has fewer tiles of this size than the card has SMs, and
-# zeroes what it adds into. The page of one H100 has 738 memsets in a step, by this rule they are 840.
+# cuBLAS splits a long sum along rows of memory if the result has fewer tiles of this size than the card has SMs, and
+# zeroes the result first. The page of one H100 has 738 memsets in a step; this rule gives 840.
 TILE, LONG = 128, 1024
-# Since 2.14 cuBLASLt reads what is added from where it lies: `gemm_and_bias` takes it in ATen/cuda/CUDABlas.h.
+# Since 2.14 cuBLASLt reads the addend in place: it is an argument of `gemm_and_bias` in ATen/cuda/CUDABlas.h.
 ADDS_IN_PLACE = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 14)
 H100 = types.SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",
@@ -69,7 +69,7 @@ class Kernel:
     name: of the kernel, or of the op with its sizes.
     bytes: read and written, as inductor or the op says.
     flop: of products and attention.
-    moved: bytes between the kernel and the card's memory; None where that is `bytes`.
+    bytes_moved: bytes between the kernel and the card's memory; None if equal to `bytes`.
     cycles: of one SM, of a kernel that inductor writes (`triton_work.py`).
     """
 
@@ -77,16 +77,16 @@ class Kernel:
     name: str
     bytes: int
     flop: int = 0
-    moved: int | None = None
+    bytes_moved: int | None = None
     cycles: int = 0
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """One graph. kept: bytes that a forward keeps for its backward, weights apart; code: what inductor wrote."""
+    """One graph. saved_bytes: saved by a forward for its backward, without weights; code: what inductor wrote."""
 
     kernels: tuple[Kernel, ...]
-    kept: int
+    saved_bytes: int
     code: str
 
     def launches(self, *kinds: str) -> int:
@@ -145,11 +145,11 @@ def pretend_h100() -> None:
     _stand_in(interface.CudaInterface, get_compute_capability=staticmethod(_always(90)), **fixed, **capable)
     _stand_in(interface.CudaInterface, raise_if_triton_unavailable=staticmethod(_always(None)))
     _stand_in(interface.CudaInterface.Worker, **fixed)
-    found = {"has_triton": True, "has_triton_package": True, "triton_hash_with_backend": "x"}
-    _stand_in(utils, has_triton_tma_device=_always(False), **{name: _always(value) for name, value in found.items()})
+    answers = {"has_triton": True, "has_triton_package": True, "triton_hash_with_backend": "x"}
+    _stand_in(utils, has_triton_tma_device=_always(False), **{name: _always(value) for name, value in answers.items()})
     for module in list(sys.modules.values()):  # those that took the functions by name
         if getattr(module, "__name__", "").startswith("torch._inductor"):
-            for name, value in found.items():
+            for name, value in answers.items():
                 if callable(vars(module).get(name)):
                     setattr(module, name, _always(value))
     _stand_in(async_compile.AsyncCompile, triton=_always(None), wait=_always(None))
@@ -176,25 +176,25 @@ def _lowered(graph: torch.fx.GraphModule, name: str, frozen: int, measured: bool
     work of Triton's kernels is."""
     inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     fake = torch._guards.detect_fake_mode(inputs)
-    kept = _kept(graph, frozen) if name == "forward" else 0
+    saved_bytes = _saved_bytes(graph, frozen) if name == "forward" else 0
     _move(graph)
     with fake:
         inputs = [_like(value, CUDA) for value in inputs]
     kernels, code = _generated(graph, inputs, fake, name)
     if measured:
         kernels = _measured(kernels, code)
-    return Lowered(tuple(kernels), kept, code)
+    return Lowered(tuple(kernels), saved_bytes, code)
 
 
-def _kept(graph: torch.fx.GraphModule, frozen: int) -> int:
+def _saved_bytes(graph: torch.fx.GraphModule, frozen: int) -> int:
     """Bytes that the outputs hold, weights apart. Views of one storage count once."""
     placeholders = graph.graph.find_nodes(op="placeholder")
     weights = {_storage(node) for node in placeholders[:frozen]}
-    found = {}
+    sizes = {}
     for node in graph.graph.output_node().args[0]:
         if isinstance(node, torch.fx.Node) and isinstance(node.meta.get("val"), torch.Tensor):
-            found[_storage(node)] = node.meta["val"].untyped_storage().nbytes()
-    return sum(size for storage, size in found.items() if storage not in weights)
+            sizes[_storage(node)] = node.meta["val"].untyped_storage().nbytes()
+    return sum(size for storage, size in sizes.items() if storage not in weights)
 
 
 def _storage(node: torch.fx.Node) -> Any:
@@ -202,7 +202,7 @@ def _storage(node: torch.fx.Node) -> Any:
 
 
 def _move(graph: torch.fx.GraphModule) -> None:
-    """Move to the pretended GPU what the graph makes or moves by itself."""
+    """Move the tensors that the graph itself makes or moves to the pretended GPU."""
     for node in graph.graph.nodes:
         if node.kwargs.get("device") is not None:
             node.kwargs = {**node.kwargs, "device": CUDA}
@@ -237,8 +237,8 @@ def _generated(graph: torch.fx.GraphModule, inputs: list[Any], fake: Any, name: 
         with V.set_graph_handler(lowering):
             lowering.run(*inputs)
             metrics.reset()
-            written = lowering.codegen()
-            code = written[0] if isinstance(written, tuple) else written
+            generated = lowering.codegen()
+            code = generated[0] if isinstance(generated, tuple) else generated
             kernels = [kernel for node in lowering.scheduler.nodes for kernel in _kernels(node)]
     text = getattr(code, "value", code)
     assert "MixOrderReductionGrid" not in text, (
@@ -254,15 +254,15 @@ LAUNCHED = re.compile(r"(triton_\w+)\.run\(")
 
 
 def _measured(kernels: Sequence[Kernel], code: str) -> list[Kernel]:
-    """The same kernels with the work of those that inductor wrote, which stand in the order of their launches."""
-    known, names = work_by_kernel(code), iter(LAUNCHED.findall(code))
-    found = []
+    """The same kernels with the work of those that inductor wrote, which are in the order of their launches."""
+    work, names = work_by_kernel(code), iter(LAUNCHED.findall(code))
+    measured = []
     for kernel in kernels:
         if kernel.kind == "triton" and not kernel.name.startswith(OWN):
             name = next(names)
-            kernel = replace(kernel, moved=known[name].moved, cycles=known[name].cycles)
-        found.append(kernel)
-    return found
+            kernel = replace(kernel, bytes_moved=work[name].bytes_moved, cycles=work[name].cycles)
+        measured.append(kernel)
+    return measured
 
 
 def _kernels(node: Any) -> list[Kernel]:
@@ -283,57 +283,59 @@ def _kernels(node: Any) -> list[Kernel]:
     return _of_op(origin.target, [_value(a) for a in origin.args], options, origin.meta["val"], size)
 
 
-def _of_op(op: Any, given: Sequence[Any], options: dict[str, Any], out: Any, size: int) -> list[Kernel]:
+def _of_op(op: Any, args: Sequence[Any], options: dict[str, Any], out: Any, size: int) -> list[Kernel]:
     """The kernels that an op of torch launches. size: bytes read and written."""
     from torch.utils.flop_counter import flop_registry
 
     formula = flop_registry.get(op.overloadpacket) or flop_registry.get(op)
-    flop = int(formula(*given, **options, out_val=out)) if formula else 0
+    flop = int(formula(*args, **options, out_val=out)) if formula else 0
     if "attention" in str(op):
         kind = "attention_backward" if "backward" in str(op) else "attention"
-        beside = _beside_attention(given[1]) if kind == "attention_backward" else []
-        return [Kernel(kind, f"{_short(op)} {tuple(given[0].shape)}", size, flop), *beside]
+        beside = _beside_attention(args[1]) if kind == "attention_backward" else []
+        return [Kernel(kind, f"{_short(op)} {tuple(args[0].shape)}", size, flop), *beside]
     if op.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
-        a, b = given[-2:]
+        a, b = args[-2:]
         sides = a.shape[-2], a.shape[-1], b.shape[-1]
         product = Kernel("thin" if min(sides) <= THIN else "product", f"{_short(op)} {sides}", size, flop)
-        return [*_before_product(given, sides), product]
+        return [*_before_product(args, sides), product]
     if str(op).startswith(OWN) and not flop:
-        return _own(op, given, out)
+        return _pack_kernels(op, args, out)
     return [Kernel("other", _short(op), size, flop)]
 
 
-def _own(op: Any, given: Sequence[Any], out: Any) -> list[Kernel]:
-    """The launches of an op of ours: one for each part that it is given, which reads and writes every tensor once."""
-    moved = sum(t.numel() * t.element_size() for t in tree_leaves((given, out)) if isinstance(t, torch.Tensor))
-    parts = next(len(value) for value in given if isinstance(value, list | tuple))
-    return [Kernel("triton", _short(op), moved // parts)] * parts
+def _pack_kernels(op: Any, args: Sequence[Any], out: Any) -> list[Kernel]:
+    """Return the launches of an op of the pack: one for each part, which reads and writes every tensor once."""
+    byte_count = sum(t.numel() * t.element_size() for t in tree_leaves((args, out)) if isinstance(t, torch.Tensor))
+    parts = next(len(value) for value in args if isinstance(value, list | tuple))
+    return [Kernel("triton", _short(op), byte_count // parts)] * parts
 
 
-def _before_product(given: Sequence[Any], sides: tuple[int, int, int]) -> list[Kernel]:
+def _before_product(args: Sequence[Any], sides: tuple[int, int, int]) -> list[Kernel]:
     """List the driver's work before a product: cuBLAS adds in place, so a torch before 2.14 copies the addend
     (`addmm_out_cuda_impl` in ATen/native/cuda/Blas.cpp) unless it is a bias; and a split product's result is zeroed."""
-    before = []
-    if ADDS_IN_PLACE and len(given) == 3 and given[0].dim() == 2 and 0 not in given[0].stride():
-        size = given[0].numel() * given[0].element_size()
-        # What was written last is still in the cache where it fits.
-        before.append(Kernel("copy", "of what is added to a product", 0, moved=size * (1 if size <= L2_CACHE else 2)))
+    copies = []
+    if ADDS_IN_PLACE and len(args) == 3 and args[0].dim() == 2 and 0 not in args[0].stride():
+        size = args[0].numel() * args[0].element_size()
+        # The tensor written last is still in the cache if it fits.
+        copies.append(
+            Kernel("copy", "of what is added to a product", 0, bytes_moved=size * (1 if size <= L2_CACHE else 2))
+        )
     tiles = -(-sides[0] // TILE) * -(-sides[2] // TILE)
-    if tiles < SMS and sides[1] >= LONG and given[-2].stride(-1) == 1:
-        before.append(Kernel("copy", "memset", 0, moved=0))
-    return before
+    if tiles < SMS and sides[1] >= LONG and args[-2].stride(-1) == 1:
+        copies.append(Kernel("copy", "memset", 0, bytes_moved=0))
+    return copies
 
 
 def _beside_attention(q: Any) -> list[Kernel]:
-    """What cuDNN launches beside its backward: the sums of the gradient times the output with the zeroed gradient of q
-    in fp32, and that gradient in 16 bits."""
+    """Return the other launches of cuDNN's backward: the sums of the gradient times the output with the zeroed gradient
+    of q in fp32, and that gradient in 16 bits."""
     count = q.numel()
-    return [Kernel("other", "sums before attention's backward", 0, moved=8 * count),
-            Kernel("other", "attention's gradient in 16 bits", 0, moved=6 * count)]  # fmt: skip
+    return [Kernel("other", "sums before attention's backward", 0, bytes_moved=8 * count),
+            Kernel("other", "attention's gradient in 16 bits", 0, bytes_moved=6 * count)]  # fmt: skip
 
 
 class Launches(TorchDispatchMode):
-    """Counts what eager torch launches: every op that is no view. kernels: what was found."""
+    """Count the launches of eager torch: every op that is no view. kernels: the launches so far."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -344,8 +346,8 @@ class Launches(TorchDispatchMode):
         if not op.is_view and not any(part in str(op) for part in NO_LAUNCH):
             marks = zip(op._schema.arguments, args, strict=False)
             changed = [a for mark, a in marks if mark.alias_info is not None and mark.alias_info.is_write]
-            made = [] if changed else out
-            leaves = tree_leaves((args, kwargs, changed, made))
+            results = [] if changed else out
+            leaves = tree_leaves((args, kwargs, changed, results))
             size = sum(_bytes_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
             self.kernels += _of_op(op, args, kwargs or {}, out, size)
         return out
@@ -379,14 +381,14 @@ def _ops_of(node: Any) -> str:
 
 def lower(
     block: torch.nn.Module,
-    given: Sequence[Any],
+    args: Sequence[Any],
     budgets: Mapping[str, float | None],
     names: Sequence[str] = ("forward", "backward"),
     measured: bool = False,
 ) -> dict[str, dict[str, Lowered]]:
     """Lower the block's forward and backward in several ways of keeping: way → forward and backward.
 
-    given: the block's arguments on the meta device; those that require a gradient get one.
+    args: the block's arguments on the meta device; those that require a gradient get one.
     budgets: of each way the part of what could be kept for backward that is, as selective checkpointing sets it; None
         for torch's own choice.
     names: of the graphs that are wanted.
@@ -409,30 +411,30 @@ def lower(
         return like.requires_grad_(value.requires_grad)
 
     weights = {name: value for name, value in (*block.named_parameters(), *block.named_buffers()) if value is not None}
-    # Of an adapter, beside its parameters.
+    # Tensors of an adapter in addition to its parameters.
     casts = {
-        f"{name}.casts.{own}": (module, own, value)
+        f"{name}.casts.{cast_name}": (module, cast_name, value)
         for name, module in block.named_modules()
-        for own, value in getattr(module, "casts", {}).items()
+        for cast_name, value in getattr(module, "casts", {}).items()
     }
     weights |= {name: value for name, (_, _, value) in casts.items()}
     with fake:
         state = {name: faked(value) for name, value in weights.items()}
-        inputs = [faked(value) for value in given]
+        inputs = [faked(value) for value in args]
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-    done: dict[str, dict[str, Lowered]] = {}
+    lowered: dict[str, dict[str, Lowered]] = {}
 
     def run(*flat: torch.Tensor) -> Any:
-        own = dict(zip(state, flat[: len(state)], strict=True))
+        tensors_by_name = dict(zip(state, flat[: len(state)], strict=True))
         rest = iter(flat[len(state) :])
         args = [next(rest) if isinstance(value, torch.Tensor) else value for value in inputs]
-        for name, (module, of, _) in casts.items():
-            module.casts = {**module.casts, of: own.pop(name)}
-        return torch.func.functional_call(block, own, (*args, {}))
+        for name, (module, cast_name, _) in casts.items():
+            module.casts = {**module.casts, cast_name: tensors_by_name.pop(name)}
+        return torch.func.functional_call(block, tensors_by_name, (*args, {}))
 
-    def partition(graph: torch.fx.GraphModule, joint_inputs: Any, **more: Any) -> Any:
+    def partition(graph: torch.fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
         """Traced once, the joint graph is parted and lowered in each way."""
-        more["static_lifetime_input_indices"] = list(range(len(state)))  # as dynamo tells of a module's tensors
+        options["static_lifetime_input_indices"] = list(range(len(state)))  # as dynamo passes it for a module's tensors
         for way, budget in budgets.items():
             joint = torch.fx.GraphModule(graph, copy.deepcopy(graph.graph))
             settings = {} if budget is None else checkpointing.partitioner_settings(budget)
@@ -440,8 +442,8 @@ def lower(
                 joint = mark(joint, joint_inputs)
             with config.patch(settings):
                 joint_graph_passes(joint)
-                parts = min_cut_rematerialization_partition(joint, joint_inputs, compiler="inductor", **more)
-            done[way] = {
+                parts = min_cut_rematerialization_partition(joint, joint_inputs, compiler="inductor", **options)
+            lowered[way] = {
                 name: _lowered(part, name, len(state), measured)
                 for name, part in zip(("forward", "backward"), parts, strict=True)
                 if name in names
@@ -464,12 +466,14 @@ def lower(
     norm = norm_of(decomposed._fused_rms_norm, decomposed._fused_rms_norm_backward)
     compiling = patch.object(torch.compiler, "is_compiling", _always(True))
     attending = patch.object(functional, "scaled_dot_product_attention", _flash)
-    own = patch.object(import_module("tessera.models.layers.norm_rope"), "DEVICES", ("cpu",))  # moved to a GPU later
-    with fake, compiling, attending, own, patch.object(functional, "rms_norm", norm), suppress(_AllIsLowered):
+    devices = patch.object(
+        import_module("tessera.models.layers.norm_rope"), "DEVICES", ("cpu",)
+    )  # moved to a GPU later
+    with fake, compiling, attending, devices, patch.object(functional, "rms_norm", norm), suppress(_AllIsLowered):
         compiled(*state.values(), *tensors)
-    for module, of, value in casts.values():
-        module.casts = {**module.casts, of: value}
-    return done
+    for module, cast_name, value in casts.values():
+        module.casts = {**module.casts, cast_name: value}
+    return lowered
 
 
 def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:

@@ -49,7 +49,7 @@ LINKS = {
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a step on one of several devices, by what they go to."""
+    """Seconds of a step on one of several devices, by purpose."""
 
     compute: float
     sums: float
@@ -59,12 +59,13 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """Gathers run beside the computation; the sum, the update and the wait for the slowest come behind it."""
+        """Add up a step: gathers overlap the computation; the sum, the update and the wait for the slowest follow
+        it."""
         return max(self.compute, self.gather) + self.sums + self.waiting + self.update
 
     @property
     def reason(self) -> str:
-        """Name what takes the most beside computing."""
+        """Name the largest cost other than computing."""
         parts = {"sum of the gradients": self.sums, "slowest device": self.waiting, "update": self.update}
         parts["gather of the base"] = max(0.0, self.gather - self.compute)
         return max(parts, key=lambda name: parts[name])
@@ -89,13 +90,13 @@ def step(picture: float, ranks: int, link: Link, lora: float = LORA, base: float
     """Simulate a step of `batch` pictures on `ranks` devices.
 
     picture: seconds of one picture on one device. lora: bytes of the gradients.
-    base: bytes of the model's weights where each device keeps its part of them (`shard`), else 0.
+    base: bytes of the model's weights if each device holds a shard of them (`shard`), else 0.
     """
-    each = batch // ranks
-    compute = each * picture
+    samples = batch // ranks
+    compute = samples * picture
     if ranks == 1:
         return Step(compute, 0.0, 0.0, UPDATE)
-    gather = each * PASSES * all_gather(base, ranks, link) if base else 0.0
+    gather = samples * PASSES * all_gather(base, ranks, link) if base else 0.0
     return Step(compute, all_reduce(lora, ranks, link), slowest(ranks) * compute, UPDATE, gather)
 
 
@@ -104,17 +105,19 @@ def efficiency(picture: float, ranks: int, link: Link, **options: float) -> floa
     return step(picture, 1, link).seconds / ranks / step(picture, ranks, link, **options).seconds
 
 
-def priced(card: str, kept: str) -> float:
+def priced(card: str, way: str) -> float:
     """Seconds of FLUX.1's blocks at 1024² with a LoRA by the counted page, at the rates of a card.
 
-    kept: what is kept for backward, as the page names it.
+    way: tensors kept for backward, as the page names it.
     """
-    row = f"| flux 1024² | {kept} |"
+    row = f"| flux 1024² | {way} |"
     lines = COUNTED.read_text("utf-8").splitlines()
     columns = next(line for line in lines if line.startswith(row) and line.count("|") == 10).split("|")
-    products, attention, *others = (float(column) for column in columns[3:8])
-    known, asked = CARDS["H100"], CARDS[card]
-    return (products + attention) * known.products / asked.products + sum(others) * known.bandwidth / asked.bandwidth
+    products, attention, *other_seconds = (float(column) for column in columns[3:8])
+    h100, target = CARDS["H100"], CARDS[card]
+    return (products + attention) * h100.products / target.products + sum(
+        other_seconds
+    ) * h100.bandwidth / target.bandwidth
 
 
 def limit(picture: float, link: Link, numbers: tuple[int, ...], **options: float) -> str:
@@ -136,33 +139,33 @@ def table(picture: float, names: list[str], ranks: tuple[int, ...], **options: f
     for name in names:
         cells = []
         for n in ranks:
-            one = step(picture, n, LINKS[name], **options)
-            cells.append(f"{one.seconds:.2f} ({efficiency(picture, n, LINKS[name], **options):.0%})")
+            simulated = step(picture, n, LINKS[name], **options)
+            cells.append(f"{simulated.seconds:.2f} ({efficiency(picture, n, LINKS[name], **options):.0%})")
         yield f"| {name} | " + " | ".join(cells) + f" | {limit(picture, LINKS[name], ranks, **options)} |"
 
 
-def meetings(found: Mapping[str, Any]) -> Iterator[str]:
-    """Tell of the meetings before the sums, as `meetings.py` has measured them."""
+def meetings(facts: Mapping[str, Any]) -> Iterator[str]:
+    """Describe the meetings before the sums, as measured by `meetings.py`."""
     yield (
         "Not counted in these tables: before each sum the devices meet by one key of torch's store. "
-        f"`python benchmarks/meetings.py --write` measured it with processes that do nothing else, {found['meetings']} "
+        f"`python benchmarks/meetings.py --write` measured it with processes that do nothing else, {facts['meetings']} "
         "meetings each: milliseconds from when the last one came to when the last one left, and requests to the store "
-        f"by all of them. All ran on {found['cores']} cores ({found['processor']}, torch {found['torch']}), beside "
-        f"other programs (a load of {found['load']} when it began), so the times are longer than they need be: more "
+        f"by all of them. All ran on {facts['cores']} cores ({facts['processor']}, torch {facts['torch']}), beside "
+        f"other programs (a load of {facts['load']} when it began), so the times are longer than they need be: more "
         "processes than cores wait for a core as well, which devices with cores of their own do not. A network between "
         "hosts would come on top. Where all come at once the requests grow faster than the devices, since each writes "
         "the key anew when another one came first; devices that come one after another, as they do in training, pay "
         "less."
     )
-    spreads = sorted({row["spread"] for row in found["rows"]})
+    spreads = sorted({row["spread"] for row in facts["rows"]})
     names = ["all come at once" if not spread else f"they come within {spread:g} s" for spread in spreads]
     yield ""
     yield "| devices | " + " | ".join(f"{name}: median (worst) | requests" for name in names) + " |"
     yield "| ---: |" + " ---: | ---: |" * len(spreads)
-    for ranks in sorted({row["ranks"] for row in found["rows"]}):
+    for ranks in sorted({row["ranks"] for row in facts["rows"]}):
         cells = []
         for spread in spreads:
-            row = next(row for row in found["rows"] if (row["ranks"], row["spread"]) == (ranks, spread))
+            row = next(row for row in facts["rows"] if (row["ranks"], row["spread"]) == (ranks, spread))
             cells += [f"{row['median'] * 1e3:.1f} ({row['worst'] * 1e3:.1f})", f"{row['requests']:.0f}"]
         yield f"| {ranks} | " + " | ".join(cells) + " |"
 
@@ -181,7 +184,7 @@ def page(pictures: dict[str, float], lora: float, is_measured: bool) -> str:
         "",
         "| figure | value | from |",
         "| --- | ---: | --- |",
-        *(f"| a picture of 1024², FLUX.1, {card} | {one:.3f} s | {source} |" for card, one in pictures.items()),
+        *(f"| a picture of 1024², FLUX.1, {card} | {seconds:.3f} s | {source} |" for card, seconds in pictures.items()),
         f"| trained weights in fp32, summed once a step | {lora / 1e6:.0f} MB | counted: rank 16 on every Linear |",
         *(f"| the base in {name} | {size / 1e9:.1f} GB | 11.9 billion weights |" for name, size in BASE.items()),
         f"| clip, AdamW and casts | {UPDATE * 1e3:.0f} ms | priced, counted.md |",
@@ -221,8 +224,13 @@ def page(pictures: dict[str, float], lora: float, is_measured: bool) -> str:
     ]
     for card, picture in pictures.items():
         for name, size in BASE.items():
-            few = tuple(n for n in RANKS if 1 < n <= ON_A_HOST)
-            lines += ["", f"### {card}, base in {name}", "", *table(picture, links_of(card), few, lora=lora, base=size)]
+            host_ranks = tuple(n for n in RANKS if 1 < n <= ON_A_HOST)
+            lines += [
+                "",
+                f"### {card}, base in {name}",
+                "",
+                *table(picture, links_of(card), host_ranks, lora=lora, base=size),
+            ]
     lines += [
         "",
         "A gather moves (n − 1)/n of the base for each pass of each micro-batch, so unlike the sum it does not "
@@ -240,14 +248,12 @@ def main() -> None:
     parser.add_argument("--step", type=float, help="measured seconds of one picture on one card")
     parser.add_argument("--lora-mb", type=float, default=LORA / 1e6, help="trained weights in fp32")
     parser.add_argument("--write", action="store_true")
-    given = parser.parse_args()
-    if given.step is None:
-        text = page(
-            {"H100": priced("H100", "none"), "RTX 4090": priced("RTX 4090", "full")}, given.lora_mb * 1e6, False
-        )
+    args = parser.parse_args()
+    if args.step is None:
+        text = page({"H100": priced("H100", "none"), "RTX 4090": priced("RTX 4090", "full")}, args.lora_mb * 1e6, False)
     else:
-        text = page({"this card": given.step}, given.lora_mb * 1e6, True)
-    if given.write:
+        text = page({"this card": args.step}, args.lora_mb * 1e6, True)
+    if args.write:
         PAGE.write_text(text, encoding="utf-8")
     print(text)
 

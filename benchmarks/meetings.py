@@ -30,7 +30,7 @@ meeting = load("meeting", ROOT / "train" / "distributed" / "meeting.py")
 
 
 class Counted:
-    """Store that counts what is asked of it."""
+    """Store that counts the requests to it."""
 
     def __init__(self, store: Any) -> None:
         self.store, self.requests = store, 0
@@ -44,19 +44,19 @@ def take_part(port: int, rank: int, ranks: int, spread: float, start: Any, answe
     """Meet the others again and again, as `World.sum` does; answers with (came, left, requests) of each meeting."""
     store = Counted(dist.TCPStore("127.0.0.1", port, is_master=False))
     sampled = random.Random(rank)
-    begun = start(store)
-    found = []
+    first_start = start(store)
+    timings = []
     for number in range(MEETINGS + 1):
         early = sampled.random() * spread if rank else 0.0
-        time.sleep(max(0.0, begun + (number + 1) * PERIOD - early - time.monotonic()))
+        time.sleep(max(0.0, first_start + (number + 1) * PERIOD - early - time.monotonic()))
         came, store.requests = time.monotonic(), 0
         store.set(f"at/{rank}", str(number))
-        met = meeting.Meeting(store, f"sum {number}", range(ranks), rank)
-        met.wait(None, 60.0, lambda: False, None)
+        current = meeting.Meeting(store, f"sum {number}", range(ranks), rank)
+        current.wait(None, 60.0, lambda: False, None)
         if rank == 0 and number:
             meeting.Meeting(store, f"sum {number - 1}", range(ranks), rank).forget()
-        found.append((came, time.monotonic(), store.requests))
-    answers.put(found[1:])  # without the first
+        timings.append((came, time.monotonic(), store.requests))
+    answers.put(timings[1:])  # without the first
 
 
 def serve(port: Any, ended: Any) -> None:
@@ -72,7 +72,7 @@ def measured(ranks: int, spread: float) -> dict[str, Any]:
     port, ended = context.SimpleQueue(), context.Event()
     server = context.Process(target=serve, args=(port, ended), daemon=True)
     server.start()
-    at = port.get()
+    port_number = port.get()
     together, begin, answers = context.Barrier(ranks + 1), context.Value("d", 0.0), context.SimpleQueue()
 
     def start(_: Any) -> float:
@@ -80,21 +80,21 @@ def measured(ranks: int, spread: float) -> dict[str, Any]:
         together.wait()
         return float(begin.value)
 
-    given = [(at, rank, ranks, spread, start, answers) for rank in range(ranks)]
-    processes = [context.Process(target=take_part, args=one, daemon=True) for one in given]
+    arguments = [(port_number, rank, ranks, spread, start, answers) for rank in range(ranks)]
+    processes = [context.Process(target=take_part, args=args, daemon=True) for args in arguments]
     for process in processes:
         process.start()
     together.wait()
     begin.value = time.monotonic()
     together.wait()
-    found = [answers.get() for _ in processes]
+    timings_by_rank = [answers.get() for _ in processes]
     ended.set()
     for process in (*processes, server):
         process.join()
     seconds, requests = [], []
-    for one in zip(*found, strict=True):
-        seconds.append(max(left for _, left, _ in one) - max(came for came, _, _ in one))
-        requests.append(sum(asked for _, _, asked in one))
+    for timings in zip(*timings_by_rank, strict=True):
+        seconds.append(max(end for _, end, _ in timings) - max(came for came, _, _ in timings))
+        requests.append(sum(count for _, _, count in timings))
     median, worst = statistics.median(seconds), max(seconds)
     return {"ranks": ranks, "spread": spread, "median": median, "worst": worst, "requests": statistics.median(requests)}
 
@@ -109,12 +109,12 @@ def rows() -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
-    given = parser.parse_args()
-    busy = os.getloadavg()[0]  # by what else runs here
-    found = {"processor": processor(), "cores": os.cpu_count(), "load": round(busy, 1), "torch": torch.__version__}
-    found |= {"meetings": MEETINGS, "rows": list(rows())}
-    text = json.dumps(found, indent=1)
-    if given.write:
+    args = parser.parse_args()
+    busy = os.getloadavg()[0]  # load of other programs
+    results = {"processor": processor(), "cores": os.cpu_count(), "load": round(busy, 1), "torch": torch.__version__}
+    results |= {"meetings": MEETINGS, "rows": list(rows())}
+    text = json.dumps(results, indent=1)
+    if args.write:
         RESULTS.write_text(text + "\n", encoding="utf-8")
     print(text)
 

@@ -88,7 +88,7 @@ def noted(base: Path) -> tuple[float, float]:
         time.sleep(0.2)
     times = json.loads(file.read_text())
     file.unlink()
-    walls = [after[0] - before[0] for before, after in zip(times, times[1:], strict=False)]
+    walls = [following[0] - previous[0] for previous, following in zip(times, times[1:], strict=False)]
     return median(walls), (times[-1][1] - times[0][1]) / len(walls)
 
 
@@ -105,27 +105,27 @@ def with_page(context: Any, server: Any, name: str, steps: int, bare: bool = Fal
     page.evaluate(CENTER)
     page.wait_for_timeout(SETTLE * 1000)
     page.get_by_test_id("queue-button").first.click()
-    found = noted(server.base)
+    times = noted(server.base)
     if bare:
         assert page.evaluate(f"{POINTS} === undefined"), "Our scripts were there."
     else:
         page.wait_for_function(f"{POINTS} === 'Loss of {steps} points up to step {steps}'")  # it was not idle
     page.close()
-    return found
+    return times
 
 
 def with_listener(server: Any, name: str, steps: int) -> tuple[float, float]:
-    done = threading.Event()
-    listener = threading.Thread(target=lambda: asyncio.run(listen(server, prompt(name, steps), name, done)))
+    stopped = threading.Event()
+    listener = threading.Thread(target=lambda: asyncio.run(listen(server, prompt(name, steps), name, stopped)))
     listener.start()
     try:
         return noted(server.base)
     finally:
-        done.set()
+        stopped.set()
         listener.join()
 
 
-async def listen(server: Any, graph: dict[str, Any], name: str, done: threading.Event) -> None:
+async def listen(server: Any, graph: dict[str, Any], name: str, stopped: threading.Event) -> None:
     """Hear the events of a run and ask for its curve each second until it is done."""
     client = uuid.uuid4().hex
     url = f"{server.url.replace('http', 'ws')}/ws?clientId={client}"
@@ -138,7 +138,7 @@ async def listen(server: Any, graph: dict[str, Any], name: str, done: threading.
         hearing = asyncio.create_task(hear())
         await asyncio.to_thread(server.queue, graph, client)
         since = 0
-        while not done.is_set():
+        while not stopped.is_set():
             await asyncio.sleep(1)
             async with session.get("/tessera/runs", params={"name": name}) as answer:
                 runs = (await answer.json())["runs"]
@@ -154,7 +154,7 @@ def without_page(server: Any, name: str, steps: int) -> tuple[float, float]:
 
 
 def only_on_cores(first: bool) -> None:
-    """Have what this process starts from here on run on the first core, or on all others."""
+    """Pin the processes that this one starts from here on to the first core, or to all others."""
     if hasattr(os, "sched_setaffinity") and len(cores := sorted(CORES)) > 1:
         os.sched_setaffinity(0, cores[:1] if first else cores[1:])
 
@@ -168,11 +168,11 @@ def measure(rounds: int, steps: int, new_renderer: bool, base: Path) -> list[dic
     (base / "custom_nodes" / "step_times.py").write_text(CLOCK)
     settings = base / "user" / "default" / "comfy.settings.json"
     settings.parent.mkdir(parents=True)
-    shown = {"Comfy.TutorialCompleted": True, "Comfy.Workflow.Persist": False}
-    settings.write_text(json.dumps(shown | {"Comfy.VueNodes.Enabled": new_renderer}))
+    frontend_settings = {"Comfy.TutorialCompleted": True, "Comfy.Workflow.Persist": False}
+    settings.write_text(json.dumps(frontend_settings | {"Comfy.VueNodes.Enabled": new_renderer}))
     chromium = dev.find_chromium(sys.executable)
     options = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
-    found = []
+    times_by_round = []
     only_on_cores(first=True)
     server = comfy_server.ComfyServer(base, dev.find_comfyui(), cpu=True, env={"OMP_NUM_THREADS": "1"})
     with server:
@@ -191,15 +191,15 @@ def measure(rounds: int, steps: int, new_renderer: bool, base: Path) -> list[dic
             }
             for number in range(rounds):
                 order = list(turns)[number % len(turns) :] + list(turns)[: number % len(turns)]
-                found.append({turn: turns[turn](f"{turn} {number}") for turn in order})
+                times_by_round.append({turn: turns[turn](f"{turn} {number}") for turn in order})
                 print(
                     number + 1,
-                    {turn: f"{seconds:.4f}" for turn, (seconds, _) in found[-1].items()},
+                    {turn: f"{seconds:.4f}" for turn, (seconds, _) in times_by_round[-1].items()},
                     file=sys.stderr,
                     flush=True,
                 )
             context.close()
-    return found
+    return times_by_round
 
 
 def spread(values: list[float], digits: int) -> str:
@@ -230,9 +230,11 @@ def main() -> None:
     turns = ("page", "bare page", "listener")
     print(f"| of a run | {' | '.join([*turns, 'none'])} | {' | '.join(f'{turn} / none' for turn in turns)} |")
     print(f"|---|{'---:|' * (2 * len(turns) + 1)}")
-    for at, name in enumerate(("median step, ms", "CPU of the server for a step, ms")):
-        milliseconds = (spread([1000 * turn[who][at] for turn in rounds], 1) for who in (*turns, "none"))
-        quotients = (spread([turn[who][at] / turn["none"][at] for turn in rounds], 3) for who in turns)
+    for index, name in enumerate(("median step, ms", "CPU of the server for a step, ms")):
+        milliseconds = (spread([1000 * turn[turn_name][index] for turn in rounds], 1) for turn_name in (*turns, "none"))
+        quotients = (
+            spread([turn[turn_name][index] / turn["none"][index] for turn in rounds], 3) for turn_name in turns
+        )
         print(f"| {name} | {' | '.join([*milliseconds, *quotients])} |")
 
 

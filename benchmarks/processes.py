@@ -1,4 +1,4 @@
-"""Contestants in processes of their own, told what to do in JSON: one command a line, and one reply a line."""
+"""Contestants in their own processes, which take commands in JSON: one command a line, and one reply a line."""
 
 import json
 import os
@@ -27,8 +27,8 @@ def processor() -> str:
 
 @dataclass
 class Measured:
-    """Replies of one contestant. spec: what it was told to do; first: in the warm-up; rounds: in each round;
-    memory: in the steps that count allocations; ended: why it took no more part, if it did not."""
+    """Replies of one contestant. spec: its arguments; first: in the warm-up; rounds: in each round;
+    memory: in the steps that count allocations; ended: the reason why it stopped, if it did."""
 
     name: str
     spec: dict[str, Any]
@@ -42,13 +42,13 @@ class Measured:
 
 
 @dataclass
-class Told(Measured):
-    """A process that does what it is told.
+class CommandProcess(Measured):
+    """A process that takes commands.
 
-    script: beside this file; it gets `spec` as its argument.
+    script: in the folder of this file; it gets `spec` as its argument.
     python: the interpreter that runs it.
     limit: seconds that a reply may take; a process that takes longer is killed. None waits for ever.
-    begun: it was started, and its first line is not read yet.
+    is_started: it was started, and its first line is not read yet.
     """
 
     script: str = ""
@@ -57,18 +57,18 @@ class Told(Measured):
     python: str = sys.executable
     limit: float | None = None
     process: subprocess.Popen[str] | None = None
-    begun: bool = False
+    is_started: bool = False
     replies: SimpleQueue[str] = field(default_factory=SimpleQueue)
 
     def launch(self) -> dict[str, Any]:
-        """Starts the process, unless it has begun, and returns the line that it sends when it is ready."""
-        if not self.begun:
+        """Start the process, unless it is started, and return the line that it sends when it is ready."""
+        if not self.is_started:
             self.begin()
-        self.begun = False
+        self.is_started = False
         return self.read()
 
     def begin(self) -> None:
-        """Starts the process and does not wait until it is ready."""
+        """Start the process without waiting until it is ready."""
         command = [self.python, str(HERE / self.script), json.dumps(self.spec)]
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
@@ -77,7 +77,7 @@ class Told(Measured):
         self.replies = SimpleQueue()  # one that was launched before may still be ending
         # A thread, since only that can wait for a line of a pipe for a limited time on every system.
         Thread(target=_pass_on, args=(self.process.stdout, self.replies), daemon=True).start()
-        self.begun = True
+        self.is_started = True
 
     def ask(self, **command: Any) -> dict[str, Any]:
         if self.ended:
@@ -91,7 +91,8 @@ class Told(Measured):
         return self.read()
 
     def read(self) -> dict[str, Any]:
-        """The next reply; none where the process has ended, takes too long, or says `skipped` and why."""
+        """Return the next reply; empty if the process has ended, takes too long, or replies with a reason in
+        `skipped`."""
         assert self.process is not None
         try:
             line = self.replies.get(timeout=self.limit)
@@ -103,8 +104,8 @@ class Told(Measured):
             reply = json.loads(line)
             self.ended = reply.pop("skipped", "")
             return reply
-        written = self.log.read_text(errors="replace").strip().splitlines()
-        self.ended = f"ended: {written[-1][:200] if written else 'no message'}"
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        self.ended = f"ended: {lines[-1][:200] if lines else 'no message'}"
         return {}
 
     def stop(self) -> None:
@@ -115,7 +116,7 @@ class Told(Measured):
                 self.process.wait(timeout=60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-            self.process, self.begun = None, False
+            self.process, self.is_started = None, False
 
 
 def _pass_on(lines: Iterable[str], replies: SimpleQueue[str]) -> None:
@@ -126,7 +127,7 @@ def _pass_on(lines: Iterable[str], replies: SimpleQueue[str]) -> None:
 
 
 def take_over_stdout() -> Callable[[dict[str, Any]], None]:
-    """In the process that is told: returns what sends a reply. Whatever else is printed goes to stderr."""
+    """Return a function that sends a reply, for use in the process of the contestant. Other prints go to stderr."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

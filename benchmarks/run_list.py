@@ -52,8 +52,8 @@ def main() -> None:
                 return time.perf_counter() - begin, sum(process.cpu_times()[:2]) - used
 
             first = seconds("/tessera/runs")
-            again = min(seconds("/tessera/runs") for _ in range(5))
-            found = min(seconds("/tessera/runs?filter=lora1%20flux&page=2") for _ in range(5))
+            repeated = min(seconds("/tessera/runs") for _ in range(5))
+            filtered = min(seconds("/tessera/runs?filter=lora1%20flux&page=2") for _ in range(5))
             runs = server.get("/tessera/runs")["runs"]
             assert len(runs) == min(200, args.runs)
             rows = seconds(*(f"/tessera/runs/{run['id']}?points=60" for run in runs[:10]))
@@ -63,13 +63,13 @@ def main() -> None:
         f"{os.cpu_count()} cores with a load of {os.getloadavg()[0]:.0f} by other programs: the processor counts.\n"
     )
     print("| asked | seconds | of the processor |\n|---|---:|---:|")
-    for asked, (clock, used) in [
+    for request, (clock, used) in [
         ("the first page, right after the server's start", first),
-        ("the first page again, the least of 5", again),
-        ("the third page of those that two words find, the least of 5", found),
+        ("the first page again, the least of 5", repeated),
+        ("the third page of those that two words find, the least of 5", filtered),
         ("state and curve of ten rows, one after the other", rows),
     ]:
-        print(f"| {asked} | {clock:.2f} | {used:.2f} |")
+        print(f"| {request} | {clock:.2f} | {used:.2f} |")
     print("\nMade by `python benchmarks/run_list.py > benchmarks/results/run_list.md`.")
 
 

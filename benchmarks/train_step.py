@@ -5,12 +5,12 @@ Run: python benchmarks/train_step.py --size tiny --device cpu > benchmarks/resul
      python benchmarks/train_step.py --size full --device cuda --contestants compiled --swap 0 25 50 90
 
 Every contestant is a process of its own, for all its rounds, on the same weights, samples, batch, rank and dtype. On a
-CPU they take turns after a warm-up, round after round, so that whatever else the machine does weighs on all of them;
-what counts is the ratio within a round. A GPU holds one at a time, so there they follow one another. `--family` names
-one model or several, `--swap` adds compiled contestants some of whose blocks stream from the host. `--path native own`
-trains the same model by ComfyUI's own forward, as a model without a family of ours trains, and by our forward. `--size
-full` are the models' real shapes with random weights, for a GPU; `--dry-run` counts their parameters, tokens, FLOP and
-copied bytes without one. Only the dry run of the full size has been tried so far: it has not run on a GPU yet.
+CPU they take turns after a warm-up, round after round, so that other load of the machine affects all of them; the ratio
+within a round is the result. A GPU holds one at a time, so there they follow one another. `--family` names one model or
+several, `--swap` adds compiled contestants some of whose blocks stream from the host. `--path native own` trains the
+same model by ComfyUI's own forward, as for a model without a family in the pack, and by our forward. `--size full` are
+the models' real shapes with random weights, for a GPU; `--dry-run` counts their parameters, tokens, FLOP and copied
+bytes without one. Only the dry run of the full size has been tried so far: it has not run on a GPU yet.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from typing import Any
 
 from comfyui import importable_without_nodes, set_up_comfyui
 from families import FULL, MODELS, Picture
-from processes import Told
+from processes import CommandProcess
 from train_step_report import CORE, PATHS, WARM_UP, head, machine, report
 
 MODES = ("none", "selective", "full")
@@ -35,14 +35,14 @@ FAMILIES = tuple(family for family in FULL if family != "sdxl")  # which Train L
 
 
 @dataclass
-class Contestant(Told):
-    """A process that takes steps when it is told to."""
+class Contestant(CommandProcess):
+    """A process that takes training steps on command."""
 
     script: str = "train_step_contestant.py"
     dtype: str = ""
 
     def start(self) -> None:
-        """Sets it up and takes the steps of the warm-up."""
+        """Set it up and take the steps of the warm-up."""
         self.dtype = self.launch().get("inference_dtype", "")
         if not self.ended:
             first = self.ask(do="steps", count=WARM_UP)
@@ -54,8 +54,8 @@ class Contestant(Told):
 
 
 def contestants(args: argparse.Namespace, family: str, file: str, folder: Path) -> list[Contestant]:
-    """file: of a small model; folder: for what they write."""
-    shared = {
+    """Make the contestants. file: of a small model; folder: for their logs and caches."""
+    common = {
         "size": args.size,
         "family": family,
         "device": args.device,
@@ -75,34 +75,36 @@ def contestants(args: argparse.Namespace, family: str, file: str, folder: Path) 
     }
     if args.device == "cuda":
         environment.pop("OMP_NUM_THREADS")
-    made = []
-    for number, (name, spec) in enumerate(chosen(args)):
-        made.append(Contestant(name, shared | spec, environment=environment, log=folder / f"{number}.log"))
-    return made
+    result = []
+    for number, (name, spec) in enumerate(contestant_specs(args)):
+        result.append(Contestant(name, common | spec, environment=environment, log=folder / f"{number}.log"))
+    return result
 
 
-def chosen(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
-    """The contestants' names, and what each is told beside what all are told."""
+def contestant_specs(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
+    """Return the contestants' names, each with its arguments in addition to the common ones."""
 
-    def ours(path: str, compiled: bool, checkpointing: str, swap: float = 0) -> tuple[str, dict[str, Any]]:
+    def our_spec(path: str, compiled: bool, checkpointing: str, swap: float = 0) -> tuple[str, dict[str, Any]]:
         name = f"{PATHS[path]}, {'compiled' if compiled else 'eager'}, {checkpointing}"
         name += f", {swap:g} % swapped" if swap else ""
         modes = {"compiled": compiled, "checkpointing": checkpointing, "swap": swap}
         return name, {"contestant": "ours", "path": path, **modes}
 
-    found = []
+    specs = []
     if "eager" in args.contestants:
-        found += [ours(path, False, mode) for mode in MODES for path in args.path]
+        specs += [our_spec(path, False, mode) for mode in MODES for path in args.path]
     if "compiled" in args.contestants:
-        found += [ours(path, True, args.checkpointing, percent) for percent in (0, *args.swap) for path in args.path]
+        specs += [
+            our_spec(path, True, args.checkpointing, percent) for percent in (0, *args.swap) for path in args.path
+        ]
     if "core" in args.contestants:
-        found.append((CORE, {"contestant": "core", "compiled": False, "checkpointing": "", "swap": 0}))
-    return found
+        specs.append((CORE, {"contestant": "core", "compiled": False, "checkpointing": "", "swap": 0}))
+    return specs
 
 
 def picture_of(args: argparse.Namespace, family: str) -> Picture:
-    given = {name: getattr(args, name) for name in ("width", "height", "frames", "length")}
-    return replace(MODELS[args.size][family].picture, **{k: v for k, v in given.items() if v is not None})
+    options = {name: getattr(args, name) for name in ("width", "height", "frames", "length")}
+    return replace(MODELS[args.size][family].picture, **{k: v for k, v in options.items() if v is not None})
 
 
 def say(text: str) -> None:
@@ -110,8 +112,8 @@ def say(text: str) -> None:
 
 
 def measure(field_of: Sequence[Contestant], rounds: int, steps: int, together: bool) -> None:
-    """together: all stay loaded and stand still between their turns; else one takes all its rounds and ends before the
-    next is set up, as on a GPU that holds one at a time. Each keeps its process for its rounds."""
+    """Measure the contestants. together: all stay loaded and idle between their turns; else one takes all its rounds
+    and ends before the next is set up, as on a GPU that holds one at a time. Each keeps its process for its rounds."""
     if together:
         for contestant in field_of:
             set_up(contestant)
@@ -134,7 +136,7 @@ def set_up(contestant: Contestant) -> None:
 
 
 def take_turn(contestant: Contestant, number: int, rounds: int, steps: int) -> None:
-    """Takes the steps of one round, and in the last one counts what is counted only once."""
+    """Take the steps of one round, and in the last one the counts that are made only once."""
     if contestant.ended:
         return
     contestant.round(steps)
@@ -144,8 +146,8 @@ def take_turn(contestant: Contestant, number: int, rounds: int, steps: int) -> N
             contestant.memory |= contestant.ask(do="held")
     elif number == rounds - 1 and contestant.spec["swap"]:
         contestant.memory |= contestant.ask(do="copies")
-    done = contestant.ended or f"{median(contestant.rounds[-1]['seconds']):.3f} s a step"
-    say(f"round {number + 1} of {rounds}, {contestant.name}: {done}")
+    outcome = contestant.ended or f"{median(contestant.rounds[-1]['seconds']):.3f} s a step"
+    say(f"round {number + 1} of {rounds}, {contestant.name}: {outcome}")
 
 
 def work_text(args: argparse.Namespace, family: str, file: str) -> str:
@@ -185,7 +187,7 @@ def write_file(args: argparse.Namespace, family: str, folder: Path) -> str:
 
 
 def run(args: argparse.Namespace, family: str, file: str, folder: Path) -> list[Contestant]:
-    """Measures one family and prints its tables."""
+    """Measure one family and print its tables."""
     work = work_text(args, family, file)
     field_of = contestants(args, family, file, folder)
     try:
@@ -219,7 +221,7 @@ def figures_of(c: Contestant) -> dict[str, Any]:
     return {"dtype": c.dtype, "warm_up": c.first, "rounds": c.rounds, "memory": c.memory, "ended": c.ended}
 
 
-def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=tuple(MODELS), default="tiny")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -247,12 +249,12 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--link", type=float, help="GB/s from the host to the GPU, for the least time of the copies")
     parser.add_argument("--dry-run", action="store_true", help="counts on the meta device and measures nothing")
     parser.add_argument("--json", type=Path, help="writes every figure here")
-    args = parser.parse_args(given)
+    args = parser.parse_args(argv)
     if args.steps < 1:
         parser.error("--steps: take at least one")
     if unknown := [family for family in args.family if family not in MODELS[args.size]]:
-        known = [family for family in FAMILIES if family in MODELS[args.size]]
-        parser.error(f"--family {unknown[0]} is of the full size only; the tiny ones are {', '.join(known)}")
+        tiny_families = [family for family in FAMILIES if family in MODELS[args.size]]
+        parser.error(f"--family {unknown[0]} is of the full size only; the tiny ones are {', '.join(tiny_families)}")
     pictures = [family for family in args.family if MODELS[args.size][family].picture.frames == 1]
     if args.frames is not None and pictures:
         parser.error(f"--frames: {pictures[0]} trains on pictures")

@@ -3,8 +3,8 @@
 Its parent sends one JSON command per line and gets one JSON reply per line: `{"do": "steps", "count": 3}` takes that
 many training steps, `{"do": "memory"}` one step under the profiler's count of allocations, `{"do": "copies"}` one under
 its count of copies to the GPU, `{"do": "held"}` a forward whose saved tensors are counted. Between commands training
-stands still, inside the hook that torch calls after every step of an optimizer, so contestants can take turns whoever
-wrote their loop.
+waits inside the hook that torch calls after every step of an optimizer, so contestants can take turns with any training
+loop.
 """
 
 import argparse
@@ -83,11 +83,11 @@ def make_trainer(spec: dict[str, Any], patcher: Any, data: Any, folder: Path) ->
 
 
 def held_for_backward(trainer: Any) -> dict[str, Any]:
-    """Bytes that one forward leaves behind for its backward, and what it calls.
+    """Measure the bytes that one forward leaves for its backward, and count its calls.
 
-    held: what the forward allocated and has not released at its end (the CPU's allocator, all modes, the loss with it).
-    saved: what autograd was asked to save, each storage once, without weights; what a selective policy keeps is not
-    among it, as that is kept by the checkpoint itself. weights: bytes of weights that were saved by reference.
+    held: allocated by the forward and not released at its end (the CPU's allocator, all modes, the loss with it).
+    saved: tensors that autograd saved, each storage once, without weights and without those of a selective policy,
+    which the checkpoint itself keeps. weights: bytes of weights that were saved by reference.
     """
     make_batch = import_module("tessera.train.batch").make_batch
     with torch.no_grad():
@@ -97,28 +97,30 @@ def held_for_backward(trainer: Any) -> dict[str, Any]:
     result: dict[str, Any] = count_calls(trainer, batch)
     gc.collect()  # what others left in cycles is not to be freed, and counted off, within this forward
     with memory_profiler() as profiler:
-        loss = trainer.losses.of_batch(batch, (0, 0))
+        loss = trainer.losses.batch_loss(batch, (0, 0))
     del loss
     result["held_mib"] = peak_and_rest(allocations(profiler))[1] / MIB
     if trainer.placed.runner.planned_graphs:
-        return result  # hooks would be part of what a compiled graph is guarded on
-    own = {t.untyped_storage().data_ptr() for m in trainer.placed.transformer.frozen_modules() for t in m.buffers()}
+        return result  # a compiled graph has guards on hooks
+    weight_storages = {
+        t.untyped_storage().data_ptr() for m in trainer.placed.transformer.frozen_modules() for t in m.buffers()
+    }
     adapters = trainer.network.adapters.values()
     casts = [cast for adapter in adapters for cast in getattr(adapter, "casts", {}).values()]
-    own |= {p.untyped_storage().data_ptr() for p in (*trainer.network.parameters(), *casts)}
-    kept: dict[int, int] = {}
+    weight_storages |= {p.untyped_storage().data_ptr() for p in (*trainer.network.parameters(), *casts)}
+    saved_sizes: dict[int, int] = {}
     result["saved_tensors"] = 0
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         result["saved_tensors"] += 1
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        saved_sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = trainer.losses.of_batch(batch, (0, 0))  # held until here, so that no two storages share an address
+        loss = trainer.losses.batch_loss(batch, (0, 0))  # held until here, so that no two storages share an address
     del loss
-    result["saved_mib"] = sum(size for place, size in kept.items() if place not in own) / MIB
-    result["weights_mib"] = sum(size for place, size in kept.items() if place in own) / MIB
+    result["saved_mib"] = sum(size for place, size in saved_sizes.items() if place not in weight_storages) / MIB
+    result["weights_mib"] = sum(size for place, size in saved_sizes.items() if place in weight_storages) / MIB
     return result
 
 
@@ -127,12 +129,14 @@ class CountedCopies:
 
     def __init__(self, trainer: Any):
         self.ring = trainer.placed.swap.ring
-        self.before = (0, 0)
+        self.last_counts = (0, 0)
 
     def since(self, steps: int) -> dict[str, float]:
         """Per step, over the steps since the last call."""
-        before, self.before = self.before, (self.ring.copies, self.ring.bytes_copied)
-        copies, copied = (now - then for now, then in zip(self.before, before, strict=True))
+        previous, self.last_counts = self.last_counts, (self.ring.copies, self.ring.bytes_copied)
+        copies, copied = (
+            count - previous_count for count, previous_count in zip(self.last_counts, previous, strict=True)
+        )
         return {"copies": copies / steps, "copied_bytes": copied / steps}
 
 
@@ -145,14 +149,16 @@ def train_ours(spec: dict[str, Any], turns: Turns, patcher: Any, data: Any, link
 
         def facts() -> dict[str, Any]:
             assert bool(trainer.placed.runner.planned_graphs) == spec["compiled"], "torch.compile does not work here"
-            told = trainer.facts()
-            shown = {k: told[k] for k in ("graphs_compiled", "graph_breaks", "compile_seconds", "blocks_swapped")}
+            facts_of_run = trainer.facts()
+            reported = {
+                k: facts_of_run[k] for k in ("graphs_compiled", "graph_breaks", "compile_seconds", "blocks_swapped")
+            }
             if spec["compiled"]:
-                shown["kernels"] = count_kernels()
-            return shown if copies is None else {**shown, **copies.since(len(turns.seconds)), "link": link}
+                reported["kernels"] = count_kernels()
+            return reported if copies is None else {**reported, **copies.since(len(turns.seconds)), "link": link}
 
         turns.facts = facts
-        turns.held = lambda: held_for_backward(trainer)
+        turns.held_figures = lambda: held_for_backward(trainer)
         try:
             turns.wait()
             trainer.run()
@@ -209,7 +215,7 @@ def main() -> None:
     free = torch.cuda.mem_get_info()[0] if spec["device"] == "cuda" else 0
     with torch.inference_mode():  # as a loader's node makes it
         model = MODELS[spec["size"]][spec["family"]]
-        # Block swap streams from the host, where a loader puts a model.
+        # Block swap streams from the host, to which a loader loads a model.
         patcher = model.load(spec["file"], spec["device"], DTYPES[spec["dtype"]], on_host=bool(spec["swap"]))
     data = random_data(patcher, Picture(**spec["picture"]), 2 * spec["batch_size"])
     link = link_bandwidth(patcher) if spec["swap"] else 0.0

@@ -29,15 +29,15 @@ def spread(values: Iterable[float]) -> Spread:
 def ratio_by_round(numerator: Sequence[Sequence[float]], denominator: Sequence[Sequence[float]]) -> Spread:
     """Quotient of `numerator` and `denominator`: the ratio of their medians in each round, over all rounds.
 
-    Each argument holds the values of each round. What else the machine does changes from round to round and weighs on
-    both sides of a ratio alike, so these vary far less than seconds do.
+    Each argument holds the values of each round. Other load of the machine changes from round to round and affects both
+    sides of a ratio alike, so ratios vary far less than seconds.
     """
     pairs = zip(numerator, denominator, strict=True)
-    return spread(median(above) / median(below) for above, below in pairs)
+    return spread(median(a) / median(b) for a, b in pairs)
 
 
 def swapped_blocks(percent: float, total: int) -> int:
-    """Number of blocks that are `percent` of `total`: the nearest number, and one at least where it is above 0."""
+    """Number of blocks that are `percent` of `total`: the nearest number, and at least one if it is above 0."""
     return max(1, int(total * percent / 100 + 0.5)) if percent else 0
 
 
@@ -49,11 +49,11 @@ def times_the_least(seconds: Sequence[Sequence[float]], resident: Sequence[Seque
 
 def peak_and_rest(changes: Iterable[tuple[float, int]]) -> tuple[int, int]:
     """(most bytes held at once, bytes held at the end) over an allocator's (time, bytes); releases are negative."""
-    held = peak = 0
+    current = peak = 0
     for _, change in sorted(changes, key=lambda event: event[0]):
-        held += change
-        peak = max(peak, held)
-    return peak, held
+        current += change
+        peak = max(peak, current)
+    return peak, current
 
 
 def copies_to_device(events: Iterable[dict[str, Any]], least: int = MIB) -> tuple[int, float]:

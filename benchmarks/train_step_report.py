@@ -56,13 +56,13 @@ def report(field_of: Sequence[Measured], args: argparse.Namespace) -> str:
 def time_table(run: Sequence[Measured], core: Measured | None, cpu: bool) -> tuple[list[str], list[list[str]]]:
     header = ["a step", "seconds", "core's time is … times ours", "graphs", "graph breaks", "compile seconds"]
     if cpu:
-        # What the process computed, whatever else ran beside it.
+        # CPU time does not depend on other load.
         header[3:3] = ["CPU seconds", "core's CPU time is … times ours"]
-    both = any(own_of(c, run) is not None for c in run)
-    if both:
+    has_pairs = any(own_of(c, run) is not None for c in run)
+    if has_pairs:
         header.insert(2, "times the own forward's")
         header[5:5] = ["CPU time, times the own forward's"] if cpu else []
-    # The others take what the first of a path has compiled from the cache.
+    # The first of a path compiles; the others hit the cache.
     compiled: dict[str, Measured] = {}
     for c in run:
         if c is not core and c.spec["compiled"]:
@@ -72,23 +72,23 @@ def time_table(run: Sequence[Measured], core: Measured | None, cpu: bool) -> tup
         row = [c.name]
         for figure in ("seconds", "cpu_seconds") if cpu else ("seconds",):
             row.append(spread(sum(c.of_rounds(figure), [])).text(3))
-            row += [against(c, own_of(c, run), figure)] if both else []
-            row.append(against(core, c, figure))
-        ours = c is not core
-        row += [str(c.rounds[-1]["graphs_compiled"]), str(c.rounds[-1]["graph_breaks"])] if ours else ["", ""]
+            row += [ratio(c, own_of(c, run), figure)] if has_pairs else []
+            row.append(ratio(core, c, figure))
+        is_ours = c is not core
+        row += [str(c.rounds[-1]["graphs_compiled"]), str(c.rounds[-1]["graph_breaks"])] if is_ours else ["", ""]
         row.append(f"{c.first['compile_seconds']:.0f}" if any(c is first for first in compiled.values()) else "")
         rows.append(row)
     return header, rows
 
 
-def against(above: Measured | None, below: Measured | None, figure: str) -> str:
-    if above is None or below is None or above is below:
+def ratio(numerator: Measured | None, denominator: Measured | None, figure: str) -> str:
+    if numerator is None or denominator is None or numerator is denominator:
         return ""
-    return ratio_by_round(above.of_rounds(figure), below.of_rounds(figure)).text()
+    return ratio_by_round(numerator.of_rounds(figure), denominator.of_rounds(figure)).text()
 
 
 def own_of(native: Measured, run: Sequence[Measured]) -> Measured | None:
-    """The contestant that is told the same but for the path: our own forward."""
+    """Return the contestant with the same arguments except for the path: our own forward."""
     if native.spec.get("path") != "native":
         return None
     return next((c for c in run if c.spec == {**native.spec, "path": "own"}), None)
@@ -104,14 +104,14 @@ MEMORY = {
 
 def memory_table(run: Sequence[Measured], core: Measured | None) -> tuple[list[str], list[list[str]]]:
     peaks = {c.name: peaks_of(c) for c in run}
-    shown = [key for key in MEMORY if all(key in p for p in peaks.values())]
-    header = ["memory", *(text for key in shown for text in (MEMORY[key], "core's is … times ours"))]
+    keys = [key for key in MEMORY if all(key in p for p in peaks.values())]
+    header = ["memory", *(text for key in keys for text in (MEMORY[key], "core's is … times ours"))]
     rows = []
     for c in run:
         row = [c.name]
-        for key in shown:
-            own = peaks[c.name][key]
-            row += [f"{own:.0f}", f"{peaks[core.name][key] / own:.2f}" if core not in (None, c) else ""]
+        for key in keys:
+            peak = peaks[c.name][key]
+            row += [f"{peak:.0f}", f"{peaks[core.name][key] / peak:.2f}" if core not in (None, c) else ""]
         rows.append(row)
     return header, rows
 
@@ -119,8 +119,8 @@ def memory_table(run: Sequence[Measured], core: Measured | None) -> tuple[list[s
 def peaks_of(contestant: Measured) -> dict[str, float]:
     """The greatest figure of all rounds."""
     replies = [*contestant.rounds, contestant.memory]
-    found = {key: [r[key] for r in replies if key in r] for key in MEMORY}
-    return {key: max(values) for key, values in found.items() if values}
+    figures = {key: [r[key] for r in replies if key in r] for key in MEMORY}
+    return {key: max(values) for key, values in figures.items() if values}
 
 
 def held_table(run: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
@@ -155,8 +155,8 @@ def machine(args: argparse.Namespace) -> str:
 def head(args: argparse.Namespace) -> str:
     command = "python benchmarks/train_step.py " + " ".join(arg for arg in sys.argv[1:])
     threads = f", {args.threads} thread{'s' if args.threads > 1 else ''}" if args.device == "cpu" else ""
-    each = "step" if args.steps_per_round == 1 else "steps"
-    rounds = f"{args.rounds} rounds of {args.steps_per_round} {each} each after {WARM_UP} steps of warm-up, by turns"
+    unit = "step" if args.steps_per_round == 1 else "steps"
+    rounds = f"{args.rounds} rounds of {args.steps_per_round} {unit} each after {WARM_UP} steps of warm-up, by turns"
     of_core = OF_CORE + (OF_FLUX if any(f.startswith("flux") for f in args.family) else OF_OTHERS)
     parts = [
         f"# A training step, `{args.size}` on {args.device}",

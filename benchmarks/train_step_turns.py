@@ -1,4 +1,4 @@
-"""Stands still between commands, and says what the steps since the last one took in time and memory."""
+"""Wait between commands, and report time and memory of the steps since the last command."""
 
 import gc
 import json
@@ -15,9 +15,9 @@ from train_step_figures import MIB, copies_to_device, peak_and_rest
 
 
 class Memory:
-    """Memory that this process holds, in bytes, beyond what it held when this was made.
+    """Memory of this process in bytes, beyond that at the creation of this object.
 
-    free: what the driver had free before anything was loaded.
+    free: free memory by the driver before anything was loaded.
     """
 
     def __init__(self, device: str, free: int):
@@ -64,11 +64,11 @@ class Turns:
     def __init__(self, memory: Memory, reply: Callable[[dict[str, Any]], None]):
         self.memory, self.reply = memory, reply
         self.facts: Callable[[], dict[str, Any]] = dict
-        self.held: Callable[[], dict[str, Any]] | None = None
+        self.held_figures: Callable[[], dict[str, Any]] | None = None
         self.seconds: list[float] = []
         self.cpu_seconds: list[float] = []
         self.profiler: torch.profiler.profile | None = None
-        self.left = 0
+        self.steps_left = 0
         self.started = self.cpu_started = 0.0
         register_optimizer_step_post_hook(self.after_step)
 
@@ -77,8 +77,8 @@ class Turns:
             torch.cuda.synchronize()
         self.seconds.append(time.perf_counter() - self.started)
         self.cpu_seconds.append(time.process_time() - self.cpu_started)
-        self.left -= 1
-        if self.left == 0:
+        self.steps_left -= 1
+        if self.steps_left == 0:
             self.answer()
             self.wait()
         self.start_clocks()
@@ -96,14 +96,14 @@ class Turns:
             self.reply({**times, **self.memory.figures(), **self.facts()})
 
     def wait(self) -> None:
-        """Returns when there are steps to take; ends the process when the parent has no more commands."""
+        """Return when there are steps to take; end the process when the parent has no more commands."""
         while line := sys.stdin.readline():
             command = json.loads(line)
             if command["do"] == "held":
-                assert self.held is not None
-                self.reply(self.held())
+                assert self.held_figures is not None
+                self.reply(self.held_figures())
                 continue
-            self.seconds, self.cpu_seconds, self.left = [], [], command.get("count", 1)
+            self.seconds, self.cpu_seconds, self.steps_left = [], [], command.get("count", 1)
             gc.collect()
             self.memory.start()
             if command["do"] in ("memory", "copies"):
@@ -123,7 +123,7 @@ def copy_profiler() -> torch.profiler.profile:
 
 
 def profiled(profiler: torch.profiler.profile, cuda: bool) -> dict[str, float]:
-    """Of one step: on a CPU the most that it allocates, on a GPU what was copied to it and how long that took."""
+    """Return figures of one step: on a CPU its peak allocation, on a GPU bytes and seconds of the copies to it."""
     if not cuda:
         return {"step_peak_mib": peak_and_rest(allocations(profiler))[0] / MIB}
     copied, seconds = copies_to_device(events_of(profiler))

@@ -54,7 +54,7 @@ class CountedStep:
         (self.sample,) = random_data(self.patcher, picture, 1).samples
 
     def count(self, rank: int, include: tuple[str, ...]) -> Work:
-        """Counts our own forward and backward, with a LoRA on `include`, or on the family's default targets."""
+        """Count our own forward and backward, with a LoRA on `include`, or on the family's default targets."""
         from torch.utils.flop_counter import FlopCounterMode
 
         self._add_lora(rank, include)
@@ -83,19 +83,19 @@ class CountedStep:
     def calls(self, rank: int, include: tuple[str, ...], batch: int) -> dict[str, list[tuple[Any, tuple[Any, ...]]]]:
         """Each structure's blocks with the arguments that they are given, on the meta device. One of each runs."""
         self._add_lora(rank, include)
-        found: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {}
+        calls: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {}
         outputs: dict[str, Any] = {}
 
         def run(block: Any, *args: Any) -> Any:
             structure = block.structure()
-            found.setdefault(structure, []).append((block, args))
+            calls.setdefault(structure, []).append((block, args))
             if structure not in outputs:
                 outputs[structure] = block(*args, {})
             return outputs[structure]
 
         with patch.object(torch.nn.functional, "scaled_dot_product_attention", flash):
             self.transformer.forward(run, self.inputs(batch))
-        return found
+        return calls
 
     def _add_lora(self, rank: int, include: tuple[str, ...]) -> None:
         plan, options = import_module("tessera.lora.plan"), import_module("tessera.lora.options")
@@ -116,25 +116,25 @@ class CountedStep:
         return self.family.inputs(self.patcher, [sample] * batch, torch.empty(batch, device="meta"), 1.0)
 
     def count_swap(self, percent: float, prefetch: int) -> SwapWork:
-        """Runs the engine's own ring over blocks without bytes."""
+        """Run the engine's own ring over blocks without bytes."""
         selection, ring = import_module("tessera.memory.swap.selection"), import_module("tessera.memory.swap.slot_ring")
         lists = self.family.block_lists(self.patcher.model)
         total = sum(lists.values())
         count = swapped_blocks(percent, total)
-        chosen = selection.choose_blocks(count, lists, self.family.swap_order)
-        if not chosen:
+        swapped = selection.choose_blocks(count, lists, self.family.swap_order)
+        if not swapped:
             return SwapWork(0, total, 0, 0)
-        masters = [_master(block) for name, block in self.transformer.blocks() if name in chosen]
+        masters = [_master(block) for name, block in self.transformer.blocks() if name in swapped]
         slots = ring.SlotRing(masters, torch.device("meta"), prefetch)
         slots.take()
-        before = (0, 0)
+        previous = (0, 0)
         for _ in range(2):
-            before = slots.copies, slots.bytes_copied
+            previous = slots.copies, slots.bytes_copied
             for j in range(len(masters)):
                 slots.forward(j)
             for j in reversed(range(len(masters))):
                 slots.backward(j)
-        return SwapWork(count, total, slots.copies - before[0], slots.bytes_copied - before[1])
+        return SwapWork(count, total, slots.copies - previous[0], slots.bytes_copied - previous[1])
 
 
 def _master(block: Any) -> torch.Tensor:
@@ -145,4 +145,4 @@ def _master(block: Any) -> torch.Tensor:
         for owner, module in swap.frozen_modules(block).items()
         for name, tensor in module.named_buffers(recurse=False)
     ]
-    return torch.empty(flat.Layout.of(tensors).size, dtype=torch.uint8, device="meta")
+    return torch.empty(flat.Layout.from_tensors(tensors).size, dtype=torch.uint8, device="meta")

@@ -3,11 +3,12 @@
 A kernel is slow for three reasons, and each is counted here, without a GPU:
 
 - *Memory*: every pointer's 32-byte sectors that the programs of the grid touch, each once. Inductor's own count adds a
-  region again for each expression that reads it, and leaves out what a kernel writes only to read it again itself.
+  region again for each expression that reads it, and leaves out buffers that a kernel writes only to read them again
+  itself.
 - *Order*: an access of a warp takes the L1 cache as many passes as it touches lines of 128 bytes (NVIDIA, CUDA C++
   Best Practices Guide, "Coalesced Access to Global Memory"). Which lane has which element follows Triton's pass
-  (`Coalesce.cpp`): lanes run along the axis whose addresses are consecutive, and along the first axis of the tile where
-  none is, which in a tile of 16 × 16 × 16 is the slowest.
+  (`Coalesce.cpp`): lanes run along the axis whose addresses are consecutive, and along the first axis of the tile if
+  there is none, which in a tile of 16 × 16 × 16 is the slowest.
 - *Instructions*: of the machine code (SASS) that Triton and NVIDIA's assembler make for an H100; a loop's as often as
   it runs. An SM issues 4 instructions of a warp in a cycle (NVIDIA H100 white paper). Accesses to shared memory pass
   through the L1 cache too.
@@ -33,41 +34,41 @@ PROGRAMS = 17  # of the grid, spread evenly
 SIZES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "i1": 1}
 _KERNEL = re.compile(r"(triton_\w+) = async_compile\.triton\('\w+', '''(.*?)'''", re.S)
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*)")
-_known: dict[str, "Work"] = {}
+_work_cache: dict[str, "Work"] = {}
 
 
 @dataclass(frozen=True)
 class Work:
     """Work of one launch.
 
-    moved: bytes between the card's memory and the kernel.
-    cycles: of one SM, where all have an equal part.
+    bytes_moved: between the card's memory and the kernel.
+    cycles: of one SM, with the work spread evenly.
     """
 
-    moved: int
+    bytes_moved: int
     cycles: int
 
 
 def work_by_kernel(code: str) -> dict[str, Work]:
     """Measure the kernels of a module that inductor wrote: name → work of one launch."""
-    found = {}
+    works = {}
     for name, source in _KERNEL.findall(code):
         key = source.replace(name, "kernel")
-        if key not in _known:
-            _known[key] = _work(name, source)
-        found[name] = _known[key]
-    return found
+        if key not in _work_cache:
+            _work_cache[key] = _work(name, source)
+        works[name] = _work_cache[key]
+    return works
 
 
 def _work(name: str, source: str) -> Work:
-    """Measure one kernel with the block sizes that torch starts with, the faster ones where it tries several."""
+    """Measure one kernel with the block sizes that torch starts with, the fastest if it tries several."""
     kernel = _loaded(name, source)
     signature = kernel.triton_meta["signature"]
     numels = {axis: int(n) for axis, n in re.findall(r"^    (\w+)numel = (\d+)", source, re.M)}
     body = source[source.index(f"def {name}(") :]
     return min(
         (_work_with(kernel, config, signature, numels, body, name) for config in kernel.configs),
-        key=lambda work: (work.cycles, work.moved),
+        key=lambda work: (work.cycles, work.bytes_moved),
     )
 
 
@@ -92,7 +93,7 @@ def _work_with(
     grid = [math.ceil(numels.get(axis, 1) / blocks.get(f"{axis.upper()}BLOCK", 1)) for axis in "xyz"]
     programs = math.prod(grid)
     passes, sectors, reaches = 0, defaultdict(int), {}
-    written: set[str] = set()
+    pointers_written: set[str] = set()
     for index in range(PROGRAMS):
         place = index * (programs - 1) // (PROGRAMS - 1)
         program = place % grid[0], place // grid[0] % grid[1], place // grid[0] // grid[1]
@@ -101,27 +102,27 @@ def _work_with(
             passes += access.passes(warps)
             touched[access.pointer].append(access.sectors())
             if access.writes:
-                written.add(access.pointer)
+                pointers_written.add(access.pointer)
         for pointer, lists in touched.items():
             distinct = np.unique(np.concatenate(lists))
             sectors[pointer] += len(distinct)
             if len(distinct):
                 low, high = reaches.get(pointer, (distinct[0], distinct[-1]))
                 reaches[pointer] = min(low, distinct[0]), max(high, distinct[-1])
-    moved = 0
+    byte_count = 0
     for pointer, count in sectors.items():
         low, high = reaches.get(pointer, (0, -1))
-        once = SECTOR * min(count * programs // PROGRAMS, int(high - low) + 1)
-        twice = pointer.startswith("in_out") and pointer in written and _reads_first(body, pointer)
-        moved += once * (1 + twice)
+        span_bytes = SECTOR * min(count * programs // PROGRAMS, int(high - low) + 1)
+        twice = pointer.startswith("in_out") and pointer in pointers_written and _reads_first(body, pointer)
+        byte_count += span_bytes * (1 + twice)
     trips = math.ceil(numels.get("r0_", 1) / blocks.get("R0_BLOCK", numels.get("r0_", 1)))
-    issued, shared = _instructions(_assembled(kernel, config, signature), trips)
-    each = warps * (issued / ISSUED + shared) + passes / PROGRAMS
-    return Work(int(moved), int(programs * each / SMS))
+    issued, shared_accesses = _instructions(_assembled(kernel, config, signature), trips)
+    program_cycles = warps * (issued / ISSUED + shared_accesses) + passes / PROGRAMS
+    return Work(int(byte_count), int(programs * program_cycles / SMS))
 
 
 def _reads_first(body: str, pointer: str) -> bool:
-    """True where a kernel reads what others wrote to this pointer."""
+    """Return whether a kernel reads data at this pointer that others wrote."""
     first = min((body.find(f"tl.{verb}({pointer} ") % (1 << 60), verb) for verb in ("load", "store"))
     return first[1] == "load"
 
@@ -155,7 +156,7 @@ class _Access:
         return int((np.diff(lines, axis=1) != 0).sum() + (lines[:, 0] >= 0).sum())
 
     def _run(self, axis: int) -> int:
-        """Elements that lie behind one another along an axis, aligned: a power of two."""
+        """Return the number of contiguous, aligned elements along an axis: a power of two."""
         length, run = self.index.shape[axis], 1
         along = np.moveaxis(self.index, axis, -1)
         while run * 2 <= length and length % (run * 2) == 0:
@@ -207,7 +208,7 @@ class _Pointer:
 
 
 def _zeros_like(*values: Any, **_: Any) -> _Tile:
-    """What any function of values gives here."""
+    """Return zeros as the result of any function of values."""
     shapes = [np.shape(value) for value in values if isinstance(value, np.ndarray | int | float | np.generic)]
     return _tile(np.zeros(np.broadcast_shapes(*shapes)))
 
@@ -249,8 +250,8 @@ class _Language(_Values):
     def reshape(self, value: Any, *shape: Any) -> _Tile:
         return _tile(np.reshape(value, shape[0] if len(shape) == 1 else shape))
 
-    def where(self, condition: Any, one: Any, other: Any) -> _Tile:
-        return _tile(np.where(condition, one, other))
+    def where(self, condition: Any, a: Any, other: Any) -> _Tile:
+        return _tile(np.where(condition, a, other))
 
     def sum(self, value: Any, axis: int) -> _Tile:
         return _tile(np.sum(value, axis))
@@ -295,10 +296,10 @@ def _assembled(kernel: Any, config: Any, signature: Mapping[str, str]) -> list[s
     constants = {(names.index(name),): value for name, value in config.kwargs.items() if name in names}
     source = ASTSource(kernel.fn, signature, constexprs=constants, attrs=kernel.triton_meta["configs"][0])
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(built.asm["cubin"])
+        file.write(binary.asm["cubin"])
         file.flush()
         listed = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True)
     return listed.stdout.splitlines()
@@ -316,10 +317,10 @@ def _instructions(lines: list[str], trips: int) -> tuple[int, int]:
         if target is not None and target[1] in labels:
             for inside in range(labels[target[1]], place + 1):
                 times[inside] *= trips
-    issued = shared = 0
+    issued = shared_accesses = 0
     for count, line in zip(times, code, strict=True):
-        if (found := _INSTRUCTION.match(line)) is None or re.search(r"\bNOP\b", found[1]):
+        if (instruction := _INSTRUCTION.match(line)) is None or re.search(r"\bNOP\b", instruction[1]):
             continue
         issued += count
-        shared += count * bool(re.search(r"\b(LDS|STS|LDSM|STSM)\b", found[1]))
-    return issued, shared
+        shared_accesses += count * bool(re.search(r"\b(LDS|STS|LDSM|STSM)\b", instruction[1]))
+    return issued, shared_accesses

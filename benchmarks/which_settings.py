@@ -115,18 +115,18 @@ def block_costs(
         lengths = (tokens, TEXT) if kind == "double" else (joint,)
         streams = [torch.empty(1, n, HIDDEN, dtype=torch.bfloat16, device="meta", requires_grad=True) for n in lengths]
         frozen = [b for module in block.modules() for b in module._buffers.values() if b is not None]
-        own = {t.untyped_storage()._cdata for t in (*frozen, *block.parameters(), vec, pe)}
+        excluded = {t.untyped_storage()._cdata for t in (*frozen, *block.parameters(), vec, pe)}
         saved: dict[int, Tensor] = {}
 
-        def pack_saved(tensor: Tensor, own: set[int] = own, saved: dict[int, Tensor] = saved) -> Tensor:
-            if tensor.dim() and tensor.untyped_storage()._cdata not in own:
+        def pack_saved(tensor: Tensor, excluded: set[int] = excluded, saved: dict[int, Tensor] = saved) -> Tensor:
+            if tensor.dim() and tensor.untyped_storage()._cdata not in excluded:
                 saved[tensor.untyped_storage()._cdata] = tensor
             return tensor
 
         norm = patch.object(torch.nn.functional, "rms_norm", eager_norm)
         with norm, torch.autograd.graph.saved_tensors_hooks(pack_saved, lambda tensor: tensor):
             block(*streams, vec, pe, {})
-        kept = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+        saved_bytes = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
         # Per token 12 products of hidden by hidden in either kind; attention's backward is 2.5 times its forward.
         products, attention = 2 * 12 * HIDDEN**2 * joint, 4 * joint**2 * HIDDEN
         kinds[kind] = (
@@ -134,21 +134,23 @@ def block_costs(
                 "",
                 weights=sum(t.numel() * t.element_size() for t in frozen),
                 inputs=sum(t.numel() * t.element_size() for t in streams),
-                saved=int(priced.COMPILED_SAVES * kept),
-                working=kept if training else 0,
+                saved=int(priced.COMPILED_SAVES * saved_bytes),
+                working=saved_bytes if training else 0,
                 forward=(products + attention) / (tflops * 1e12),
                 backward=(products + 2.5 * attention) / (tflops * 1e12),
                 # The result in bf16 and its log-sum-exp in fp32.
                 attention=joint * (HIDDEN * 2 + HEADS * 4),
                 work=priced.block_work(
-                    {"mm": products, "attention": attention}, {"mm": products, "attention": 2.5 * attention}, kept
+                    {"mm": products, "attention": attention},
+                    {"mm": products, "attention": 2.5 * attention},
+                    saved_bytes,
                 ),
             ),
             sum(p.numel() for p in block.parameters()),
         )
-    named = [("double", f"double_blocks.{i}") for i in range(DOUBLE)]
-    named += [("single", f"single_blocks.{i}") for i in range(SINGLE)]
-    return [(replace(kinds[kind][0], name=name), kinds[kind][1]) for kind, name in named]
+    block_names = [("double", f"double_blocks.{i}") for i in range(DOUBLE)]
+    block_names += [("single", f"single_blocks.{i}") for i in range(SINGLE)]
+    return [(replace(kinds[kind][0], name=name), kinds[kind][1]) for kind, name in block_names]
 
 
 def rows_for(pack: Any, card: int, args: argparse.Namespace, training: bool) -> list[Sequence[str]]:
@@ -171,18 +173,23 @@ def rows_for(pack: Any, card: int, args: argparse.Namespace, training: bool) -> 
             choices = plan.SearchSpace(counts, plan.prefetches(1), ("none", "selective", "full"), budgets)
         else:
             other += int((args.side // 8) ** 2 * 2 * 0.01 * SAMPLING_FACTOR * 2**20)
-            # What a block takes to compute is not measured before it samples: it is chosen without, and reckoned with.
+            # Compute time is not measured before sampling: the choice is made without it, the seconds include it.
             unknown = [replace(block, forward=0.0) for block in blocks]
-            chosen = plan.plan(unknown, other, machine, order, plan.SearchSpace(counts, plan.prefetches(1)))
-            choices = plan.SearchSpace((len(chosen.swapped),), (chosen.prefetch,))
-        made = plan.plan(blocks, other, machine, order, choices)
-        computing = sum(sum(cost.block_seconds(block, made.checkpointing, made.budget)) for block in blocks)
-        row = [f"{card} GB", name, str(len(made.swapped)), str(made.prefetch) if made.swapped else "–"]
-        least = f" {made.budget}" if made.budget == cost.LEAST_BUDGET else ""
-        row += [f"{made.checkpointing}{least}"] if training else []
-        row += [f"{made.device_bytes / GB:.1f} of {free / GB:.1f}", f"{made.seconds:.2f}"]
-        row += [f"{max(0.0, made.seconds - computing):.2f}"]
-        rows.append(row if made.fits else [*row[:2], *["does not fit"] * (len(row) - 2)])
+            sampling_plan = plan.plan(unknown, other, machine, order, plan.SearchSpace(counts, plan.prefetches(1)))
+            choices = plan.SearchSpace((len(sampling_plan.swapped),), (sampling_plan.prefetch,))
+        final_plan = plan.plan(blocks, other, machine, order, choices)
+        computing = sum(sum(cost.block_seconds(block, final_plan.checkpointing, final_plan.budget)) for block in blocks)
+        row = [
+            f"{card} GB",
+            name,
+            str(len(final_plan.swapped)),
+            str(final_plan.prefetch) if final_plan.swapped else "–",
+        ]
+        least = f" {final_plan.budget}" if final_plan.budget == cost.LEAST_BUDGET else ""
+        row += [f"{final_plan.checkpointing}{least}"] if training else []
+        row += [f"{final_plan.device_bytes / GB:.1f} of {free / GB:.1f}", f"{final_plan.seconds:.2f}"]
+        row += [f"{max(0.0, final_plan.seconds - computing):.2f}"]
+        rows.append(row if final_plan.fits else [*row[:2], *["does not fit"] * (len(row) - 2)])
     return rows
 
 

@@ -160,10 +160,10 @@ def load_text_encoders(tensors: list[dict[str, Tensor]], kind: Any, options: dic
 def remember_loader(model: Any, load: Callable[..., Any], *args: Any) -> None:
     """Set how ComfyUI reloads the MODEL. load: takes these arguments, then whether dynamic VRAM is allowed."""
 
-    def again(*args: Any, disable_dynamic: bool = False) -> Any:
+    def reload(*args: Any, disable_dynamic: bool = False) -> Any:
         return load(*args, not disable_dynamic)
 
-    model.cached_patcher_init = (again, args)
+    model.cached_patcher_init = (reload, args)
 
 
 def lazy_loading_code() -> CodeType | None:

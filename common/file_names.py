@@ -3,7 +3,7 @@
 import re
 from unicodedata import category, name, normalize
 
-from .text import shown
+from .text import quoted
 
 LONGEST_NAME = 120  # leaves room for the key, the step and the ending within the 255 bytes of a file name
 ENDING = ".safetensors"
@@ -30,19 +30,19 @@ def plain_name(output_name: str) -> str:
     for part in parts:
         if _VARIABLE.search(part):
             raise ValueError(
-                f"output_name is {shown(output_name)}; dates and other %…% don't work here, since a run is found again "
-                f"by its name: {_FIX} (filename_prefix of Save LoRA takes %date:yyyy-MM-dd%)."
+                f"output_name is {quoted(output_name)}; dates and other %…% don't work here, since a run is found "
+                f"again by its name: {_FIX} (filename_prefix of Save LoRA takes %date:yyyy-MM-dd%)."
             )
         if wrong := next((letter for letter in part if not _is_taken(letter)), None):
             raise ValueError(
-                f"output_name is {shown(output_name)}; not every disk takes {_called(wrong)} in a name: {_FIX}."
+                f"output_name is {quoted(output_name)}; not every disk takes {_called(wrong)} in a name: {_FIX}."
             )
         if not part.strip(". "):
             raise ValueError(
-                f"output_name is {shown(output_name)}; {_FIX}, without '..', drive letters or a leading slash."
+                f"output_name is {quoted(output_name)}; {_FIX}, without '..', drive letters or a leading slash."
             )
         if _DEVICE.fullmatch(part):
-            raise ValueError(f"output_name is {shown(output_name)}; Windows doesn't allow the name {part!r}: {_FIX}.")
+            raise ValueError(f"output_name is {quoted(output_name)}; Windows doesn't allow the name {part!r}: {_FIX}.")
         if (length := len(part.encode())) > LONGEST_NAME:
             raise ValueError(f"output_name has {length} bytes between two slashes; use at most {LONGEST_NAME}.")
     return "/".join(parts)

@@ -49,7 +49,7 @@ def plain_values(weight: Tensor) -> Tensor:
     return stored.view(dtype).reshape(value_shape(weight))
 
 
-def over(weight: Tensor, memory: Tensor) -> Tensor:
+def with_memory(weight: Tensor, memory: Tensor) -> Tensor:
     """Wrap `memory`, an ordinary tensor of as many bytes, as a tensor with the attributes of `weight`."""
     stored = as_stored(weight)
     tensor = torch.Tensor.as_subclass(memory.view(stored.dtype).reshape(stored.shape), type(weight))
@@ -59,6 +59,6 @@ def over(weight: Tensor, memory: Tensor) -> Tensor:
 
 def with_patches(weight: Tensor, patches: list[Any]) -> Tensor:
     """Make the same tensor over the same memory with these patches, [(weight patches, key)]."""
-    tensor = over(weight, as_stored(weight))
+    tensor = with_memory(weight, as_stored(weight))
     vars(tensor)["patches"] = patches
     return tensor

@@ -14,7 +14,7 @@ def cut(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - _END]}…{text[-_END:]}"
 
 
-def shown(value: Any) -> str:
+def quoted(value: Any) -> str:
     """Quote a value that a stranger may have written, cut to about 100 characters."""
     if isinstance(value, str):
         return repr(cut(value))
@@ -39,7 +39,7 @@ def joined(names: Sequence[str]) -> str:
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise ValueError unless `value` of the input `name` is allowed."""
     if value not in allowed:
-        raise ValueError(f"{name} is {shown(value)}; choose one of {', '.join(allowed)}.")
+        raise ValueError(f"{name} is {quoted(value)}; choose one of {', '.join(allowed)}.")
 
 
 def finite(options: Any) -> None:

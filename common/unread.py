@@ -11,13 +11,13 @@ T = TypeVar("T")
 class Unread:
     """Condition under which an option is not read.
 
-    when: the condition, over the options.
+    condition: function of the options.
     reason: the end of the sentence "<name> is not used", with names of options in braces for their values.
     subject: subject of the sentence, if not the option's name alone.
     joined: options with the same reason share a sentence.
     """
 
-    when: Callable[[Any], bool]
+    condition: Callable[[Any], bool]
     reason: str
     subject: str = ""
     joined: bool = False
@@ -43,9 +43,7 @@ def unread_notes(options: Any) -> Iterator[str]:
     names_by_reason: dict[tuple[str, str], list[str]] = {}
     for option_field in fields(options):
         if getattr(options, option_field.name) != option_field.default:
-            unread = next(
-                (condition for condition in option_field.metadata.get("unread", ()) if condition.when(options)), None
-            )
+            unread = next((rule for rule in option_field.metadata.get("unread", ()) if rule.condition(options)), None)
             if unread is not None:
                 subject = unread.subject or option_field.name
                 names = names_by_reason.setdefault(("" if unread.joined else subject, unread.reason), [])

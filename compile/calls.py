@@ -72,7 +72,7 @@ def _steady(value: Any, drop: frozenset[str] = VOLATILE) -> Any:
 
 def _clone_outputs(region: Region, out: Any) -> Any:
     """Clone the outputs of a CUDA graph, which its next run overwrites."""
-    if region.how.cuda_graphs() and region.device.type == "cuda":
+    if region.options.cuda_graphs() and region.device.type == "cuda":
         return tree_map_only(Tensor, torch.clone, out)
     return out
 

@@ -26,7 +26,7 @@ from .calls import call_block, call_model, call_stack, entry_of, run_forward, ru
 from .cuda_graphs import no_cuda_graphs
 from .region import Region, signature
 from .report.report import CompileReport
-from .settings import CompileSettings, HowToCompile
+from .settings import CompileOptions, CompileSettings
 from .stack import BlockWiring, StackModule, WiringTracer, run_stack
 from .weights import keep_flags_on_modules, leave_inference_mode, opaque_patches
 
@@ -54,7 +54,7 @@ class CompiledModel:
         names = [block.name for block in self.blocks]
         for note in settings.ignored(names, device):
             self.note(note)
-        for options in settings.hows(names):
+        for options in settings.distinct_options(names):
             self._feasible(options)  # for its note, before anything is sampled
         if not self.blocks and settings.scope != "model":
             self.note(
@@ -122,7 +122,7 @@ class CompiledModel:
         from torch.fx.experimental import _config
 
         regions = self.regions.values()
-        if any(r.how.cuda_graphs() for r in regions) and self.device.type == "cuda":
+        if any(r.options.cuda_graphs() for r in regions) and self.device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
         # Dynamic auto: the first sizes have a graph of their own, and all others share one. By default torch makes only
         # those sizes dynamic that it has seen change, which costs a graph for each thing that a user changes (the
@@ -176,7 +176,7 @@ class CompiledModel:
         return None
 
     def _place_block(self, placed: ExitStack, block: BlockOfModel, streams: bool) -> None:
-        requested = self.settings.how_for(block.name)
+        requested = self.settings.options_for(block.name)
         if requested is None:
             return
         options = self._feasible(requested, streams)
@@ -191,7 +191,7 @@ class CompiledModel:
         region = self._region(block.kind, run_forward, options)
         set_temporarily(placed, block.module, "forward", partial(call_block, region, block.module))
 
-    def _feasible(self, options: HowToCompile, streams: bool = False) -> HowToCompile:
+    def _feasible(self, options: CompileOptions, streams: bool = False) -> CompileOptions:
         """Drop CUDA graphs, with a note, if the allocator or block swap does not allow them.
 
         A CUDA graph replays on the weight addresses that it was recorded with. A streamed block has those of its slot,
@@ -215,7 +215,7 @@ class CompiledModel:
         if name in vars(model):
             self.note("scope model: blocks are compiled instead, because another node replaced the model's forward.")
             return False
-        region = self._region(f"{type(model).__name__}:model", run_model, self._feasible(self.settings.how()))
+        region = self._region(f"{type(model).__name__}:model", run_model, self._feasible(self.settings.options()))
         set_temporarily(placed, model, name, partial(call_model, region, model))
         return True
 
@@ -226,10 +226,10 @@ class CompiledModel:
         """
         provided: set[str] = set()
         for name, blocks in self.lists.items():
-            hows = {self.settings.how_for(block.name) for block in blocks}
-            options = next(iter(hows))
+            block_options = {self.settings.options_for(block.name) for block in blocks}
+            options = next(iter(block_options))
             wiring = self._wiring.get(name)
-            if len(hows) > 1:
+            if len(block_options) > 1:
                 self.note(
                     f"scope stack: {name} is compiled block by block, because overrides give its blocks different "
                     "settings."
@@ -257,9 +257,9 @@ class CompiledModel:
         tracer = WiringTracer([block.module for block in blocks])
 
         def traced(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            tracer.before(block, args, kwargs)
+            tracer.before_block(block, args, kwargs)
             out = type(block).forward(block, *args, **kwargs)
-            tracer.after(out)
+            tracer.after_block(out)
             return out
 
         def learn(kind: type[BaseException] | None, *_: Any) -> None:
@@ -273,7 +273,7 @@ class CompiledModel:
         for block in blocks:
             set_temporarily(placed, block.module, "forward", partial(traced, block.module))
 
-    def _region(self, key: str, body: Callable[..., Any], options: HowToCompile) -> Region:
+    def _region(self, key: str, body: Callable[..., Any], options: CompileOptions) -> Region:
         region = self.regions.get((key, options))
         if region is None:
             label = self._label(key.partition(":")[0], options)
@@ -283,7 +283,7 @@ class CompiledModel:
             region = self.regions[key, options] = Region(name, label, body, options, self.note, self.device)
         return region
 
-    def _label(self, kind: str, options: HowToCompile) -> str:
+    def _label(self, kind: str, options: CompileOptions) -> str:
         """Return a region's label in the report; several regions of one name are numbered."""
         titles = [region.report.label for region in self.regions.values()]
         count = sum(label.partition(" ")[0] == kind for label in titles)
@@ -307,10 +307,10 @@ def compiled_model_for(base: nn.Module, settings: CompileSettings, device: torch
     It is cached with the base: the same settings find their graphs again, even if a LoRA in front of the node has
     changed and the node runs again.
     """
-    of_model = _compiled_models.setdefault(base, {})
-    if settings not in of_model:
-        of_model[settings] = CompiledModel(settings, base, device)
-    return of_model[settings]
+    by_settings = _compiled_models.setdefault(base, {})
+    if settings not in by_settings:
+        by_settings[settings] = CompiledModel(settings, base, device)
+    return by_settings[settings]
 
 
 def forget_compiled_model(compiled_model: CompiledModel) -> None:

@@ -21,7 +21,7 @@ from .report import timing
 from .report.events import CompileEvent
 from .report.explain import explain_break
 from .report.report import RegionReport, format_break
-from .settings import DYNAMIC, HowToCompile
+from .settings import DYNAMIC, CompileOptions
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class CompileFailed(RuntimeError):
     """Raised if a region can't be compiled as its settings require; the message is for the user."""
 
 
-def compiled_function(body: Callable[..., Any], name: str, options: HowToCompile) -> Callable[..., Any]:
+def compiled_function(body: Callable[..., Any], name: str, options: CompileOptions) -> Callable[..., Any]:
     """Compile `body` on its own under `name`, with up to `options.limit` graphs.
 
     The limit is per callable: no process-wide setting is written, and callables do not share cache entries. A torch
@@ -120,8 +120,8 @@ class Region:
 
     It is first compiled as one graph (`fullgraph`): such a compile fails before anything has run, so the call can be
     repeated eagerly. ComfyUI's blocks modify their inputs in place, which rules that out once a part has run. A body
-    with graph breaks is compiled in pieces, each of which falls back on its own inside torch, unless `how.fullgraph`
-    requires one graph.
+    with graph breaks is compiled in pieces, each of which falls back on its own inside torch, unless
+    `options.fullgraph` requires one graph.
     """
 
     def __init__(
@@ -129,11 +129,11 @@ class Region:
         name: str,
         label: str,
         body: Callable[..., Any],
-        options: HowToCompile,
+        options: CompileOptions,
         notify: Notify,
         device: torch.device,
     ):
-        self.name, self.body, self.how, self.notify, self.device = name, body, options, notify, device
+        self.name, self.body, self.options, self.notify, self.device = name, body, options, notify, device
         self.report = RegionReport(name, label, options)
         self.full = False
         self._left_eager: set[Any] = set()
@@ -147,7 +147,7 @@ class Region:
 
     def _compile(self, fullgraph: bool) -> None:
         self._fullgraph = fullgraph
-        self._run = compiled_function(self.body, self.name, replace(self.how, fullgraph=fullgraph))
+        self._run = compiled_function(self.body, self.name, replace(self.options, fullgraph=fullgraph))
 
     @property
     def eager(self) -> bool:
@@ -186,7 +186,7 @@ class Region:
                 raise
             if self._drops_cuda_graphs(error):
                 return self._repeat_eager(error, args)
-            return self._after(error, record.event, args)
+            return self._handle_failure(error, record.event, args)
         self.report.compiled_calls += 1
         if record.event is not None:
             self._to_measure = self._to_measure or record.event.graphs > 0
@@ -210,12 +210,12 @@ class Region:
 
     def _drops_cuda_graphs(self, error: Exception) -> bool:
         """Compile it again without CUDA graphs if making one has failed. Returns False for other errors."""
-        if not self.how.cuda_graphs() or not from_cuda_graphs(error):
+        if not self.options.cuda_graphs() or not from_cuda_graphs(error):
             return False
-        self.how = self.report.how = self.how.without_cuda_graphs()
+        self.options = self.report.options = self.options.without_cuda_graphs()
         self.note(
-            f"{self.report.label} is compiled without CUDA graphs from here on (backend {self.how.backend}, mode "
-            f"{self.how.mode}), since making one failed: {first_line(error)}"
+            f"{self.report.label} is compiled without CUDA graphs from here on (backend {self.options.backend}, mode "
+            f"{self.options.mode}), since making one failed: {first_line(error)}"
         )
         self._compile(self._fullgraph)
         return True
@@ -242,14 +242,14 @@ class Region:
 
     def _limit_sentence(self) -> str:
         return (
-            f"{self.report.label}: cache_size_limit {self.how.limit} is reached, so further sizes run uncompiled. "
+            f"{self.report.label}: cache_size_limit {self.options.limit} is reached, so further sizes run uncompiled. "
             "Raise cache_size_limit, set dynamic to true, or use fewer sizes."
         )
 
     def _pieces_fall_back_alone(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._fullgraph else torch._dynamo.config.patch(suppress_errors=True)
 
-    def _after(self, error: Exception, event: CompileEvent | None, args: tuple[Any, ...]) -> Any:
+    def _handle_failure(self, error: Exception, event: CompileEvent | None, args: tuple[Any, ...]) -> Any:
         """Handle a compile that failed before any of the body has run: this call runs eagerly."""
         log.debug("%s", self.name, exc_info=error)
         full = over_the_limit(error)
@@ -267,7 +267,7 @@ class Region:
                 self.note(self._limit_sentence())
         elif broken is None:
             self.fall_back(f"{self.report.label} runs uncompiled, because compiling failed: {cause}")
-        elif self.how.fullgraph:
+        elif self.options.fullgraph:
             raise CompileFailed(
                 f"fullgraph is on, but {self.report.label} can't be compiled as one graph: {broken} Switch fullgraph "
                 "off on Compile Model."

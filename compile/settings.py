@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..common.text import shown
+from ..common.text import quoted
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 DYNAMIC = {"auto": None, "true": True, "false": False}
@@ -31,7 +31,7 @@ _KNOWN_FIRST = ("inductor", "cudagraphs", "aot_eager", "eager")
 
 
 @dataclass(frozen=True)
-class HowToCompile:
+class CompileOptions:
     """Arguments of `torch.compile` for one region.
 
     dynamic: auto, true or false.
@@ -47,7 +47,7 @@ class HowToCompile:
     def cuda_graphs(self) -> bool:
         return self.backend == "cudagraphs" or (self.backend == "inductor" and self.mode in _CUDA_GRAPH_MODES)
 
-    def without_cuda_graphs(self) -> "HowToCompile":
+    def without_cuda_graphs(self) -> "CompileOptions":
         """Return the nearest settings without CUDA graphs; the backend cudagraphs becomes inductor."""
         if not self.cuda_graphs():
             return self
@@ -74,7 +74,7 @@ class Override:
         """
         return _matches(self.pattern, block)
 
-    def apply(self, options: HowToCompile) -> HowToCompile:
+    def apply(self, options: CompileOptions) -> CompileOptions:
         changes = {key: value == "true" if key == "fullgraph" else value for key, value in self.changes}
         return replace(options, **changes)  # type: ignore[arg-type]
 
@@ -91,32 +91,34 @@ class CompileSettings:
     scope: str = "blocks"
     overrides: tuple[Override, ...] = ()
 
-    def how(self) -> HowToCompile:
-        return HowToCompile(self.backend, self.mode, self.dynamic, self.fullgraph, self.cache_size_limit)
+    def options(self) -> CompileOptions:
+        return CompileOptions(self.backend, self.mode, self.dynamic, self.fullgraph, self.cache_size_limit)
 
-    def how_for(self, block: str) -> HowToCompile | None:
+    def options_for(self, block: str) -> CompileOptions | None:
         """Return the settings of the block of this name, None for eager.
 
         The last line of the overrides that matches wins.
         """
         for override in reversed(self.overrides):
             if override.matches(block):
-                return None if override.eager else override.apply(self.how())
-        return self.how()
+                return None if override.eager else override.apply(self.options())
+        return self.options()
 
-    def hows(self, blocks: Sequence[str]) -> list[HowToCompile]:
+    def distinct_options(self, blocks: Sequence[str]) -> list[CompileOptions]:
         """List the distinct arguments of torch.compile for blocks of these names, and for the model as a whole."""
-        kinds = {options for options in (self.how_for(block) for block in blocks) if options is not None} | {self.how()}
+        kinds = {options for options in (self.options_for(block) for block in blocks) if options is not None} | {
+            self.options()
+        }
         return sorted(kinds, key=str)
 
     def check(self) -> None:
         """Raise ValueError, in a sentence, for an invalid value."""
         if self.mode not in MODES:
-            raise ValueError(f"mode is {shown(self.mode)}; choose one of {', '.join(MODES)}.")
+            raise ValueError(f"mode is {quoted(self.mode)}; choose one of {', '.join(MODES)}.")
         if self.dynamic not in DYNAMIC:
-            raise ValueError(f"dynamic is {shown(self.dynamic)}; choose one of {', '.join(DYNAMIC)}.")
+            raise ValueError(f"dynamic is {quoted(self.dynamic)}; choose one of {', '.join(DYNAMIC)}.")
         if self.scope not in SCOPES:
-            raise ValueError(f"scope is {shown(self.scope)}; choose one of {', '.join(SCOPES)}.")
+            raise ValueError(f"scope is {quoted(self.scope)}; choose one of {', '.join(SCOPES)}.")
         if self.cache_size_limit < 1:
             raise ValueError(f"cache_size_limit is {self.cache_size_limit}; it has to be at least 1.")
         for backend in {self.backend, *(value for o in self.overrides for key, value in o.changes if key == "backend")}:
@@ -128,7 +130,7 @@ class CompileSettings:
         blocks: the names of the model's blocks. Raises ValueError for an override that matches none of them.
         """
         notes = []
-        for options in self.hows(blocks):
+        for options in self.distinct_options(blocks):
             if options.mode != "default" and options.backend != "inductor":
                 notes.append(
                     f"mode {options.mode} is ignored: the backend {options.backend} has no modes, only inductor has."
@@ -177,7 +179,7 @@ def dynamic_named(value: Any) -> str:
     """
     name = str(value).strip().lower()
     if name not in DYNAMIC:
-        raise ValueError(f"dynamic is {shown(value)}; choose one of {', '.join(DYNAMIC)}.")
+        raise ValueError(f"dynamic is {quoted(value)}; choose one of {', '.join(DYNAMIC)}.")
     return name
 
 
@@ -211,7 +213,7 @@ def _parse_line(number: int, pattern: str, words: list[str]) -> Override:
         key, equals, value = word.partition("=")
         if not equals or key not in allowed:
             raise ValueError(
-                f"{place}: {shown(word)} is not known; write eager, {', '.join(f'{k}=…' for k in allowed)}."
+                f"{place}: {quoted(word)} is not known; write eager, {', '.join(f'{k}=…' for k in allowed)}."
             )
         if key in changes:
             raise ValueError(f"{place}: {key} is given twice.")
@@ -219,7 +221,7 @@ def _parse_line(number: int, pattern: str, words: list[str]) -> Override:
         if key in ("dynamic", "fullgraph"):
             value = value.lower()
         if values is not None and value not in values:
-            raise ValueError(f"{place}: {key} is {shown(value)}; choose one of {', '.join(values)}.")
+            raise ValueError(f"{place}: {key} is {quoted(value)}; choose one of {', '.join(values)}.")
         changes[key] = value
     return Override(pattern, changes=tuple(changes.items()))
 

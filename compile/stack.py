@@ -49,45 +49,45 @@ class BlockCall:
 class WiringTracer:
     """Tracer of the calls of one list's blocks in an eager pass, which derives their wiring.
 
-    Call `before` and `after` around each block's own forward. Only the previous call is stored, so that the pass needs
-    no extra memory, except for a copy of the first inputs and of the last outputs.
+    Call `before_block` and `after_block` around each block's own forward. Only the previous call is stored, so that
+    the pass needs no extra memory, except for a copy of the first inputs and of the last outputs.
     """
 
     def __init__(self, blocks: Sequence[nn.Module]):
         self.blocks = tuple(blocks)
-        self._seen = 0
+        self._blocks_traced = 0
         self._links: tuple[tuple[int, int | str], ...] | None = None
-        self._why: str | None = None
+        self._reason: str | None = None
         self._call: BlockCall | None = None
         self._first: BlockCall | None = None
         self._last: Any = None
 
-    def before(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._seen >= len(self.blocks) or block is not self.blocks[self._seen]:
-            self._why = "the model does not run its blocks once each and in order"
+    def before_block(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._blocks_traced >= len(self.blocks) or block is not self.blocks[self._blocks_traced]:
+            self._reason = "the model does not run its blocks once each and in order"
         call = BlockCall(args, dict(kwargs))
         if self._call is None:
             self._first = BlockCall(_copies(args), _copies(kwargs))
-        elif self._why is None:
+        elif self._reason is None:
             links = _links(self._call, call)
             if links is None or (self._links is not None and links != self._links):
-                self._why = "the model computes something between its blocks"
+                self._reason = "the model computes something between its blocks"
             self._links = links
         self._call = call
-        self._seen += 1
+        self._blocks_traced += 1
 
-    def after(self, out: Any) -> None:
+    def after_block(self, out: Any) -> None:
         assert self._call is not None
         self._call.out = out
-        if self._seen == len(self.blocks):
+        if self._blocks_traced == len(self.blocks):
             self._last = _copies(out)
 
     def wiring(self) -> BlockWiring | str:
         """Return the wiring, or the reason the blocks can't run as one region, as the end of a sentence."""
-        if self._why is None and self._seen != len(self.blocks):
-            self._why = "the model does not run its blocks once each and in order"
-        if self._why is not None:
-            return self._why
+        if self._reason is None and self._blocks_traced != len(self.blocks):
+            self._reason = "the model does not run its blocks once each and in order"
+        if self._reason is not None:
+            return self._reason
         assert self._links is not None and self._first is not None
         self._call = None
         wiring = BlockWiring(self._links)
@@ -114,18 +114,18 @@ def _links(earlier: BlockCall, later: BlockCall) -> tuple[tuple[int, int | str],
             links.append((place, target))
         elif isinstance(value, dict) and isinstance(previous, dict):
             continue  # the options, which carry no code here
-        elif value is not previous and not _same(value, previous):
+        elif value is not previous and not _is_unchanged(value, previous):
             return None
     return tuple(links) if links else None
 
 
-def _same(a: Any, b: Any) -> bool:
+def _is_unchanged(a: Any, b: Any) -> bool:
     """Return whether both are equal and not tensors: a new tensor between two blocks was computed there. Tuples of the
     same tensors are equal."""
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
-        return len(a) == len(b) and all(x is y or _same(x, y) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(x is y or _is_unchanged(x, y) for x, y in zip(a, b, strict=True))
     if hasattr(a, "__dict__") and type(a) is type(b) and not isinstance(a, Tensor | nn.Module):
-        return _same(tuple(vars(a).values()), tuple(vars(b).values()))
+        return _is_unchanged(tuple(vars(a).values()), tuple(vars(b).values()))
     return not isinstance(a, Tensor) and type(a) is type(b) and bool(a == b)
 
 

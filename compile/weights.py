@@ -64,14 +64,14 @@ def _(weight, number):
 class OpaquePatch:
     """Stand-in for a LowVramPatch in a module's `weight_function` while a compiled block runs."""
 
-    _made = 0
+    _count = 0
 
     def __init__(self, patch: LowVramPatch):
         self.patch = patch
-        OpaquePatch._made += 1
-        _patches[OpaquePatch._made] = self
+        OpaquePatch._count += 1
+        _patches[OpaquePatch._count] = self
         with torch.inference_mode(False):
-            self.number = torch.tensor(OpaquePatch._made)
+            self.number = torch.tensor(OpaquePatch._count)
 
     def __call__(self, weight: Tensor) -> Tensor:
         return patched_weight(weight, self.number)

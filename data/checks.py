@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..common.text import shortlist, shown
+from ..common.text import quoted, shortlist
 from ..models.latents import WAN21, WAN22, LatentPolicy
 from ..models.text import EDIT_PROMPTS, FIRST_EDIT, PLUS, TextPolicy
 from .buckets.grids import RAGGED_EDGE, WHOLE_GRIDS
@@ -32,7 +32,7 @@ def check_options(
     if text.lengths and max_text_length not in text.lengths:
         raise ValueError(f"max_text_length is {max_text_length}; choose one of {', '.join(map(str, text.lengths))}.")
     if edit_prompt not in EDIT_PROMPTS:
-        raise ValueError(f"edit_prompt is {shown(edit_prompt)}; choose one of {', '.join(EDIT_PROMPTS)}.")
+        raise ValueError(f"edit_prompt is {quoted(edit_prompt)}; choose one of {', '.join(EDIT_PROMPTS)}.")
     if image_to_video and text.pictures_only:
         raise ValueError(
             f"image_to_video is on, and {text.family} makes no video; switch it off, or connect Wan's VAE and text "

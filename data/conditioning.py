@@ -28,14 +28,14 @@ def check_finite(tensor: Tensor, name: str) -> None:
         )
 
 
-def own(tensor: Tensor) -> Tensor:
+def copy_to_host(tensor: Tensor) -> Tensor:
     """Copy a tensor to the host as an ordinary tensor: autograd rejects inference tensors, which nodes create."""
     with torch.inference_mode(False):
         return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
 
-def own_all(value: Any) -> Any:
+def copy_all_to_host(value: Any) -> Any:
     """Copy the tensors of a conditioning's value."""
     if isinstance(value, Tensor):
-        return own(value)
-    return [own_all(element) for element in value] if isinstance(value, list) else value
+        return copy_to_host(value)
+    return [copy_all_to_host(element) for element in value] if isinstance(value, list) else value

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from ..common.fingerprint import fingerprint
-from .conditioning import check_finite, own, own_all, read_entry
+from .conditioning import check_finite, copy_all_to_host, copy_to_host, read_entry
 from .from_latents import ON_THE_GRID
 from .samples import FIRST_VARIANT, Prompt, Sample, SampleTensors, SampleVariant, TrainingData
 
@@ -24,7 +24,9 @@ def with_empty_caption(data: TrainingData, empty: Sequence[Any]) -> TrainingData
     cond, rest = read_entry(empty[0], "empty")
     check_finite(cond, "empty")
     # Image entries come from each sample's own: a node for edit models puts its reference on the empty caption too.
-    prompt = Prompt(own(cond), {name: own_all(value) for name, value in rest.items() if name not in OF_IMAGES})
+    prompt = Prompt(
+        copy_to_host(cond), {name: copy_all_to_host(value) for name, value in rest.items() if name not in OF_IMAGES}
+    )
     samples = tuple(replace(s, load=partial(_load, s, prompt), empty_length=prompt.text.shape[1]) for s in data.samples)
     return replace(
         data, samples=samples, fingerprint=fingerprint(data.fingerprint, prompt.text, dict(prompt.conditioning))

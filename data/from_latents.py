@@ -13,7 +13,7 @@ from ..models.latents import WAN22, LatentPolicy, policy_of_latent
 from .buckets.grids import Grid, Placement
 from .buckets.latent_crops import place_latents
 from .checks import length_notes
-from .conditioning import check_finite, own, own_all, read_entry
+from .conditioning import check_finite, copy_all_to_host, copy_to_host, read_entry
 from .encode.clip_vision import hidden_states, vision_output
 from .media.latent_masks import noise_mask_notes, noise_mask_weights
 from .samples import FIRST_VARIANT, Sample, SampleTensors, SampleVariant, TrainingData
@@ -92,13 +92,13 @@ def latents_to_data(
         if masked_loss and latent.mask is not None and not clean:
             height, width = latent.tensor.shape[-2:]
             weights = noise_mask_weights(latent.mask, latent.name, (height, width), grid, placement, policy.patch)
-            tensors = replace(tensors, weights=own(weights))
+            tensors = replace(tensors, weights=copy_to_host(weights))
         sample = Sample(
             name=latent.name,
             grid=(placement.grid.frames, placement.grid.height, placement.grid.width),
             tokens=placement.tokens,
             text_length=tensors.text.shape[1],
-            load=partial(_given, tensors),
+            load=partial(_load_tensors, tensors),
             references=references.tokens,
             clean_frames=clean,
             conditioning=conditioning_keys,
@@ -106,7 +106,9 @@ def latents_to_data(
         samples.append(sample)
         parts = (placement.tokens, references.tokens, clean)
         weighed = () if tensors.weights is None else (tensors.weights,)
-        names.append(fingerprint(tensors.latent, tensors.text, _named(tensors.conditioning), *parts, *weighed))
+        names.append(
+            fingerprint(tensors.latent, tensors.text, _fingerprint_input(tensors.conditioning), *parts, *weighed)
+        )
     notes = (
         *noise_mask_notes(
             [latent.name for latent in single_latents if latent.mask is not None and not latent.clean_frames(policy)],
@@ -118,7 +120,7 @@ def latents_to_data(
     return TrainingData(tuple(samples), fingerprint(names), notes)
 
 
-def _given(tensors: SampleTensors, choice: SampleVariant = FIRST_VARIANT) -> SampleTensors:
+def _load_tensors(tensors: SampleTensors, choice: SampleVariant = FIRST_VARIANT) -> SampleTensors:
     """Return the tensors: encoded latents have one variant."""
     return tensors
 
@@ -203,11 +205,11 @@ def _tensors(latent: _Latent, entry: Any, grid: Grid, target: Grid, patch: int) 
                 )
             conditioning[name] = _cut(value, grid, target, patch)
     if (vision := conditioning.get("clip_vision_output")) is not None:
-        conditioning["clip_vision_output"] = vision_output(own(hidden_states(vision)))
+        conditioning["clip_vision_output"] = vision_output(copy_to_host(hidden_states(vision)))
     return SampleTensors(
-        own(_cut(latent.tensor, grid, target, patch)),
-        own(cond),
-        {key: own_all(value) for key, value in conditioning.items()},
+        copy_to_host(_cut(latent.tensor, grid, target, patch)),
+        copy_to_host(cond),
+        {key: copy_all_to_host(value) for key, value in conditioning.items()},
     )
 
 
@@ -255,12 +257,12 @@ def _references(
             target = Grid(placement.grid.height, placement.grid.width)
         elif placement.crop > 0:
             whole = True
-        references[index] = own(_cut(reference, Grid(height, width), target, policy.patch))
+        references[index] = copy_to_host(_cut(reference, Grid(height, width), target, policy.patch))
         tokens.append(target.tokens)
     return _References(tuple(tokens), odd, whole)
 
 
-def _named(conditioning: Mapping[str, Any]) -> dict[str, Any]:
+def _fingerprint_input(conditioning: Mapping[str, Any]) -> dict[str, Any]:
     """Prepare a conditioning for the fingerprint: the CLIP vision output is replaced by its hidden states."""
     return {
         key: hidden_states(value) if key == "clip_vision_output" and value is not None else value

@@ -125,7 +125,7 @@ def prepare(
         pixels_per_token=latents.pixels_per_token,
         max_graphs=max_graphs,
         fit=fit,
-        weights=[item.shown for item in items],
+        weights=[item.showings_per_epoch for item in items],
         frames=[latents.latent_frames(item.pixels.frames) for item in items],
     )
     encoder = VaeEncoder(vae, latents)
@@ -143,7 +143,7 @@ def prepare(
         for item, item_variants in zip(items, variants, strict=True)
         for variant in item_variants
     ]
-    of_forms = iter(
+    tokenized = iter(
         tokenize_captions(
             [item for item, _ in caption_inputs],
             [controls for _, controls in caption_inputs],
@@ -156,7 +156,7 @@ def prepare(
             encode_empty_caption,
         )
     )
-    captions = [tuple(next(of_forms) for _ in item_variants) for item_variants in variants]
+    captions = [tuple(next(tokenized) for _ in item_variants) for item_variants in variants]
 
     jobs = variant_jobs(variants, encoder, image_to_video and latents is WAN21, clip_vision)
     flat_jobs = [variant for item_jobs in jobs for variant in item_jobs]
@@ -164,10 +164,10 @@ def prepare(
         caption.job
         for item_captions in captions
         for variant_captions in item_captions
-        for caption in variant_captions.all
+        for caption in variant_captions.all_captions
     ]
     work = [
-        (missing_jobs(cache, [job for variant in flat_jobs for job in variant.vae_jobs]), _what(items)),
+        (missing_jobs(cache, [job for variant in flat_jobs for job in variant.vae_jobs]), _items_noun(items)),
         (
             missing_jobs(cache, [variant.vision for variant in flat_jobs if variant.vision]),
             "start frames for CLIP vision",
@@ -287,7 +287,7 @@ def summary(prepared: PreparedData) -> str:
     )
 
 
-def _what(items: Sequence[Item]) -> str:
+def _items_noun(items: Sequence[Item]) -> str:
     """Return the plural noun of the items, for progress texts."""
     clips = sum(item.pixels.frames > 1 for item in items)
     return "pictures" if not clips else "clips" if clips == len(items) else "pictures and clips"
@@ -307,7 +307,9 @@ def _sample(
     """Make the lazy sample of one item; text length and conditioning are read from the headers of the cached files."""
     grid = placement.grid
     forms = texts if item.caption_variants.dropout else [replace(caption_keys, empty=None) for caption_keys in texts]
-    encoded = [cache.shapes(key) for key in dict.fromkeys(key for caption_keys in forms for key in caption_keys.all)]
+    encoded = [
+        cache.shapes(key) for key in dict.fromkeys(key for caption_keys in forms for key in caption_keys.all_keys)
+    ]
     empties = [
         cache.shapes(key)["cond"][1] for key in dict.fromkeys(caption_keys.empty for caption_keys in texts) if key
     ]
@@ -368,7 +370,7 @@ def _load(
             image_conditioning["clip_vision_output"] = vision_output(cache.read(keys.vision)[HIDDEN_STATES])
         mask = cache.read(keys.mask)[TOKENS] if keys.mask else None
         class_key = words.class_key(variant.caption) if variant.class_caption else None
-        of_class = None if class_key is None else _prompt(cache.read(class_key), image_conditioning)
+        class_prompt = None if class_key is None else _prompt(cache.read(class_key), image_conditioning)
         empty = _prompt(cache.read(words.key(None)), image_conditioning) if variant.empty_caption else None
     except FileNotFoundError as error:
         raise ValueError(
@@ -377,7 +379,7 @@ def _load(
         ) from error
     weights = None if mask is None else token_weights(mask, placement, item.options.unmasked_weight)
     prompt = _prompt(text, image_conditioning)
-    return SampleTensors(latent, prompt.text, prompt.conditioning, weights, of_class, empty)
+    return SampleTensors(latent, prompt.text, prompt.conditioning, weights, class_prompt, empty)
 
 
 def _prompt(encoded: dict[str, Tensor], image_conditioning: dict[str, Any]) -> Prompt:

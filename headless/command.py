@@ -35,7 +35,7 @@ a state saved to go on from: run the same line again; 130 cancelled by Ctrl+C; 1
 
 
 def main(arguments: Sequence[str]) -> int:
-    rank = Rank.of_environment()
+    rank = Rank.from_environment()
     result = Result(None)
     try:
         options, comfyui_options = parse(arguments)
@@ -60,8 +60,8 @@ def main(arguments: Sequence[str]) -> int:
             run = Run(prompt, extra_data, changed, Reporter(log, rank.rank), rank, result)
             return result.ended(run.execute(comfyui, comfyui_options))
     except UsageError as mistake:
-        if rank.rank == 0 or mistake.of_this_device:
-            print(rank.named(str(mistake)), file=sys.stderr)
+        if rank.rank == 0 or mistake.is_local:
+            print(rank.with_rank(str(mistake)), file=sys.stderr)
         return result.ended(WRONG)
     except KeyboardInterrupt:  # while ComfyUI starts
         return result.ended(CANCELLED)

@@ -6,7 +6,7 @@ DONE, FAILED, WRONG, TRY_AGAIN, CANCELLED, TERMINATED = 0, 1, 2, 75, 130, 143
 class UsageError(Exception):
     """Mistake in the arguments or the workflow, as a sentence for the user."""
 
-    of_this_device = False  # True if other devices may not have this error
+    is_local = False  # True if other devices may not have this error
 
 
 class NoDevice(Exception):

@@ -50,12 +50,12 @@ class Run:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.end_by_signal)
         main = importlib.import_module("main")
-        self.result.begun(importlib.import_module("folder_paths").get_output_directory(), self.started)
+        self.result.record_start(importlib.import_module("folder_paths").get_output_directory(), self.started)
         try:
             return int(server.loop.run_until_complete(self.execute_on(server)))
         except UsageError as mistake:
             self.reporter.event("error", node=None, message=str(mistake))
-            mistake.of_this_device = self.rank.tell_others(str(mistake), SAME)
+            mistake.is_local = self.rank.tell_others(str(mistake), SAME)
             raise
         finally:
             main.asset_seeder.shutdown()
@@ -175,7 +175,7 @@ class Run:
             self.reporter.line(f"{failed['node_type']} ({failed['node_id']}): {text}", sys.stderr)
             self.reporter.event("error", node=failed["node_id"], message=text)
             if self.rank.tell_others(text) and self.rank.rank > 0:
-                print(self.rank.named(text), file=sys.stderr, flush=True)
+                print(self.rank.with_rank(text), file=sys.stderr, flush=True)
         can_resume = saved_a_state(importlib.import_module("folder_paths").get_output_directory(), self.started)
         if can_resume:
             self.reporter.line("Everything up to here is saved; run the same command again to continue.", sys.stderr)

@@ -26,14 +26,14 @@ class Rank(NamedTuple):
     local: int = 0
 
     @classmethod
-    def of_environment(cls) -> "Rank":
+    def from_environment(cls) -> "Rank":
         """Read the environment variables set by torchrun."""
         values = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")]
         if None in values or int(values[1] or 1) < 2:
             return cls()
         return cls(*(int(value or 0) for value in values[:3]))
 
-    def named(self, text: str) -> str:
+    def with_rank(self, text: str) -> str:
         return f"Device {self.rank}: {text}" if self.rank else text
 
     @contextlib.contextmanager
@@ -73,7 +73,7 @@ class Rank(NamedTuple):
             else f"This machine has no GPU for its process {self.local + 1}; start as many processes as it has GPUs, "
             "or put -- --cpu at the end."
         )
-        mistake.of_this_device = True
+        mistake.is_local = True
         return mistake
 
     def meet_others(self) -> None:
@@ -82,17 +82,17 @@ class Rank(NamedTuple):
             self.world()
         except TimeoutError as error:
             mistake = UsageError("Another device has not started for half an hour.")
-            mistake.of_this_device = True
+            mistake.is_local = True
             raise mistake from error
 
     def world(self) -> Any:
         """Return the world of this device, once the pack is loaded; None if it trains alone."""
-        current = _of_the_pack("train.distributed.current")
+        current = _pack_module("train.distributed.current")
         return None if current is None or self.size == 1 else current.current_world()
 
     def check_shares(self, prompt: Prompt) -> None:
         """Raise UsageError if several devices can't share a step evenly, before upstream nodes encode and load."""
-        share = _of_the_pack("train.distributed.share")
+        share = _pack_module("train.distributed.share")
         for node in prompt.values() if share is not None and self.size > 1 else ():
             sizes = [node.get("inputs", {}).get(name) for name in ("batch_size", "gradient_accumulation")]
             if node["class_type"] == TRAIN and all(isinstance(size, int) for size in sizes):
@@ -116,7 +116,7 @@ class Rank(NamedTuple):
         return True
 
 
-def _of_the_pack(module: str) -> Any:
+def _pack_module(module: str) -> Any:
     """Return a module of the pack, whatever its folder is called; None if ComfyUI has not loaded it."""
     return next((sys.modules[name] for name in sys.modules if name.endswith(f".{module}")), None)
 

@@ -72,7 +72,7 @@ class Result:
         except OSError as error:
             raise UsageError(f"--result {self.path} can't be written: {error.strerror}.") from error
 
-    def begun(self, output: str, started: float) -> None:
+    def record_start(self, output: str, started: float) -> None:
         """Write the place of a state, for a process that can no longer do so at its end."""
         self.facts |= {"output": output, "started": started}
         self.write()

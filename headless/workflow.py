@@ -58,9 +58,9 @@ def set_input(prompt: Prompt, change: str) -> tuple[str, str]:
         if matches:
             break
     if len(matches) != 1:
-        how_many = "no node" if not matches else f"{len(matches)} nodes ({', '.join(matches)})"
+        matches_text = "no node" if not matches else f"{len(matches)} nodes ({', '.join(matches)})"
         raise UsageError(
-            f"--set {change}: {how_many} of the workflow {'are' if len(matches) > 1 else 'is'} called {name}."
+            f"--set {change}: {matches_text} of the workflow {'are' if len(matches) > 1 else 'is'} called {name}."
         )
     inputs = prompt[matches[0]].setdefault("inputs", {})
     current = inputs.get(key)

@@ -83,7 +83,7 @@ def _check_patches(patches: Patches, model: Any) -> Iterator[str]:
     unchanged and only log it."""
     linears = linear_shapes(model)
     for target, content in patches.items():
-        key, patch = Patch.of(target, content)
+        key, patch = Patch.from_entry(target, content)
         linear = linears.get(layer_of(key)) if key.endswith(".weight") else None
         if (shape := linear or _shape(model, key)) is None:
             yield name_of(key)

@@ -29,11 +29,11 @@ _WITHOUT_NORM = {
     "rotation)",
 }
 
-_OF_BASE = Unread(lambda options: options.base_lora is None, ": base_lora is none.")
-_OF_TRAINING_ADAPTER = Unread(lambda options: options.training_adapter is None, ": training_adapter is none.")
+_NEEDS_BASE = Unread(lambda options: options.base_lora is None, ": base_lora is none.")
+_NEEDS_TRAINING_ADAPTER = Unread(lambda options: options.training_adapter is None, ": training_adapter is none.")
 
 
-def _of_algorithm(algorithm: str) -> Unread:
+def _needs_algorithm(algorithm: str) -> Unread:
     return Unread(lambda options: options.algorithm != algorithm, f" by {{algorithm}}; {algorithm} reads it.")
 
 
@@ -74,26 +74,26 @@ class NetworkOptions:
     scale_weight_norms: float = 0.0
     start_from: LoraSource | None = None
     base_lora: LoraSource | None = None
-    base_strength: float = option(1.0, _OF_BASE)
+    base_strength: float = option(1.0, _NEEDS_BASE)
     rank_dropout: float = 0.0
     module_dropout: float = 0.0
     rank_patterns: str = ""
-    factor: int = option(-1, _of_algorithm("lokr"))
-    constraint: float = option(0.0, _of_algorithm("oft"))
+    factor: int = option(-1, _needs_algorithm("lokr"))
+    constraint: float = option(0.0, _needs_algorithm("oft"))
     init: str = "kaiming"
     start_from_low_noise: LoraSource | str = SAME
     base_lora_low_noise: LoraSource | str = SAME
     base_strength_low_noise: float = 1.0
     training_adapter: LoraSource | None = None
-    training_adapter_strength: float = option(1.0, _OF_TRAINING_ADAPTER)
+    training_adapter_strength: float = option(1.0, _NEEDS_TRAINING_ADAPTER)
     training_adapter_low_noise: LoraSource | str = SAME
     training_adapter_strength_low_noise: float = 1.0
 
-    def of_high_noise(self) -> "NetworkOptions":
+    def for_high_noise(self) -> "NetworkOptions":
         """Return the options of the high noise expert alone."""
         return replace(self, **LOW_NOISE)
 
-    def of_low_noise(self) -> "NetworkOptions":
+    def for_low_noise(self) -> "NetworkOptions":
         """Return the options of the low noise expert alone."""
         changes = dict(LOW_NOISE)
         if self.start_from_low_noise != SAME:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from ..common.text import shown
+from ..common.text import quoted
 
 RankAlpha = tuple[int, float]
 _EXAMPLE = "'single_blocks.*: rank=8 alpha=4'"
@@ -27,8 +27,8 @@ def parse_targets(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         pattern = line[1:].strip() if excludes else line
         if not pattern:
             raise ValueError(
-                f"Line {number} of targets is {shown(line)} with no pattern after it; write one, as in '-*.img_mlp.*', "
-                "or remove the line."
+                f"Line {number} of targets is {quoted(line)} with no pattern after it; write one, as in "
+                "'-*.img_mlp.*', or remove the line."
             )
         (exclude if excludes else include).append(pattern)
     return tuple(include), tuple(exclude)
@@ -48,7 +48,7 @@ def match_targets(
     for pattern in (*include, *exclude):
         if not any(fnmatchcase(name, pattern) for name in (*names, *second)):
             raise ValueError(
-                f"The pattern {shown(pattern)} in targets matches no layer of this model; its layers have "
+                f"The pattern {quoted(pattern)} in targets matches no layer of this model; its layers have "
                 f"names such as {examples(names)}."
             )
     unmatched = [pattern for pattern in include if not any(fnmatchcase(name, pattern) for name in names)]
@@ -98,7 +98,7 @@ def parse_rank_patterns(text: str) -> tuple[RankPattern, ...]:
         pattern, _, settings = (part.strip() for part in line.partition(":"))
         values = dict(part.partition("=")[::2] for part in settings.split())
         if not pattern or not values or not values.keys() <= {"rank", "alpha"}:
-            raise ValueError(f"Line {number} of rank_patterns is {shown(line.strip())}; write it as in {_EXAMPLE}.")
+            raise ValueError(f"Line {number} of rank_patterns is {quoted(line.strip())}; write it as in {_EXAMPLE}.")
         patterns.append(RankPattern(pattern, _rank(values, number), _alpha(values, number)))
     return tuple(patterns)
 
@@ -110,7 +110,7 @@ def match_rank_patterns(lines: Sequence[RankPattern], targets: Sequence[str]) ->
         names = [name for name in targets if fnmatchcase(name, line.pattern)]
         if not names:
             raise ValueError(
-                f"The pattern {shown(line.pattern)} in rank_patterns matches no layer that is trained; they "
+                f"The pattern {quoted(line.pattern)} in rank_patterns matches no layer that is trained; they "
                 f"have names such as {examples(targets)}."
             )
         for name in names:
@@ -139,20 +139,20 @@ def unused_rank_patterns(
     used: set[int] = set()
     for numbers in set(matching.values()):
         values = start
-        without: dict[RankAlpha, list[int]] = {}  # rank and alpha so far -> the lines whose removal gives them
+        lines_by_result: dict[RankAlpha, list[int]] = {}  # rank and alpha so far -> the lines whose removal gives them
         for number in numbers:
-            line, previous = lines[number], without
-            without = {}
+            line, previous = lines[number], lines_by_result
+            lines_by_result = {}
             for other, left_out in previous.items():
-                group = without.setdefault(line.applied(other), left_out)
+                group = lines_by_result.setdefault(line.applied(other), left_out)
                 if group is not left_out:
                     group += left_out
-            without.setdefault(values, []).append(number)
+            lines_by_result.setdefault(values, []).append(number)
             values = line.applied(values)
-            without.pop(values, None)  # results that are equal here stay equal
+            lines_by_result.pop(values, None)  # results that are equal here stay equal
         used.update(
             number
-            for other, left_out in without.items()
+            for other, left_out in lines_by_result.items()
             if other != values and (reads_alpha or other[0] != values[0])
             for number in left_out
         )
@@ -165,7 +165,7 @@ def _rank(values: dict[str, str], line: int) -> int | None:
     # At most nine digits: Python's int() rejects more than 4300.
     if not re.fullmatch(r"[0-9]{1,9}", values["rank"]) or int(values["rank"]) < 1:
         raise ValueError(
-            f"Line {line} of rank_patterns has the rank {shown(values['rank'])}; give a whole number from 1."
+            f"Line {line} of rank_patterns has the rank {quoted(values['rank'])}; give a whole number from 1."
         )
     return int(values["rank"])
 
@@ -178,5 +178,7 @@ def _alpha(values: dict[str, str], line: int) -> float | None:
     except ValueError:
         alpha = 0.0
     if not 0 < alpha < float("inf"):
-        raise ValueError(f"Line {line} of rank_patterns has the alpha {shown(values['alpha'])}; give a number above 0.")
+        raise ValueError(
+            f"Line {line} of rank_patterns has the alpha {quoted(values['alpha'])}; give a number above 0."
+        )
     return alpha

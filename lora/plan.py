@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
-from ..common.text import shown
+from ..common.text import quoted
 from ..common.unread import unread_notes
 from ..models.adapters.base import AdapterSpec, factorize
 from ..models.adapters.lokr import LokrAdapter
@@ -120,7 +120,7 @@ def _lines_without_effect(options: NetworkOptions, targets: Sequence[str]) -> It
     matching = match_rank_patterns(lines, targets)
     for line in unused_rank_patterns(lines, matching, (base.rank, base.alpha), options.algorithm != "oft"):
         yield (
-            f"The line of {shown(line.pattern)} in rank_patterns changes nothing: its layers have that already, or a "
+            f"The line of {quoted(line.pattern)} in rank_patterns changes nothing: its layers have that already, or a "
             "later line sets it again."
         )
 
@@ -179,13 +179,13 @@ def _full_matrices(specs: Mapping[str, AdapterSpec], shapes: Mapping[str, Size])
         )
 
 
-def _block_kinds(family: Family, model: Any, of_target: Mapping[str, Any]) -> int:
+def _block_kinds(family: Family, model: Any, layer_values: Mapping[str, Any]) -> int:
     """Count the kinds of blocks, which differ in the values of their layers."""
     kinds = set()
     for name, length in family.block_lists(model).items():
         for index in range(length):
             prefix = f"{name}.{index}."
-            layers = frozenset((n.removeprefix(prefix), v) for n, v in of_target.items() if n.startswith(prefix))
+            layers = frozenset((n.removeprefix(prefix), v) for n, v in layer_values.items() if n.startswith(prefix))
             kinds.add((name, layers))
     return len(kinds)
 

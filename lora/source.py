@@ -42,7 +42,7 @@ class LoraSource:
         return reader()
 
     @classmethod
-    def of_file(cls, path: Path, input_name: str) -> "LoraSource":
+    def from_file(cls, path: Path, input_name: str) -> "LoraSource":
         """Make a source from a safetensors file. Raises ValueError if it is damaged."""
 
         def read() -> Mapping[str, Tensor]:
@@ -56,7 +56,7 @@ class LoraSource:
         return cls(path.name, fingerprint(read()), read, input_name)
 
     @classmethod
-    def of_model(cls, lora: Mapping[str, Tensor], input_name: str = "") -> "LoraSource":
+    def from_lora(cls, lora: Mapping[str, Tensor], input_name: str = "") -> "LoraSource":
         """Make a source from a LORA_MODEL of the graph."""
         name = getattr(lora, "metadata", {}).get("ss_output_name", "LORA_MODEL")
         return cls(str(name), fingerprint(dict(lora)), lambda: lora, input_name)

@@ -33,11 +33,12 @@ NOTICEABLE = 1e-3  # fraction of an update that may be lost without a note
 
 @dataclass(frozen=True)
 class Fitted:
-    """An update at another rank: down (rank, in), up (out, rank), and the loss ‖lost‖ / ‖delta W‖ (Frobenius)."""
+    """An update at another rank: down (rank, in), up (out, rank), and its error relative to delta W, both Frobenius
+    norms."""
 
     down: Tensor
     up: Tensor
-    lost: float
+    relative_error: float
 
 
 def fit_to_rank(update: LowRank, start: Tensor, scale: float) -> Fitted:
@@ -104,7 +105,7 @@ class WarmStart:
                 adapter.down.copy_(fitted.down)
                 adapter.up.copy_(fitted.up)
                 if update.rank > len(adapter.down):
-                    losses[name] = fitted.lost
+                    losses[name] = fitted.relative_error
             else:
                 adapter.load(parts)
         for name, patches in self.dense.items():
@@ -154,10 +155,10 @@ def read_warm_start(
         raise ValueError(
             f"{name} does not fit this model ({error}); choose a LoRA that was trained on this model."
         ) from error
-    if not lora.patches and lora.others:
+    if not lora.patches and lora.other_weights:
         raise ValueError(
-            f"{name} changes {_some(lora.others)} in a way that training can't start from; choose one that changes "
-            "the weights of Linear layers, or put it on the MODEL with a LoRA loader."
+            f"{name} changes {_first_names(lora.other_weights)} in a way that training can't start from; choose one "
+            "that changes the weights of Linear layers, or put it on the MODEL with a LoRA loader."
         )
     if not lora.patches:
         raise ValueError(
@@ -167,7 +168,7 @@ def read_warm_start(
     trained = {layer: patches for layer, patches in lora.patches.items() if layer in specs}
     if not trained:
         raise ValueError(
-            f"{name} has updates only for layers that are not trained ({_some(list(lora.patches))}); add "
+            f"{name} has updates only for layers that are not trained ({_first_names(list(lora.patches))}); add "
             "them to targets."
         )
     for layer, patches in trained.items():
@@ -241,20 +242,21 @@ def _start_notes(
     if dropped:
         yield (
             f"{input_name} also has updates for {len(dropped)} layers that are not trained, and these are dropped: "
-            f"{_some(dropped)}. To keep them, add them to targets."
+            f"{_first_names(dropped)}. To keep them, add them to targets."
         )
-    if lora.others:
+    if lora.other_weights:
         yield (
-            f"{input_name} also changes weights that no adapter can hold, and these are dropped: {_some(lora.others)}."
+            f"{input_name} also changes weights that no adapter can hold, and these are dropped: "
+            f"{_first_names(lora.other_weights)}."
         )
     if lora.text_encoder:
         yield f"{input_name} also has {lora.text_encoder} keys for the text encoder, which are ignored."
     if lora.unknown:
-        yield f"{input_name} has keys that match no layer of this model and are ignored: {_some(lora.unknown)}."
+        yield f"{input_name} has keys that match no layer of this model and are ignored: {_first_names(lora.unknown)}."
     if fresh := [layer for layer in targets if layer not in trained]:
         yield (
             f"{len(fresh)} of the {len(targets)} trained layers are not in {input_name} and start from zero: "
-            f"{_some(fresh)}."
+            f"{_first_names(fresh)}."
         )
 
 
@@ -280,5 +282,5 @@ def _check_same(spec: AdapterSpec, layer: str, parts: Parts, rows: int, columns:
             raise DoesNotFit(f"{layer}: {suffix} {tuple(parts[suffix].shape)} there, {tuple(tensor.shape)} here")
 
 
-def _some(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

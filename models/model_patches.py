@@ -72,8 +72,8 @@ def _ignored(patcher: ModelPatcher) -> list[str]:
         "RoPE options": options.get("rope_options"),
     }
     for kind, wrappers in patcher.wrappers.items():
-        of_others = [key for key, wrapper in wrappers.items() if wrapper and not str(key).startswith(_OURS)]
-        changes[f"{kind} wrappers"] = kind not in _HARMLESS_WRAPPERS and of_others
+        foreign_keys = [key for key, wrapper in wrappers.items() if wrapper and not str(key).startswith(_OURS)]
+        changes[f"{kind} wrappers"] = kind not in _HARMLESS_WRAPPERS and foreign_keys
     object_patches = [name for name in patcher.object_patches if name != "model_sampling"]
     changes[_with_names("object patches", object_patches)] = object_patches
     return [

@@ -66,7 +66,7 @@ class NameTable:
 
     to_diffusers: native module name -> the diffusers modules that together form it, in the order of its output rows;
         "{}" is the number of the block.
-    others: modules that may have a weight difference but no matrix, or no counterpart in diffusers.
+    extra_modules: modules that may have a weight difference but no matrix, or no counterpart in diffusers.
     rows: (native name, parts, rows, columns of the native weight) -> number of rows of each diffusers module.
     halves_swapped: native names whose two halves of rows are swapped in diffusers.
     proportions: the shape of a module's weight in units of the hidden size, if it distinguishes the family from another
@@ -80,7 +80,7 @@ class NameTable:
     """
 
     to_diffusers: Mapping[str, tuple[str, ...]]
-    others: tuple[str, ...] = ()
+    extra_modules: tuple[str, ...] = ()
     rows: Callable[[str, int, int, int], list[int]] = equal_rows
     halves_swapped: frozenset[str] = frozenset()
     proportions: Mapping[str, Shape] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class NameTable:
 
     def __post_init__(self) -> None:
         # Names without numbers come first: a template could match them as another name.
-        templates = sorted((*self.to_diffusers, *self.others), key=lambda template: "{}" in template)
+        templates = sorted((*self.to_diffusers, *self.extra_modules), key=lambda template: "{}" in template)
         flat = {flat_name(template): template for template in templates}
         if self.kohya_by_diffusers:
             flat |= {flat_name(parts[0]): name for name, parts in self.to_diffusers.items() if len(parts) == 1}
@@ -184,7 +184,7 @@ class NameTable:
             return ""
         return json.dumps(
             {
-                "modules": self.others,
+                "modules": self.extra_modules,
                 "diffusers": self.to_diffusers,
                 "halves_swapped": sorted(self.halves_swapped),
                 "unet": self.unet,

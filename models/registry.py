@@ -78,8 +78,8 @@ def _check_is_of_comfyui(model: Any) -> None:
     family reads its sizes from ComfyUI's own."""
     family, network = related_family(model), getattr(model, "diffusion_model", None)
     network = getattr(network, "_orig_mod", network)  # as torch.compile wraps it
-    of_core = type(network).__module__.startswith("comfy.")  # a core subclass, which `family_of` reports
-    if family is not None and not of_core and not isinstance(network, family.transformer_class):
+    is_core_class = type(network).__module__.startswith("comfy.")  # a core subclass, which `family_of` reports
+    if family is not None and not is_core_class and not isinstance(network, family.transformer_class):
         raise ValueError(
             f"model runs {family.title} as a {type(network).__name__}, which training can't read; load it from a "
             "safetensors file with ComfyUI's own loader or with Load Diffusion Model (Block Swap)."
@@ -155,14 +155,14 @@ def table_of(modules: Mapping[str, Shape | None], name: str = "") -> NameTable |
     modules: the shapes of the weights, as far as known, by flat name; img_in is a module in several families.
     """
 
-    def known(family: Family) -> int:
+    def count_known(family: Family) -> int:
         return sum(family.names.native(flat) is not None for flat in modules)
 
     def rank(family: Family) -> tuple[bool, int, int]:
         fitting = sum(shape is not None and family.names.fits(flat, shape) for flat, shape in modules.items())
-        return family.name == name, known(family), fitting
+        return family.name == name, count_known(family), fitting
 
-    candidates = [family for family in FAMILIES if known(family)]
+    candidates = [family for family in FAMILIES if count_known(family)]
     return max(candidates, key=rank).names if candidates else None
 
 

@@ -34,7 +34,7 @@ PICTURED = (0, 100, 200, 400, 600, 800)  # steps whose previews the README shows
 
 
 async def run_with_progress(server: ComfyServer, prompt: dict[str, Any]) -> dict[str, Any]:
-    """Queues a prompt and prints each node and its progress until the prompt ends; returns its history entry."""
+    """Queue a prompt and print each node and its progress until the prompt ends; return its history entry."""
     client = uuid.uuid4().hex
     url = f"{server.url.replace('http', 'ws')}/ws?clientId={client}"
     async with aiohttp.ClientSession() as session, session.ws_connect(url, max_msg_size=0) as socket:
@@ -64,14 +64,14 @@ async def run_with_progress(server: ComfyServer, prompt: dict[str, Any]) -> dict
     return entry
 
 
-def name_of(each: dict[str, Any]) -> str:
+def name_of(node_data: dict[str, Any]) -> str:
     """Name of a node as the browser shows it."""
-    title: str = each.get("_meta", {}).get("title", each["class_type"])
+    title: str = node_data.get("_meta", {}).get("title", node_data["class_type"])
     return title
 
 
 def tell(line: str) -> None:
-    """Prints what ComfyUI does while it starts."""
+    """Print ComfyUI's progress while it starts."""
     print(f"  {line}", flush=True)
 
 
@@ -103,15 +103,15 @@ class Printer:
 
 def pictures_of(server: ComfyServer, entry: dict[str, Any]) -> dict[str, Path]:
     """node id: file of the first picture that it shows."""
-    found = {}
+    files = {}
     for key, output in entry["outputs"].items():
         for image in output.get("images", [])[:1]:
-            found[key] = server.base / image["type"] / image["subfolder"] / image["filename"]
-    return found
+            files[key] = server.base / image["type"] / image["subfolder"] / image["filename"]
+    return files
 
 
 def draw_sheet(rows: dict[str, dict[str, Path]], cell: int = 256) -> Image.Image:
-    """Rows of pictures by what they show. cell: pixels of a picture's side."""
+    """Draw rows of pictures by title. cell: pixels of a picture's side."""
     label, margin = 24, 8
     font = ImageFont.load_default(15)
     (first, *_) = rows.values()
@@ -128,14 +128,14 @@ def draw_sheet(rows: dict[str, dict[str, Path]], cell: int = 256) -> Image.Image
 
 def add_loss_plot(prompt: dict[str, Any]) -> str:
     """Put Loss Plot behind Train LoRA; returns the key of that node."""
-    (train,) = (key for key, each in prompt.items() if each["class_type"] == "TesseraTrainLora")
+    (train,) = (key for key, node_data in prompt.items() if node_data["class_type"] == "TesseraTrainLora")
     plot = node("TesseraLossPlot", loss=[train, 1], smoothing=0.9, log_scale=False)
     prompt["loss plot"] = plot | {"_meta": {"title": "Loss Plot"}}
     return train
 
 
 def keep(server: ComfyServer, outputs: dict[str, Path], summary: dict[str, Any], lora: Path, plot: Path) -> None:
-    """Copy LoRA and loss plot to the results. Ends the demo where ComfyUI did not know every key of the LoRA."""
+    """Copy LoRA and loss plot to the results. Raises SystemExit if ComfyUI did not know every key of the LoRA."""
     if "lora key not loaded" in server.log.read_text(errors="replace"):
         raise SystemExit(f"ComfyUI did not know every key of the LoRA.\n{server.log_tail()}")
     shutil.copy(server.base / "output" / summary["path"], lora)
@@ -161,11 +161,13 @@ def run_demo(comfyui: Path, base: Path, results: Path, cpu: bool) -> None:
         trained = asyncio.run(run_with_progress(server, prompt))
         (summary,) = trained["outputs"][train_node]["tessera"]
         print("Sampling each picture without and with the LoRA through core's KSampler:")
-        sampling, shown = sampled_each(load_prompt())
-        found = pictures_of(server, asyncio.run(run_with_progress(server, sampling)))
+        sampling, savers = sampled_each(load_prompt())
+        pictures = pictures_of(server, asyncio.run(run_with_progress(server, sampling)))
         keep(server, pictures_of(server, trained), summary, results / "demo.safetensors", results / "loss.png")
         rows = {"trained on": {name: file for name, (file, _) in captions().items()}}
-        rows |= {f"{words} the LoRA": {name: found[key] for name, key in of.items()} for words, of in shown.items()}
+        rows |= {
+            f"{words} the LoRA": {name: pictures[key] for name, key in nodes.items()} for words, nodes in savers.items()
+        }
         draw_sheet(rows).save(results / "sheet.png")
         if folder := os.environ.get("TESSERA_PICTURES"):  # the README's
             previews = (base / "output" / summary["path"]).parent / "previews"
@@ -228,7 +230,7 @@ def main() -> None:
     run.add_argument("--cpu", action="store_true")
     run.add_argument("--model", choices=("flux", *CASES.values()), default="flux", help="the tiny model to train")
     options = parser.parse_args()
-    # Ends with the server's own end, also where a runner ends this process by a signal.
+    # Stop the server too if a signal ends this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if options.command == "models":
         write_models(options.folder)

@@ -20,13 +20,13 @@ PHOTOS = {
 
 
 def write_photos(folder: Path) -> dict[str, tuple[Path, str]]:
-    """Writes the photographs and their captions to `folder`; returns name: (picture, caption)."""
+    """Write the photographs and their captions to `folder`. Return name: (picture, caption)."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = {}
+    photos = {}
     for name, (package, file, box, caption) in PHOTOS.items():
         picture = folder / f"{name}.png"
         with files(package).joinpath(file).open("rb") as source, Image.open(source) as image:
             (image.crop(box) if box else image).save(picture)
         picture.with_suffix(".txt").write_text(caption + "\n", encoding="utf-8")
-        written[name] = (picture, caption)
-    return written
+        photos[name] = (picture, caption)
+    return photos

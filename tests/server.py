@@ -1,4 +1,4 @@
-"""Runs a real ComfyUI server with this pack and the fixture pack, and talks to it over HTTP.
+"""Run a real ComfyUI server with this pack and the fixture pack, and talk to it over HTTP.
 
 Standard library only: the tests, `dev.py serve` and the demo all use it.
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 TESTS = Path(__file__).resolve().parent
 PACK = TESTS.parent
-PATIENCE = 300.0  # seconds until something is given up: a busy machine takes many times what an idle one does
+PATIENCE = 300.0  # timeout in seconds: a busy machine takes many times as long as an idle one
 TELLING = 5.0  # seconds between the lines of a long start
 # The server is on this machine: a proxy that the environment names can't reach it.
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -30,7 +30,7 @@ class ServerFailure(RuntimeError):
 
 
 def link_folder(target: Path, link: Path) -> None:
-    """Makes `link` lead to `target`: a symbolic link, on Windows a junction where links need rights.
+    """Make `link` lead to `target`: a symbolic link, on Windows a junction if links need rights.
 
     A link that leads elsewhere, or nowhere, is replaced; a real folder in its place is an error.
     """
@@ -56,7 +56,7 @@ def link_folder(target: Path, link: Path) -> None:
 
 
 def prepare_base(base: Path) -> None:
-    """Makes ComfyUI's folders below `base`, with this pack and the fixture pack among its custom nodes."""
+    """Make ComfyUI's folders below `base`, with this pack and the fixture pack among its custom nodes."""
     for folder in ("custom_nodes", "input", "output", "temp", "user", "models", "datasets"):
         (base / folder).mkdir(parents=True, exist_ok=True)
     link_folder(PACK, base / "custom_nodes" / "tessera")
@@ -96,7 +96,8 @@ class ComfyServer:
         env: Mapping[str, str] | None = None,
         tell: Callable[[str], None] | None = None,
     ) -> None:
-        """tell: gets a line every few seconds of a long start; then the start is waited for as long as it lives."""
+        """tell: called with a line every few seconds of a long start; with it, the start has no timeout while the
+        process lives."""
         self.tell = tell
         self.base = Path(base).resolve()
         self.comfyui = comfyui
@@ -115,17 +116,17 @@ class ComfyServer:
         self.stop()
 
     def start(self, timeout: float = PATIENCE) -> None:
-        """Starts the server and returns when it answers."""
+        """Start the server and return when it answers."""
         end = time.monotonic() + (timeout if self.tell is None else math.inf)
         while not self._start_at(free_port(), end):
             pass
 
     def start_again(self, timeout: float = PATIENCE) -> None:
-        """Starts a killed server at the address that it had, where pages of it are still open."""
+        """Start a killed server at its earlier address, for pages of it that are still open."""
         assert self._start_at(int(self.url.rpartition(":")[2]), time.monotonic() + timeout), "the port was taken"
 
     def _start_at(self, port: int, end: float) -> bool:
-        """True where it got the port, which another process may take before the server does."""
+        """Return whether it got the port, which another process may take first."""
         assert self.process is None, "the server runs already"
         self.url = f"http://127.0.0.1:{port}"
         with open(self.log, "ab") as log:
@@ -137,10 +138,10 @@ class ComfyServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
-        told = time.monotonic()
+        last_report = time.monotonic()
         while not self._answers():
-            if self.tell is not None and time.monotonic() > told + TELLING:
-                told = time.monotonic()
+            if self.tell is not None and time.monotonic() > last_report + TELLING:
+                last_report = time.monotonic()
                 self.tell(self.log_tail(1).splitlines()[-1])
             try:
                 self._check_alive()
@@ -161,7 +162,7 @@ class ComfyServer:
             return False
 
     def stop(self, timeout: float = 60) -> None:
-        """Ends the server in an orderly way, by force where that does not work."""
+        """Stop the server, by force if necessary."""
         if self.process is None:
             return
         self.process.terminate()
@@ -173,7 +174,7 @@ class ComfyServer:
         self.process = None
 
     def kill(self) -> None:
-        """Ends the server at once (SIGKILL), as a crash would."""
+        """End the server at once (SIGKILL), as a crash would."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -195,7 +196,7 @@ class ComfyServer:
         return json.loads(text) if text else None
 
     def queue(self, prompt: Mapping[str, Any], client_id: str | None = None) -> str:
-        """Queues a prompt in API format and returns its id."""
+        """Queue a prompt in API format and return its id."""
         body: dict[str, Any] = {"prompt": prompt}
         if client_id is not None:
             body["client_id"] = client_id
@@ -206,7 +207,7 @@ class ComfyServer:
         return self.get(f"/history/{prompt_id}").get(prompt_id)
 
     def wait(self, prompt_id: str, timeout: float = PATIENCE) -> dict[str, Any]:
-        """Waits for a prompt to end, well or badly, and returns its history entry. A server whose prompt does not end
+        """Wait for a prompt to end, well or badly, and return its history entry. A server whose prompt does not end
         is killed: every later one would wait behind it."""
         end = time.monotonic() + timeout
         while (entry := self.history(prompt_id)) is None:
@@ -218,7 +219,7 @@ class ComfyServer:
         return entry
 
     def wait_until_running(self, prompt_id: str, timeout: float = PATIENCE) -> None:
-        """Waits until a queued prompt is being executed (or has ended already)."""
+        """Wait until a queued prompt is being executed (or has ended already)."""
         end = time.monotonic() + timeout
         while prompt_id not in [item[1] for item in self.get("/queue")["queue_running"]]:
             if self.history(prompt_id) is not None:
@@ -229,7 +230,7 @@ class ComfyServer:
             time.sleep(0.05)
 
     def run(self, prompt: Mapping[str, Any], timeout: float = PATIENCE) -> dict[str, Any]:
-        """Queues a prompt, waits for it and returns its history entry; fails where it did not end well."""
+        """Queue a prompt, wait for it and return its history entry; fail if it did not succeed."""
         entry = self.wait(self.queue(prompt), timeout)
         if entry["status"]["status_str"] != "success":
             raise ServerFailure(f"{error_of(entry)}\n{self.log_tail()}")
@@ -260,7 +261,7 @@ class ComfyServer:
 
 
 def error_of(entry: Mapping[str, Any]) -> str:
-    """The error text of a history entry, with the node it came from; empty where there was none."""
+    """Return the error text of a history entry, with the node it came from; empty if there was none."""
     for kind, message in entry["status"]["messages"]:
         if kind == "execution_error":
             return f"{message['node_type']} {message['node_id']}: {message['exception_message'].strip()}"

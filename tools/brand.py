@@ -1,7 +1,7 @@
-"""Draws the icon and the banner that ComfyUI's registry shows, into docs/pictures.
+"""Draw the icon and the banner that ComfyUI's registry shows, into docs/pictures.
 
 Run: python tools/brand.py
-A mosaic: tiles that lack most in the upper left, where it is being laid.
+A mosaic with the most gaps in the upper left.
 """
 
 import random
@@ -20,17 +20,17 @@ def mosaic(width: int, height: int, tiles: int) -> Image.Image:
     draw, draws = ImageDraw.Draw(image), random.Random(7)
     side = height * scale / (tiles + 1)
     columns = int(width * scale / side) - 1
-    left = (width * scale - columns * side) / 2
+    margin = (width * scale - columns * side) / 2
     for row in range(tiles):
         for column in range(columns):
-            laid = (row + 1) / tiles + (column + 1) / columns
-            if draws.random() > laid - 0.2:
+            threshold = (row + 1) / tiles + (column + 1) / columns
+            if draws.random() > threshold - 0.2:
                 continue
-            x, y, gap, turn = left + column * side, side / 2 + row * side, side * 0.06, side * 0.04
+            x, y, gap, turn = margin + column * side, side / 2 + row * side, side * 0.06, side * 0.04
             corners = [(x + gap, y + gap), (x + side - gap, y + gap), (x + side - gap, y + side - gap)]
             corners.append((x + gap, y + side - gap))
-            moved = [(a + draws.uniform(-turn, turn), b + draws.uniform(-turn, turn)) for a, b in corners]
-            draw.polygon(moved, fill=draws.choices(TILES, (5, 4, 2, 2, 1))[0])
+            jittered = [(a + draws.uniform(-turn, turn), b + draws.uniform(-turn, turn)) for a, b in corners]
+            draw.polygon(jittered, fill=draws.choices(TILES, (5, 4, 2, 2, 1))[0])
     return image.resize((width, height), Image.Resampling.LANCZOS)
 
 

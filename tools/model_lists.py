@@ -1,8 +1,8 @@
-"""Writes the lists of models that train into the pages that have them, from the registry of families.
+"""Write the lists of models that train into the pages that have them, from the registry of families.
 
 Run: python dev.py lists
-The families with a forward of ours stand between the comments `<!-- models -->` and `<!-- /models -->`, the names of
-others, which train with ComfyUI's own, between `<!-- named models -->` and `<!-- /named models -->`.
+The families with a forward in the pack are between the comments `<!-- models -->` and `<!-- /models -->`, the names of
+others, which train with ComfyUI's forward, between `<!-- named models -->` and `<!-- /named models -->`.
 """
 
 import importlib.util
@@ -16,10 +16,10 @@ PAGES = (ROOT / "docs" / "limits.md", *sorted((ROOT / "nodes" / "web" / "docs").
 LIST, NAMED = (re.compile(rf"(<!-- {mark} -->).*?(<!-- /{mark} -->)", re.DOTALL) for mark in ("models", "named models"))
 
 
-def filled(page: str, models: Sequence[str], between: re.Pattern[str] = LIST) -> str:
+def filled(page: str, models: Sequence[str], marked_list: re.Pattern[str] = LIST) -> str:
     """Replace each list in the text of a page."""
-    *most, last = models
-    return between.sub(lambda marks: f"{marks[1]}{', '.join(most)} and {last}{marks[2]}", page)
+    *first, last = models
+    return marked_list.sub(lambda marks: f"{marks[1]}{', '.join(first)} and {last}{marks[2]}", page)
 
 
 def main(comfyui: str) -> None:
@@ -34,10 +34,10 @@ def main(comfyui: str) -> None:
     sys.modules["tessera"] = pack = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(pack)
     models = importlib.import_module("tessera.models.registry").titles_with_releases()
-    named = importlib.import_module("tessera.models.native.facts.lookup").named_titles()
+    named_titles = importlib.import_module("tessera.models.native.facts.lookup").named_titles()
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        if (new := filled(filled(text, models), named, NAMED)) != text:
+        if (new := filled(filled(text, models), named_titles, NAMED)) != text:
             page.write_text(new, encoding="utf-8")
             print(f"Wrote the list of models into {page.relative_to(ROOT)}.")
 

@@ -1,10 +1,10 @@
-"""Writes docs/models.md: a row for every model class of ComfyUI, with how far its training is tested, and the files and
+"""Write docs/models.md: a row for every model class of ComfyUI, with how far its training is tested, and the files and
 sampling of the models that are known by name.
 
 Run: python dev.py models
-What is tested comes from the tiny models of tests/tiny/native and from the registry of families, the files from
-models/native/facts. The last line of the
-page holds a hash of ComfyUI's classes and of ours, by which a test knows that it is fresh.
+The tested tiers come from the tiny models of tests/tiny/native and from the registry of families, the files from
+models/native/facts. The last line of the page holds a hash of ComfyUI's classes and of ours, by which a test checks
+that it is current.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "models.md"
 
-# Class of comfy.supported_models → what it is.
+# Class of comfy.supported_models → title.
 TITLES = {
     "LotusD": "Lotus",
     "Stable_Zero123": "Stable Zero123",
@@ -129,7 +129,7 @@ OWN = {
     "WAN21_I2V": "wan",
     "WAN22_T2V": "wan",
 }
-# Class → the tiny model that has its forward, and in what it differs.
+# Class → the tiny model that has its forward, and how it differs.
 SHARED = {
     "SD15_instructpix2pix": ("sd1.5", "the picture to edit goes beside the latent"),
     "SD21UnclipL": ("sd2", "a picture's embedding goes beside the text"),
@@ -229,7 +229,7 @@ def table(classes: Sequence[type], rows: Sequence[Any], families: Mapping[str, s
     tested: dict[str, list[Any]] = {}
     for row in rows:
         tested.setdefault(row.model, []).append(row)
-    known = {row.name for row in rows}
+    row_names = {row.name for row in rows}
     for kind in classes:
         name = kind.__name__
         if name not in TITLES:
@@ -237,11 +237,11 @@ def table(classes: Sequence[type], rows: Sequence[Any], families: Mapping[str, s
         if name in OWN:
             yield name, "own", f"as {families[OWN[name]]}"
         elif name in tested:
-            row, *more = tested[name]
-            yield name, row.tier, row.left_out.get("training") or _notes(row, *(other.name for other in more))
+            row, *other_rows = tested[name]
+            yield name, row.tier, row.left_out.get("training") or _notes(row, *(other.name for other in other_rows))
         elif name in SHARED:
             like, difference = SHARED[name]
-            assert like in known, like
+            assert like in row_names, like
             yield name, "C", f"as `{like}`; {difference}"
         elif name in refused():
             yield name, "–", refused()[name]
@@ -249,9 +249,9 @@ def table(classes: Sequence[type], rows: Sequence[Any], families: Mapping[str, s
             raise ValueError(f"{name} has no tier; give it one in tools/model_table.py.")
 
 
-def _notes(row: Any, *more: str) -> str:
-    """more: names of further tiny models of the same class."""
-    notes = [", ".join(f"`{name}`" for name in (row.name, *more))]
+def _notes(row: Any, *other_names: str) -> str:
+    """other_names: names of further tiny models of the same class."""
+    notes = [", ".join(f"`{name}`" for name in (row.name, *other_names))]
     if not row.batches:
         notes.append("one sample at a time")
     if row.audio is not None:
@@ -260,19 +260,19 @@ def _notes(row: Any, *more: str) -> str:
     return "; ".join(notes)
 
 
-def loading(named: Sequence[Any]) -> Iterator[str]:
+def loading(models: Sequence[Any]) -> Iterator[str]:
     """Yield a line for each release of the named models (ModelFacts): what to load, and how to sample it."""
-    for facts in named:
+    for facts in models:
         for release in facts.releases:
             encoders = " ".join(f"`{name}`" for name in facts.encoders) or INSIDE
             encoders += f" ({facts.clip_type})" if facts.clip_type else ""
             vae = f"`{facts.vae}`" if facts.vae else INSIDE if release.checkpoint else "`pixel_space`"
-            told = release.distilled and "Distilled" not in release.title
-            title = f"{release.title}, distilled" if told else release.title
+            is_untitled = release.distilled and "Distilled" not in release.title
+            title = f"{release.title}, distilled" if is_untitled else release.title
             sampling = release.sampling
             numbers = f"{facts.megapixels:g} | {sampling.steps} | {sampling.cfg:g}"
-            how = f"{sampling.sampler}, {sampling.scheduler}"
-            yield f"| {title} | `{release.file}` | {encoders} | {vae} | {numbers} | {how} |"
+            sampler = f"{sampling.sampler}, {sampling.scheduler}"
+            yield f"| {title} | `{release.file}` | {encoders} | {vae} | {numbers} | {sampler} |"
 
 
 def page(
@@ -280,7 +280,7 @@ def page(
     classes: Sequence[type],
     rows: Sequence[Any],
     families: Mapping[str, str],
-    named: Sequence[Any],
+    models: Sequence[Any],
     by_rule: Sequence[Any],
 ) -> str:
     """Make the text of docs/models.md.
@@ -293,7 +293,7 @@ def page(
         counts[tier] += 1
     summary = COUNTS.format(**{name: counts[name] for name in "ABC"}, own=counts["own"], none=counts["–"])
     mark = f"<!-- classes: {fingerprint(classes, rows, families)} -->"
-    files = LOADING + "\n".join(loading(named)) + "\n" + NEWER.format(version=version) + "\n".join(loading(by_rule))
+    files = LOADING + "\n".join(loading(models)) + "\n" + NEWER.format(version=version) + "\n".join(loading(by_rule))
     return "\n".join((HEAD.format(version=version) + "\n".join(lines), "", summary, files, "", mark, ""))
 
 
@@ -305,7 +305,7 @@ def fingerprint(classes: Sequence[type], rows: Sequence[Any], families: Mapping[
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def made() -> str:
+def make_page() -> str:
     """Make the page of the ComfyUI and the pack that are loaded."""
     import comfy.supported_models
     import comfyui_version
@@ -322,7 +322,7 @@ def main() -> None:
     sys.path.insert(0, str(ROOT / "tests" / "support"))
     import with_comfyui  # noqa: F401
 
-    text = made()
+    text = make_page()
     PAGE.parent.mkdir(exist_ok=True)
     if not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != text:
         PAGE.write_text(text, encoding="utf-8")

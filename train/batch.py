@@ -47,15 +47,15 @@ class Batch:
     def to(self, device: torch.device) -> "Batch":
         """Copy every tensor to `device`."""
 
-        def moved(tensor: Tensor | None) -> Tensor | None:
+        def move(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else to_device(tensor, device)
 
         return Batch(
             self.inputs.to(device),
             to_device(self.target, device),
             to_device(self.sigma, device),
-            moved(self.weights),
-            moved(self.loss_weights),
+            move(self.weights),
+            move(self.loss_weights),
             None if self.preserved is None else self.preserved.to(device),
             None if self.signal is None else self.signal.to(device),
             None if self.unconditional is None else self.unconditional.to(device),

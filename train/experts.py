@@ -61,7 +61,9 @@ def plan_experts(
     boundary = meeting_sigma(high, low)
     if weights_fingerprint(high) == weights_fingerprint(low):
         raise ValueError(SAME_WEIGHTS)
-    experts = [Expert(side, model, _of_side(side, settings, boundary)) for side, model in ((HIGH, high), (LOW, low))]
+    experts = [
+        Expert(side, model, _expert_settings(side, settings, boundary)) for side, model in ((HIGH, high), (LOW, low))
+    ]
     needs: list[tuple[RunFolder, DiskSpace]] = []
     for expert in experts:
         checked = check_run(expert.model, data, expert.settings)
@@ -76,7 +78,7 @@ def plan_experts(
     return experts
 
 
-def _of_side(side: str, settings: TrainSettings, boundary: float) -> TrainSettings:
+def _expert_settings(side: str, settings: TrainSettings, boundary: float) -> TrainSettings:
     objective = settings.objective
     boundary = objective.expert_boundary or boundary
     low, high = objective.min_sigma, objective.max_sigma
@@ -90,7 +92,7 @@ def _of_side(side: str, settings: TrainSettings, boundary: float) -> TrainSettin
     return replace(
         settings,
         output_name=f"{settings.output_name}_{side}",
-        network=settings.network.of_high_noise() if side == HIGH else settings.network.of_low_noise(),
+        network=settings.network.for_high_noise() if side == HIGH else settings.network.for_low_noise(),
         objective=replace(objective, min_sigma=low, max_sigma=high, expert_boundary=0.0),
         validation=_validation_of(side, settings.validation, boundary),
         resume=(resume := _resume(side, settings)),
@@ -151,7 +153,7 @@ class ExpertObserver:
         self.began: Callable[[Path], None] = observer.began
         self.saved: Callable[[Path], None] = observer.saved
         self.previewed: Callable[[Path, int], None] = observer.previewed
-        self.asked, self.check_interrupted = observer.asked, observer.check_interrupted
+        self.take_requests, self.check_interrupted = observer.take_requests, observer.check_interrupted
 
     def ended(self, status: str, text: str) -> None:
         self._observer.ended(status, text and f"{self._title}: {text}")

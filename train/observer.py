@@ -83,7 +83,7 @@ class Observer(Protocol):
     def validated(self, step: int, loss: float) -> None:
         """Report the mean validation loss after `step` steps."""
 
-    def asked(self) -> AbstractSet[str]:
+    def take_requests(self) -> AbstractSet[str]:
         """Return the requests of the user after this step, each once.
 
         SAVE saves now, SAMPLE makes all previews now, STOP ends the run here.
@@ -121,7 +121,7 @@ class SilentObserver:
     def validated(self, step: int, loss: float) -> None:
         return
 
-    def asked(self) -> AbstractSet[str]:
+    def take_requests(self) -> AbstractSet[str]:
         return frozenset()
 
     def check_interrupted(self) -> None:

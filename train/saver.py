@@ -4,7 +4,7 @@ import json
 import logging
 import shutil
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +94,9 @@ class Saver:
 
     def state_name(self, step: int) -> str:
         """Name the state of this step as the `resume` input does."""
-        return self._named(state_path(self.folder.path, step))
+        return self._resume_name(state_path(self.folder.path, step))
 
-    def _named(self, state: Path) -> str:
+    def _resume_name(self, state: Path) -> str:
         return (place_of(self.settings.output_name).parent / state.parent.name / state.name).as_posix()
 
     def resume(self, path: Path) -> None:
@@ -112,7 +112,7 @@ class Saver:
         if self.settings.names_state:
             self.last_state, self.resumed_from = self.settings.resume, path
         else:
-            self.last_state = self._named(path)
+            self.last_state = self._resume_name(path)
         self._resume_validation(path, state)
         self.observer.note(f"Resumed at step {state.step}.")
         for note in notes:
@@ -218,7 +218,7 @@ class Saver:
         best = Best(self.folder.best_path.name, self.progress.step, loss, self.validation_key)
         try:
             lora = self.snapshot()
-            lora.metadata[BEST] = json.dumps(asdict(best))
+            lora.metadata[BEST] = json.dumps(best.plain())
             self._write_companion_files()
             save_lora(self.folder.best_path, lora, "kohya", "fp32")
         except OSError as error:
@@ -260,7 +260,9 @@ class Saver:
         # The name alone is ambiguous: an output name may end in "-best" itself.
         candidates = ((best, read_best(best)) for best in sorted(path.parent.glob("*-best.safetensors")))
         matches = [
-            (best, record) for best, record in candidates if record is not None and record.of == self.validation_key
+            (best, record)
+            for best, record in candidates
+            if record is not None and record.validation_key == self.validation_key
         ]
         if not matches:
             return
@@ -332,6 +334,6 @@ class Saver:
             environment=self.environment,
             validation={"of": self.validation_key, "points": progress.validation} if self.validation_key else {},
             parts=list(self.context.parts),
-            products=self.products.kept(),
+            products=self.products.decision(),
             **self.learner.state(),
         )

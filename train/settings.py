@@ -5,7 +5,7 @@ from typing import Any
 
 from ..common.file_names import plain_name
 from ..common.fingerprint import changed_fields, fingerprint
-from ..common.text import finite, one_of, shown, within
+from ..common.text import finite, one_of, quoted, within
 from ..common.unread import Unread, option
 from ..data.samples import TrainingData
 from ..lora.options import NetworkOptions
@@ -88,7 +88,7 @@ def parse_sigmas(text: str) -> tuple[float, ...]:
         except ValueError:
             sigma = 0.0
         if not 0 < sigma <= 1:
-            raise ValueError(f"sigmas has {shown(entry)}; give numbers above 0 and up to 1, such as 0.2, 0.5, 0.8.")
+            raise ValueError(f"sigmas has {quoted(entry)}; give numbers above 0 and up to 1, such as 0.2, 0.5, 0.8.")
         sigmas.add(sigma)
     if len(sigmas) > MOST_SIGMAS:
         raise ValueError(f"sigmas has {len(sigmas)} noise levels; give at most {MOST_SIGMAS}.")
@@ -137,7 +137,7 @@ class ValidationOptions:
             )
         if not self.noise_levels:
             raise ValueError(
-                f"sigmas is {shown(self.sigmas)}, and none of them is between min_sigma {self.min_sigma:g} and "
+                f"sigmas is {quoted(self.sigmas)}, and none of them is between min_sigma {self.min_sigma:g} and "
                 f"max_sigma {self.max_sigma:g}; add one that is, or widen them."
             )
 
@@ -246,7 +246,7 @@ class TrainSettings:
             "gradient_accumulation": self.gradient_accumulation,
             "seed": self.seed,
             # The options of the low noise expert belong to that expert's own run.
-            "network": changed_fields(self.network.of_high_noise()),
+            "network": changed_fields(self.network.for_high_noise()),
             "optimizer": changed_fields(self.optimizer),
             # The boundary is already in min_sigma and max_sigma of each expert.
             "objective": {k: v for k, v in changed_fields(self.objective).items() if k != "expert_boundary"},

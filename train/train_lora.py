@@ -18,7 +18,7 @@ from ..compile.settings import CompileSettings
 from ..data.samples import TrainingData
 from ..lora.files.lora_model import LoraModel
 from .certificate.watcher import checking_watchers
-from .checkpoint.metadata import now
+from .checkpoint.metadata import utc_now
 from .checkpoint.run_folder import RunFolder
 from .checkpoint.run_record import RunRecord
 from .distributed.node import check_shard, shard_notes
@@ -94,7 +94,7 @@ class _Recorder:
         self.files: list[str] = []
         self.cancelled = stopped_message(0, 0, "", "")
         self.began, self.ended, self.phase = observer.began, observer.ended, observer.phase
-        self.asked, self.check_interrupted = observer.asked, observer.check_interrupted
+        self.take_requests, self.check_interrupted = observer.take_requests, observer.check_interrupted
         for text in notes:
             self.note(text)
 
@@ -220,7 +220,7 @@ def _train(
     if elsewhere is not None and (external_result := elsewhere(run_start)) is not None:
         return external_result
     context = make_context(checked, run_start, settings, compile_settings, workflow, world)
-    name = world.agreed("folder", folder.taken().path.name if world.is_first else "")
+    name = world.agreed("folder", folder.create().path.name if world.is_first else "")
     folder = RunFolder(folder.path.with_name(name), folder.name)
     context, run_start = replace(context, folder=folder), replace(run_start, folder=folder)
     with claimed_by_one(folder, observer) if world.is_first else nullcontext():
@@ -261,7 +261,7 @@ def _run(
                     recorder.note(note)
             recorder.begin(trainer.progress)
             checked = replace(checked, start=None)  # free the warm start's tensors: they can be as large as the LoRA
-            recorder.phase(trainer.placed.runner.doing())
+            recorder.phase(trainer.placed.runner.progress_text())
             trainer.run()
             final = trainer.save_final(spare_folder)
             world.agreed("saved", final.saved)  # the next node of the graph may read the file
@@ -282,7 +282,7 @@ def _run(
                 "steps": settings.steps,
                 "steps_done": trainer.progress.step,
                 "started": context.started,
-                "ended": now(),
+                "ended": utc_now(),
                 "loss": list(trainer.progress.loss),
                 "notes": recorder.notes,
                 "files": [name for name in recorder.files if (folder.path / name).exists()],

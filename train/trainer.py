@@ -72,7 +72,7 @@ class Trainer:
         reset_memory_peak(self.device)
         self.sysmem = SysmemMonitor(self.device)
         self.copies = 0  # block copies to the device in the last step
-        self.asked: Collection[str] = ()  # by the user, after the last step
+        self.user_requests: Collection[str] = ()  # by the user, after the last step
         self.world.connect(self.device)  # before the model takes its memory: all-reduce needs some
         placed: PlacedModel | None = None
         try:
@@ -108,7 +108,7 @@ class Trainer:
     def environment(self) -> dict[str, str]:
         """Return the facts that the last bits of a result depend on, for states."""
         devices = {} if self.world.is_lone else {"devices": str(self.world.size)}
-        return environment_facts(self.device, self.compile_settings) | self.placed.chosen() | devices
+        return environment_facts(self.device, self.compile_settings) | self.placed.choice_facts() | devices
 
     def apply_warm_start(self, start: WarmStart) -> list[str]:
         """Initialise the weights from another LoRA. Returns a note for each part that could not be loaded."""
@@ -134,7 +134,7 @@ class Trainer:
         self.check_ranks("start")
         self.sync.begin(settings.steps - progress.step)
         try:
-            check_alike(self.world, "products", {"kind of product": ",".join(self.placed.products.tried)})
+            check_alike(self.world, "products", {"kind of product": ",".join(self.placed.products.precisions)})
             if self.placed.products.undecided:  # before validation, which uses the same matmuls
                 self.attempt(self.measure_products)
             self.between_steps()
@@ -142,7 +142,7 @@ class Trainer:
                 self.observer.check_interrupted()
                 self.clock.begin()
                 compiled_before = self.placed.runner.report.counts()
-                micro_batches = self.batches.of_step(progress.step)
+                micro_batches = self.batches.for_step(progress.step)
                 learning_rate = self.learner.learning_rate
                 mean_loss = self.finite(self.forward_backward(micro_batches))
                 self.optimizer_step()
@@ -158,7 +158,7 @@ class Trainer:
                 for sentence in (self.sysmem.message(), self.placed.message()):
                     if sentence is not None:
                         self.observer.note(sentence)
-                self.asked = user_requests = self.sync.asked()
+                self.user_requests = user_requests = self.sync.requests()
                 if self.saver.is_due() or (SAVE in user_requests and progress.step < settings.steps):
                     self.check_ranks("save")
                     self.saver.save()
@@ -195,7 +195,7 @@ class Trainer:
             watcher.between_steps(self)
         step, steps = self.progress.step, self.settings.steps
         self.world.wait_for_first(
-            step, bool(self.asked) or any(watcher.is_due(step, steps) for watcher in self.watchers)
+            step, bool(self.user_requests) or any(watcher.is_due(step, steps) for watcher in self.watchers)
         )
 
     def forward_backward(self, micro_batches: list[MicroBatch]) -> Tensor:

@@ -4,7 +4,6 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +45,7 @@ class Validation:
         trainer.observer.phase(f"Validating at step {progress.step}")
         losses = self.losses(trainer)
         if progress.step < trainer.settings.steps:
-            trainer.observer.phase(trainer.placed.runner.doing())
+            trainer.observer.phase(trainer.placed.runner.progress_text())
         loss = math.fsum(losses) / len(losses)
         if not math.isfinite(loss):
             trainer.observer.note(f"The validation loss at step {progress.step} is NaN or infinite and is skipped.")
@@ -123,6 +122,6 @@ class Validation:
             "samples": [sample.name for sample in self.samples],
             "sigmas": list(self.sigmas),
             "points": list(trainer.progress.validation),
-            "best": asdict(trainer.saver.best) if trainer.saver.best else None,
+            "best": trainer.saver.best.plain() if trainer.saver.best else None,
         }
         return {"validation": summary}

@@ -8,19 +8,19 @@ from typing import Any
 class Case:
     """One thing to check or time.
 
-    how: what the process is told.
-    limit: seconds after which it is taken to hang.
-    least: seconds that it takes at least, for want of which it is left out.
-    missing: a sentence on what it is left out for.
+    settings: what to do, sent to the process.
+    limit: timeout in seconds.
+    least: the least seconds it takes; it is skipped if fewer are left.
+    missing: the reason why it is skipped, one sentence.
     """
 
     name: str
-    how: dict[str, Any]
+    settings: dict[str, Any]
     limit: float = 120.0
     least: float = 5.0
     missing: str = ""
 
-    def named(self, name: str) -> "Case":
+    def with_name(self, name: str) -> "Case":
         return replace(self, name=name)
 
 
@@ -28,9 +28,9 @@ class Case:
 class Group:
     """Cases of one process.
 
-    spec: what the process is started with. Groups of the same spec and environment share it.
-    share: of a part's time, which it may take.
-    timed: its seconds count, so that nothing else may run beside it.
+    spec: arguments of the process. Groups with the same spec and environment share a process.
+    share: the fraction of the part's time that it may take.
+    timed: its seconds are results, so nothing else may run at the same time.
     """
 
     spec: dict[str, Any]
@@ -40,5 +40,5 @@ class Group:
     timed: bool = False
 
     def process(self) -> tuple[Any, ...]:
-        """What groups of one process have in common."""
+        """Return the key that groups of one process share."""
         return tuple(sorted(self.spec.items())), tuple(sorted(self.environment.items()))

@@ -1,7 +1,7 @@
-"""The cases of each part, the ones most worth knowing first, and what of it a card has no room for.
+"""The cases of each part, the most informative ones first, and whether each fits a card.
 
-A case runs in the process of its group. What a case needs is a plain estimate of its model: weights, and for each block
-so many times one sequence of hidden vectors, as counted for blocks compiled for an H100 (`results/counted.md`).
+A case runs in the process of its group. Its memory is estimated from its model: the weights, and for each block a
+multiple of one sequence of hidden vectors, as counted for blocks compiled for an H100 (`results/counted.md`).
 """
 
 from collections.abc import Callable, Iterator
@@ -34,27 +34,27 @@ SHAPES = {
     "wan_1.3b": Shape(2.9, 30, 0.1006),
     "wan": Shape(28.6, 40, 0.3354),
 }
-# Sequences that a block keeps for backward, and that one block has while it is computed anew.
+# Sequences that a block saves for backward, and that one block holds while it is recomputed.
 KEPT, AT_ONCE = {"none": 25.0, "selective": 15.0, "least": 5.0, "full": 2.0}, 30.0
 BESIDE = 3.0  # GB: LoRA with its optimizer, CUDA's context, workspaces
-SLOTS = 3  # blocks on the card where all are swapped
+SLOTS = 3  # blocks on the card if all are swapped
 SPARE_RAM = 3.0  # GB
 TRAINED = {"rank": 16, "batch_size": 1, "targets": "all", "prefetch": 1, "swap": 0, "checkpointing": "full"}
 
 
 def groups(part: str, device: str, size: str, machine: dict[str, Any]) -> list[Group]:
-    """The groups of one part."""
+    """Return the groups of one part."""
     room = _Room(machine, size)
     checks: dict[str, Callable[[str], Iterator[Group]]] = {"smoke": smoke, "nodes": nodes}
     if part in checks:
-        made = checks[part](device)
+        candidates = checks[part](device)
     else:
-        timed = {"flux": _flux, "swap": _swap, "wan": _wan, "others": _others}[part](device, room)
-        made = (replace(group, timed=True) for group in timed)
-    return [group for group in made if group.cases]
+        timed = {"flux": _flux, "swap": _swap, "wan": _wan, "others": _other_models}[part](device, room)
+        candidates = (replace(group, timed=True) for group in timed)
+    return [group for group in candidates if group.cases]
 
 
-# What has room
+# What fits
 
 
 @dataclass(frozen=True)
@@ -65,28 +65,28 @@ class _Room:
     size: str
 
     def fitted(self, case: Case, model: str) -> Case:
-        """The case as it fits: resident, else with as many blocks swapped as have to be, else not at all."""
+        """Return the case as it fits: resident, else with as many blocks swapped as necessary, else skipped."""
         if self.size != "full":
             return replace(case, least=5.0)
-        shape, how = SHAPES[model], case.how
+        shape, settings = SHAPES[model], case.settings
         card, ram = self.machine["memory_gib"] * 2**30 / GB, self.machine["ram_free_gib"] * 2**30 / GB
-        weights = shape.weights * (0.5 if how.get("stored") == "fp8" else 1.0)
-        # A loader's model beside the weights that it is made of.
-        if (wanted := weights * (2 if "how" in how else 1) + SPARE_RAM) > ram:
-            return _without(case, f"needs about {wanted:.0f} GB of RAM, {ram:.0f} are free")
-        held = working_set(shape, how["checkpointing"], how.get("budget"), how["compiled"])
-        swapped = weights * how["swap"] / 100
-        if (wanted := weights - swapped + held) <= 0.95 * card:
+        weights = shape.weights * (0.5 if settings.get("stored") == "fp8" else 1.0)
+        # A loader's model in addition to the weights that it is made from.
+        if (needed := weights * (2 if "how" in settings else 1) + SPARE_RAM) > ram:
+            return _without(case, f"needs about {needed:.0f} GB of RAM, {ram:.0f} are free")
+        working = working_set(shape, settings["checkpointing"], settings.get("budget"), settings["compiled"])
+        swapped = weights * settings["swap"] / 100
+        if (needed := weights - swapped + working) <= 0.95 * card:
             return case
-        least = weights * SLOTS / shape.blocks + held
-        if not how["swap"] and least <= 0.95 * card:
-            return replace(case, name=f"{case.name}, swapped to fit", how=how | {"blocks": -1})
-        return _without(case, f"needs about {min(wanted, least):.0f} GB, this card has {card:.0f}")
+        least = weights * SLOTS / shape.blocks + working
+        if not settings["swap"] and least <= 0.95 * card:
+            return replace(case, name=f"{case.name}, swapped to fit", settings=settings | {"blocks": -1})
+        return _without(case, f"needs about {min(needed, least):.0f} GB, this card has {card:.0f}")
 
     def steps(self, model: str, side: int, rows: list[Case], **spec: Any) -> Group:
-        """Training steps of one model. rows: in which TRAINED stands for what is not told."""
+        """Return a group of training steps of one model. rows: cases; TRAINED has the defaults of their settings."""
         shape = f"{model} {side}²" if side else model
-        filled = (replace(c, how=TRAINED | {"side": side} | c.how) for c in rows)
+        filled = (replace(c, settings=TRAINED | {"side": side} | c.settings) for c in rows)
         return Group({"kind": "steps", "model": model, **spec}, tuple(self.fitted(c, shape) for c in filled))
 
 
@@ -95,18 +95,18 @@ def _without(case: Case, reason: str) -> Case:
 
 
 def working_set(shape: Shape, checkpointing: str, budget: float | None, compiled: bool) -> float:
-    """GB beside the weights."""
-    kept = KEPT["least" if budget is not None and budget < 0.1 else checkpointing]
-    once = 0.0 if checkpointing == "none" else AT_ONCE
+    """Estimate the GB needed in addition to the weights."""
+    sequences = KEPT["least" if budget is not None and budget < 0.1 else checkpointing]
+    recomputed = 0.0 if checkpointing == "none" else AT_ONCE
     eager = 1.0 if compiled or checkpointing == "full" else 1.6
-    return BESIDE + shape.sequence * (shape.blocks * kept + once) * eager
+    return BESIDE + shape.sequence * (shape.blocks * sequences + recomputed) * eager
 
 
 # Times
 
 
-def _train(name: str, compiled: bool = True, limit: float = 200.0, least: float = 40.0, **how: Any) -> Case:
-    return Case(name, {"compiled": compiled, **how}, limit, least)
+def _train(name: str, compiled: bool = True, limit: float = 200.0, least: float = 40.0, **settings: Any) -> Case:
+    return Case(name, {"compiled": compiled, **settings}, limit, least)
 
 
 def _rates(*names: str) -> Group:
@@ -127,8 +127,8 @@ def _flux(device: str, room: _Room) -> Iterator[Group]:
     ]
     small = 512 if _too_small(room, "flux", rows[0]) else 0
     main = room.steps("flux", small, rows)
-    less = [] if small else [_train("flux 512², compiled, none", checkpointing="none")]
-    cases = main.cases + room.steps("flux", 512, less).cases
+    smaller = [] if small else [_train("flux 512², compiled, none", checkpointing="none")]
+    cases = main.cases + room.steps("flux", 512, smaller).cases
     yield replace(main, cases=cases, share=0.78)
     if room.size == "full":
         counted = Case("counted: flux", {"row": "flux", "side": small or 1024}, 150.0, 40.0)
@@ -136,8 +136,8 @@ def _flux(device: str, room: _Room) -> Iterator[Group]:
 
 
 def _too_small(room: _Room, model: str, case: Case) -> bool:
-    """No room for a picture of one megapixel, even with all blocks swapped."""
-    return bool("GB, this card" in room.fitted(replace(case, how=TRAINED | case.how), model).missing)
+    """Return whether a picture of one megapixel does not fit, even with all blocks swapped."""
+    return bool("GB, this card" in room.fitted(replace(case, settings=TRAINED | case.settings), model).missing)
 
 
 def _swap(device: str, room: _Room) -> Iterator[Group]:
@@ -151,16 +151,16 @@ def _swap(device: str, room: _Room) -> Iterator[Group]:
     ]
     side = 512 if _too_small(room, "flux", rows[1]) else 0
     yield replace(room.steps("flux", side, rows), share=0.7)
-    # Both get the same part of the card: what is free is taken away until half of the model fits.
-    for how in ("resident", "swap", "dynamic VRAM"):
+    # Both get the same part of the card: free memory is taken until only half of the model fits.
+    for mode in ("resident", "swap", "dynamic VRAM"):
         names = {"resident": "KSampler, resident", "swap": "KSampler, swap -1, half the model's memory",
                  "dynamic VRAM": "KSampler, ComfyUI's dynamic VRAM, half the model's memory"}  # fmt: skip
-        case = room.fitted(Case(names[how], TRAINED | {"how": how, "compiled": True}, 150.0, 25.0), "flux")
-        if device == "cpu" and how == "dynamic VRAM":
+        case = room.fitted(Case(names[mode], TRAINED | {"how": mode, "compiled": True}, 150.0, 25.0), "flux")
+        if device == "cpu" and mode == "dynamic VRAM":
             case = _without(case, "needs an NVIDIA card")
-        elif how == "resident" and case.how.get("blocks"):
+        elif mode == "resident" and case.settings.get("blocks"):
             case = _without(case, "the model does not fit this card")
-        yield Group({"kind": "beside", "model": "flux", "how": how}, (case,))
+        yield Group({"kind": "beside", "model": "flux", "how": mode}, (case,))
 
 
 def _wan(device: str, room: _Room) -> Iterator[Group]:
@@ -179,7 +179,7 @@ def _wan(device: str, room: _Room) -> Iterator[Group]:
     yield room.steps("wan", 0, rows)
 
 
-def _others(device: str, room: _Room) -> Iterator[Group]:
+def _other_models(device: str, room: _Room) -> Iterator[Group]:
     rows = [
         _train("qwen_image, compiled, full", profiled=True),
         _train("qwen_image, compiled, none", checkpointing="none"),
@@ -196,7 +196,7 @@ def _others(device: str, room: _Room) -> Iterator[Group]:
         Case("klein, core's Train LoRA", TRAINED | {"compiled": False, "checkpointing": "none"}, 150.0, 30.0),
         "flux2_klein",
     )
-    if core.how.get("blocks"):  # core's swaps nothing
+    if core.settings.get("blocks"):  # core's swaps nothing
         core = _without(core, "the model with all it keeps does not fit this card")
     yield Group({"kind": "beside", "model": "flux2_klein", "how": "core"}, (core,))
     if room.size == "full":

@@ -1,7 +1,7 @@
-"""The command `dev.py card`: arguments, a process for each model, and what is written after every case.
+"""The command `dev.py card`: arguments, a process for each model, and the report written after every case.
 
-Nothing but the standard library: torch is loaded by the processes that do the work (`worker.py`), so that one which
-hangs, is killed or runs out of memory takes no other with it.
+Nothing but the standard library: torch is loaded by the processes that do the work (`worker.py`), so that a process
+which hangs, is killed or runs out of memory does not affect the others.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from processes import Told
+from processes import CommandProcess
 
 from card.case import Case, Group
 from card.cases import PARTS, groups
@@ -28,14 +28,14 @@ from card.plan import plan
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "cards"
-WORKER = "card/worker.py"  # beside processes.py
+WORKER = "card/worker.py"  # in the folder of processes.py
 STARTING = 150.0  # seconds until a process has loaded torch, ComfyUI and its model
 PLAN = "plan"  # in place of a part
 MINUTES, LIMIT = 12.0, 450.0  # of the plan, and seconds of a part
 STOPPED = 128 + signal.SIGTERM
 
 
-def parse(given: Sequence[str]) -> argparse.Namespace:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="dev.py card",
         description="Checks and times training and sampling on this machine's GPU, and writes a page to paste into an "
@@ -51,7 +51,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--comfyui", metavar="FOLDER", help="a ComfyUI to run with, by the Python that runs this")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="for page, figures and log")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
-    args = parser.parse_args(given)
+    args = parser.parse_args(arguments)
     if args.part and args.minutes is not None:
         parser.error("--minutes is for all parts together; leave out --part, or give --limit for each part.")
     if not args.part and args.limit is not None:
@@ -72,7 +72,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, python: str, comfyui: Path) -> int:
-    """Run the plan, or the parts that are named; returns 1 where a case failed."""
+    """Run the plan, or the named parts. Return 1 if a case failed."""
     with tempfile.TemporaryDirectory(prefix="tessera-card-") as scratch, stopped_by_a_signal():
         began = time.monotonic()
         environment = environment_of(comfyui, Path(scratch))
@@ -83,41 +83,41 @@ def run(args: argparse.Namespace, python: str, comfyui: Path) -> int:
             base = args.out / f"{slug(machine['card'])}_{date.today()}_{part}"
             report = Report(base, part, machine, command_of(args, part))
             if part == PLAN:
-                made, until = plan(args.device, args.size, machine), began + 60 * args.minutes
+                planned, deadline = plan(args.device, args.size, machine), began + 60 * args.minutes
             else:
-                made, until = groups(part, args.device, args.size, machine), time.monotonic() + args.limit
-            failed += run_groups(args, report, made, until, python, environment)
+                planned, deadline = groups(part, args.device, args.size, machine), time.monotonic() + args.limit
+            failed += run_groups(args, report, planned, deadline, python, environment)
         return 1 if failed else 0
 
 
 def run_groups(
     args: argparse.Namespace,
     report: Report,
-    made: Sequence[Group],
-    until: float,
+    planned: Sequence[Group],
+    deadline: float,
     python: str,
     environment: dict[str, str],
 ) -> int:
-    """Run the cases of these groups until that time; returns how many failed.
+    """Run the cases of these groups until the deadline. Return the number of failures.
 
-    Groups of one process share it, and it waits where others come between. While nothing is timed, the process of the
-    next group starts.
+    Groups of one process share it, and it waits while groups of other processes run. During a group that is not timed,
+    the process of the next group starts.
     """
-    asked = args.only or [""]
-    chosen = [replace(g, cases=tuple(c for c in g.cases if any(text in c.name for text in asked))) for g in made]
-    chosen = [group for group in chosen if group.cases]
-    report.planned = sum(len(group.cases) for group in chosen)
-    limit = until - time.monotonic()
+    texts = args.only or [""]
+    remaining = [replace(g, cases=tuple(c for c in g.cases if any(text in c.name for text in texts))) for g in planned]
+    remaining = [group for group in remaining if group.cases]
+    report.planned = sum(len(group.cases) for group in remaining)
+    limit = deadline - time.monotonic()
     say(f"\n{report.part}: {report.planned} cases, {max(limit, 0):.0f} s at most")
     processes = Processes(report, args, python, environment)
     try:
-        for number, group in enumerate(chosen):
-            told = processes.of(group)
-            own = min(until, time.monotonic() + group.share * limit)
-            if not group.timed and number + 1 < len(chosen):
-                processes.begin(chosen[number + 1], until)
-            run_group(told, group, own, report)
-            processes.end_unneeded(chosen[number + 1 :])
+        for number, group in enumerate(remaining):
+            process = processes.process_of(group)
+            group_deadline = min(deadline, time.monotonic() + group.share * limit)
+            if not group.timed and number + 1 < len(remaining):
+                processes.begin(remaining[number + 1], deadline)
+            run_group(process, group, group_deadline, report)
+            processes.end_unneeded(remaining[number + 1 :])
     finally:
         processes.end_unneeded([])
     report.finish()
@@ -125,12 +125,12 @@ def run_groups(
     return report.count(FAILED)
 
 
-def run_group(told: Told, group: Group, until: float, report: Report) -> None:
+def run_group(process: CommandProcess, group: Group, deadline: float, report: Report) -> None:
     starts = True
     for case in group.cases:
         started = time.monotonic()
         if starts:
-            result = attempt(told, case, until, report.figures())
+            result = attempt(process, case, deadline, report.figures())
             starts = not result.pop("unstarted", False)
         else:
             result = {"state": SKIPPED, "text": "its process does not start"}
@@ -139,28 +139,28 @@ def run_group(told: Told, group: Group, until: float, report: Report) -> None:
 
 
 class Processes:
-    """The processes of the groups, by what they are started with."""
+    """The processes of the groups, by spec and environment."""
 
     def __init__(self, report: Report, args: argparse.Namespace, python: str, environment: dict[str, str]):
         self.report, self.args, self.python, self.environment = report, args, python, environment
-        self.running: dict[Any, Told] = {}
+        self.running: dict[Any, CommandProcess] = {}
 
-    def of(self, group: Group) -> Told:
-        """The group's process, which need not run yet."""
+    def process_of(self, group: Group) -> CommandProcess:
+        """Return the group's process, which may not have started yet."""
         if group.process() not in self.running:
             args = self.args
             spec = {"device": args.device, "size": args.size, "backend": args.backend, **group.spec}
-            told = Told(self.report.part, spec, script=WORKER, python=self.python, log=self.report.log)
-            told.environment = self.environment | group.environment
-            self.running[group.process()] = told
+            process = CommandProcess(self.report.part, spec, script=WORKER, python=self.python, log=self.report.log)
+            process.environment = self.environment | group.environment
+            self.running[group.process()] = process
         return self.running[group.process()]
 
-    def begin(self, group: Group, until: float) -> None:
+    def begin(self, group: Group, deadline: float) -> None:
         """Start the group's process, unless it runs, none of its cases needs it, or there is no time for one."""
-        left = until - time.monotonic()
-        told = self.of(group)
-        if told.process is None and any(not case.missing and case.least < left for case in group.cases):
-            told.begin()
+        seconds = deadline - time.monotonic()
+        process = self.process_of(group)
+        if process.process is None and any(not case.missing and case.least < seconds for case in group.cases):
+            process.begin()
 
     def end_unneeded(self, groups: Sequence[Group]) -> None:
         """End all processes but those of these groups."""
@@ -169,59 +169,60 @@ class Processes:
             end(self.running.pop(process))
 
 
-def attempt(told: Told, case: Case, until: float, before: dict[str, Any]) -> dict[str, Any]:
-    """Run one case in the process of its group, which is started where there is none."""
+def attempt(process: CommandProcess, case: Case, deadline: float, figures: dict[str, Any]) -> dict[str, Any]:
+    """Run one case in the process of its group, which is started if necessary."""
     if case.missing:
         return {"state": SKIPPED, "text": case.missing}
-    left = until - time.monotonic()
-    if left < case.least:
-        return {"state": SKIPPED, "text": f"{max(left, 0.0):.0f} s are left, it takes about {case.least:.0f}"}
-    cut = left < STARTING
-    if told.process is None or told.begun:
-        told.ended, told.limit = "", min(STARTING, left)
-        told.launch()
-        left = until - time.monotonic()
-    unstarted = bool(told.ended)
+    seconds = deadline - time.monotonic()
+    if seconds < case.least:
+        return {"state": SKIPPED, "text": f"{max(seconds, 0.0):.0f} s are left, it takes about {case.least:.0f}"}
+    cut = seconds < STARTING
+    if process.process is None or process.is_started:
+        process.ended, process.limit = "", min(STARTING, seconds)
+        process.launch()
+        seconds = deadline - time.monotonic()
+    unstarted = bool(process.ended)
     reply: dict[str, Any] = {}
     if not unstarted:
-        cut = left < case.limit
-        told.limit = max(1.0, min(case.limit, left))
-        reply = told.ask(name=case.name, how=case.how, before=before)
-    if told.ended:
-        reply = {"state": CUT if cut and told.ended.startswith("no reply") else FAILED, "text": told.ended}
+        cut = seconds < case.limit
+        process.limit = max(1.0, min(case.limit, seconds))
+        reply = process.ask(name=case.name, how=case.settings, before=figures)
+    if process.ended:
+        reply = {"state": CUT if cut and process.ended.startswith("no reply") else FAILED, "text": process.ended}
         reply["unstarted"] = unstarted
-    if told.ended or reply.pop("spoiled", False):
-        end(told)
+    if process.ended or reply.pop("spoiled", False):
+        end(process)
     return reply
 
 
-def end(told: Told) -> None:
+def end(process: CommandProcess) -> None:
     """End the process without waiting: its work is done, or it hangs."""
-    if told.process is not None:
-        told.process.kill()
-        told.stop()
+    if process.process is not None:
+        process.process.kill()
+        process.stop()
 
 
 def facts(args: argparse.Namespace, python: str, environment: dict[str, str], scratch: Path) -> dict[str, Any]:
-    """Ask a process what the machine is. Ends the command where it has no such device."""
+    """Ask a process for facts of the machine. Raises SystemExit if there is no such device."""
     spec = {"kind": "facts", "device": args.device}
-    told = Told("facts", spec, script=WORKER, python=python, log=scratch / "facts.log", limit=STARTING)
-    told.environment = environment
+    process = CommandProcess("facts", spec, script=WORKER, python=python, log=scratch / "facts.log", limit=STARTING)
+    process.environment = environment
     try:
-        found = told.launch()
+        machine = process.launch()
     finally:
-        end(told)
-    if told.ended:
-        raise SystemExit(f"{python} can't be used: {told.ended}")
-    if not found["card"]:
+        end(process)
+    if process.ended:
+        raise SystemExit(f"{python} can't be used: {process.ended}")
+    if not machine["card"]:
         raise SystemExit(
-            f"torch {found['torch']} finds no CUDA device here; with --device cpu the command is tried at tiny sizes."
+            f"torch {machine['torch']} finds no CUDA device here; with --device cpu the command is tried at tiny sizes."
         )
-    return found | {"driver": driver_version(), "commit": commit()}
+    return machine | {"driver": driver_version(), "commit": commit()}
 
 
 def environment_of(comfyui: Path, scratch: Path) -> dict[str, str]:
-    """Compiled code goes to an empty folder: what compiling takes is that of a first run."""
+    """Return the environment of a process. Its cache of compiled code is empty, so compile times are those of a first
+    run."""
     return os.environ | {
         "COMFYUI_PATH": str(comfyui),
         "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
@@ -246,18 +247,18 @@ def slug(name: str) -> str:
 
 
 def driver_version() -> str:
-    if not (found := shutil.which("nvidia-smi")):
+    if not (program := shutil.which("nvidia-smi")):
         return ""
-    query = [found, "--query-gpu=driver_version", "--format=csv,noheader"]
+    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
     return (subprocess.run(query, capture_output=True, text=True).stdout.splitlines() or [""])[0].strip()
 
 
 def commit() -> str:
-    """The commit of the checkout, where it is one."""
-    if not (found := shutil.which("git")) or not (ROOT / ".git").exists():
+    """Return the commit of the checkout, empty if it is none."""
+    if not (git := shutil.which("git")) or not (ROOT / ".git").exists():
         return ""
-    asked = [found, "-C", str(ROOT), "describe", "--always", "--dirty"]
-    return subprocess.run(asked, capture_output=True, text=True).stdout.strip()
+    command = [git, "-C", str(ROOT), "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 @contextmanager
@@ -267,13 +268,13 @@ def stopped_by_a_signal() -> Iterator[None]:
     def stop(*_: Any) -> None:
         raise SystemExit(STOPPED)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    previous = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     except KeyboardInterrupt:
         raise SystemExit(128 + signal.SIGINT) from None
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
 def say(text: str) -> None:

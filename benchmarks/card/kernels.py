@@ -1,4 +1,4 @@
-"""The kernels of one profiled step, and beside them what `counted.py` counts for the same blocks without a GPU."""
+"""The kernels of one profiled step, compared with the counts of `counted.py` for the same blocks without a GPU."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
@@ -25,8 +25,8 @@ LARGEST = 25  # kernels that are named
 # A step under the profiler
 
 
-def summed_up(profile: Any) -> dict[str, Any]:
-    """Sum up a profiled step: `found` are figures, `table` is text."""
+def summarise(profile: Any) -> dict[str, Any]:
+    """Summarise a profiled step: `found` holds figures, `table` is text."""
     events = profile.events()
     on_device = [
         (e.name, e.time_range.start, e.time_range.elapsed_us())
@@ -37,8 +37,8 @@ def summed_up(profile: Any) -> dict[str, Any]:
     ]
     calls = [(e.name, _in_a_graph(e)) for e in events if "CPU" in str(e.device_type)]
     busy = busy_seconds((start, start + length) for name, start, length in on_device if kind_of(name) != "copies")
-    found = {"device": busy, **launches(calls, [name for name, _, _ in on_device])}
-    return {"found": found, "table": table(on_device)}
+    figures = {"device": busy, **launches(calls, [name for name, _, _ in on_device])}
+    return {"found": figures, "table": table(on_device)}
 
 
 def kind_of(name: str) -> str:
@@ -47,10 +47,10 @@ def kind_of(name: str) -> str:
 
 def busy_seconds(spans: Iterable[tuple[float, float]]) -> float:
     """Seconds in which at least one of the spans of microseconds runs."""
-    busy = until = 0.0
+    busy = last_end = 0.0
     for start, end in sorted(spans):
-        busy += max(0.0, end - max(start, until))
-        until = max(until, end)
+        busy += max(0.0, end - max(start, last_end))
+        last_end = max(last_end, end)
     return busy / 1e6
 
 
@@ -66,8 +66,8 @@ def table(kernels: Sequence[tuple[str, float, float]]) -> str:
             entry[0] += 1
             entry[1] += length / 1e3
     lines = [f"{len(kernels)} launches in one step", "launches        ms"]
-    for sums, most in ((kinds, len(kinds)), (names, LARGEST)):
-        ordered = sorted(sums.items(), key=lambda item: -item[1][1])[:most]
+    for sums, count_shown in ((kinds, len(kinds)), (names, LARGEST)):
+        ordered = sorted(sums.items(), key=lambda item: -item[1][1])[:count_shown]
         lines += [f"{count:8.0f} {ms:9.2f}  {name[:110]}" for name, (count, ms) in ordered] + [""]
     return "\n".join(lines).strip()
 
@@ -97,13 +97,13 @@ def _in_a_graph(event: Any) -> bool:
 
 
 def count_bytes() -> None:
-    """Have inductor count: it does so where its metrics are logged. They go nowhere."""
+    """Turn on the byte counts of inductor, which it makes only if its metrics are logged. The log is discarded."""
     import logging
 
     from torch._inductor import compile_fx
 
     log = getattr(compile_fx, "inductor_metrics_log", None)
-    if log is None:  # of another torch, where bytes stay 0 and are not compared
+    if log is None:  # of another torch: bytes stay 0 and are not compared
         return
     log.setLevel(logging.INFO)
     log.propagate = False
@@ -117,7 +117,7 @@ def bytes_of_graphs() -> int:
     return metrics.num_bytes_accessed
 
 
-# Beside the counted step
+# Comparison with the counted step
 
 
 def start(spec: dict[str, Any]) -> Callable[[dict[str, Any], Any], dict[str, Any]]:
@@ -125,36 +125,36 @@ def start(spec: dict[str, Any]) -> Callable[[dict[str, Any], Any], dict[str, Any
 
     set_up_comfyui("meta")  # the pack's prices; what counts has a process of its own
 
-    def count(how: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    def count(settings: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
         import counted
 
-        row = next(r for r in counted.ROWS if (r.model, r.side, r.batch) == (how["row"], how["side"], 1))
+        row = next(r for r in counted.ROWS if (r.model, r.side, r.batch) == (settings["row"], settings["side"], 1))
         one_way = type(row)(**{f.name: getattr(row, f.name) for f in fields(row)} | {"selective": False})
-        return beside(counted.in_process(one_way), before, _rates(before))
+        return beside(counted.in_process(one_way), figures, _rates(figures))
 
     return count
 
 
-def beside(blocks: Sequence[dict[str, Any]], before: dict[str, Any], rates: Any) -> dict[str, Any]:
+def beside(blocks: Sequence[dict[str, Any]], figures: dict[str, Any], rates: Any) -> dict[str, Any]:
     """Compare the counted blocks with the profiled cases before, and price them by the rates of this card."""
     lines, faults = [], []
     for case, way in (("flux, compiled, none", "none"), ("flux, compiled, full", "full")):
-        found = before.get(case) or before.get(f"{case}, swapped to fit")
-        if found is None or "products" not in found:
+        profiled = figures.get(case) or figures.get(f"{case}, swapped to fit")
+        if profiled is None or "products" not in profiled:
             continue
         expected = counted_launches(blocks, way)
         expected["bytes of the graphs"] = sum(size(g) for b in blocks for g in graphs_of(b, "none"))
-        seen = {name: found[name] for name in ("triton", "products", "attention")}
-        seen["bytes of the graphs"] = found["bytes_of_graphs"]
+        measured = {name: profiled[name] for name in ("triton", "products", "attention")}
+        measured["bytes of the graphs"] = profiled["bytes_of_graphs"]
         for name, count in expected.items():
-            if name == "bytes of the graphs" and (way == "full" or not seen[name]):
+            if name == "bytes of the graphs" and (way == "full" or not measured[name]):
                 continue  # the graphs are made once, in the first case that needs them
-            off = seen[name] / count - 1 if count else 0.0
-            lines.append(f"{case}: {name} {count} counted, {seen[name]} here ({off:+.1%})")
-            faults += [lines[-1]] if abs(off) > TOLERANCE else []
+            deviation = measured[name] / count - 1 if count else 0.0
+            lines.append(f"{case}: {name} {count} counted, {measured[name]} here ({deviation:+.1%})")
+            faults += [lines[-1]] if abs(deviation) > TOLERANCE else []
         if rates is not None:
             priced = seconds_at(list(blocks), way, rates)[-1]
-            lines.append(f"{case}: {priced:.3f} s by this card's rates, {found['all']:.3f} measured")
+            lines.append(f"{case}: {priced:.3f} s by this card's rates, {profiled['all']:.3f} measured")
     if not lines:
         raise ValueError("No compiled step was profiled before, so there is nothing to compare.")
     text = f"differs from the count: {'; '.join(faults)}" if faults else "as counted"
@@ -162,16 +162,16 @@ def beside(blocks: Sequence[dict[str, Any]], before: dict[str, Any], rates: Any)
 
 
 def counted_launches(blocks: Sequence[dict[str, Any]], way: str) -> dict[str, int]:
-    """Launches of a step's blocks by kind. way: 'none', or 'full' where the forward runs twice."""
+    """Return the launches of a step's blocks by kind. way: 'none', or 'full', which runs the forward twice."""
     kinds = {"triton": ("triton",), "products": ("product", "thin"), "attention": ("attention", "attention_backward")}
-    return {name: step_launches(list(blocks), way, *own) for name, own in kinds.items()}
+    return {name: step_launches(list(blocks), way, *kinds_of_name) for name, kinds_of_name in kinds.items()}
 
 
-def _rates(before: dict[str, Any]) -> Any:
-    """The rates that were measured before, None where one is missing."""
-    known = import_module("tessera.memory.activations.cost").KernelRates
+def _rates(figures_by_case: dict[str, Any]) -> Any:
+    """Return the rates that were measured before, None if one is missing."""
+    rates_class = import_module("tessera.memory.activations.cost").KernelRates
     # A profiled step's figures have its launches under the same names.
-    cases = (figures for case, figures in before.items() if case.startswith("rates: "))
+    cases = (figures for case, figures in figures_by_case.items() if case.startswith("rates: "))
     measured = {name: value for figures in cases for name, value in figures.items()}
-    names = [f.name for f in fields(known)]
-    return known(**{name: measured[name] for name in names}) if all(name in measured for name in names) else None
+    names = [f.name for f in fields(rates_class)]
+    return rates_class(**{name: measured[name] for name in names}) if all(name in measured for name in names) else None

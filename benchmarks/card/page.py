@@ -1,4 +1,4 @@
-"""Results of one part as JSON and as a Markdown page, both written anew after every case."""
+"""Results of one part as JSON and as a Markdown page, both rewritten after every case."""
 
 import json
 import os
@@ -48,18 +48,23 @@ class Report:
 
     def summary(self) -> str:
         states = ", ".join(f"{n} {state}" for state in (OK, FAILED, SKIPPED, CUT) if (n := self.count(state)))
-        told = f"{len(self.results)} of {self.planned} cases: {states or 'none yet'}"
-        return told if self.finished else f"{told}. Stopped before its end"
+        text = f"{len(self.results)} of {self.planned} cases: {states or 'none yet'}"
+        return text if self.finished else f"{text}. Stopped before its end"
 
     def _write(self) -> None:
-        kept = {"part": self.part, "command": self.command, "began": self.began.isoformat(timespec="seconds")}
-        kept |= {"machine": self.machine, "planned": self.planned, "finished": self.finished, "results": self.results}
-        _replace(self.json_file, json.dumps(kept, indent=1))
+        content = {"part": self.part, "command": self.command, "began": self.began.isoformat(timespec="seconds")}
+        content |= {
+            "machine": self.machine,
+            "planned": self.planned,
+            "finished": self.finished,
+            "results": self.results,
+        }
+        _replace(self.json_file, json.dumps(content, indent=1))
         _replace(self.page_file, page(self))
 
 
 def page(report: Report) -> str:
-    """The page: what the machine is, failures first, tables, then the rest folded up."""
+    """Return the page: facts of the machine, failures, tables, then the rest folded up."""
     facts = {
         "card": report.machine.get("card"),
         "memory": f"{report.machine.get('memory_gib', 0):.1f} GiB",

@@ -1,7 +1,7 @@
-"""The cases of all parts in the order of their worth, for a card that is there for minutes.
+"""The cases of all parts in the order of their worth, for a card that is available for minutes.
 
-What is first is what is least known; what was cut off is what matters least. A model is loaded once: groups of one
-process follow each other, or the process waits for the next.
+The least known comes first, so that a cut loses the least important. A model is loaded once: groups of one process
+follow each other, or the process waits for the next.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,32 +28,34 @@ GRAPHS, TUNED = "reduce-overhead", "max-autotune"  # modes, in the names of case
 
 
 def plan(device: str, size: str, machine: dict[str, Any]) -> list[Group]:
-    """The groups in the order in which they run. What is tuned takes minutes, and is last."""
+    """Return the groups in the order in which they run. Tuned cases take minutes and come last."""
     planned = list(_plan(device, size, machine))
-    groups = [_without(group, (TUNED,)) for group in planned] + [_only(group, TUNED) for group in planned]
+    groups = [_without(group, (TUNED,)) for group in planned] + [_matching(group, TUNED) for group in planned]
     return [group for group in groups if group.cases]
 
 
 def _plan(device: str, size: str, machine: dict[str, Any]) -> Iterator[Group]:
-    made = {part: groups(part, device, size, machine) for part in ("smoke", "flux", "swap", "nodes", "wan", "others")}
-    allocators = len({group.process() for group in made["smoke"]})
-    first, rest = made["smoke"][:allocators], made["smoke"][allocators:]
+    by_part = {
+        part: groups(part, device, size, machine) for part in ("smoke", "flux", "swap", "nodes", "wan", "others")
+    }
+    allocators = len({group.process() for group in by_part["smoke"]})
+    first, rest = by_part["smoke"][:allocators], by_part["smoke"][allocators:]
     yield from (replace(group, share=FIRST) for group in first)
-    yield _of_one_process("flux", made)
-    yield from (replace(_only(group, GRAPHS), share=SOME) for group in rest)
-    yield from (replace(group, share=FIRST) for group in made["nodes"])
-    yield from (replace(_only(group, "wan 1.3B, compiled, full"), share=SOME) for group in made["wan"])
+    yield _of_one_process("flux", by_part)
+    yield from (replace(_matching(group, GRAPHS), share=SOME) for group in rest)
+    yield from (replace(group, share=FIRST) for group in by_part["nodes"])
+    yield from (replace(_matching(group, "wan 1.3B, compiled, full"), share=SOME) for group in by_part["wan"])
     yield from (replace(_without(group, (GRAPHS,)), share=SOME) for group in rest)
-    yield from (_only(group, "wan 14B", "wan, ") for group in made["wan"])
-    yield from (_only(group, "qwen_image") for group in made["others"])
-    yield from (_only(group, "core's Train LoRA") for group in made["others"])
-    yield from (_only(group, "klein, compiled, none") for group in made["others"])
-    yield from (_only(group, "KSampler") for group in reversed(made["swap"]))
+    yield from (_matching(group, "wan 14B", "wan, ") for group in by_part["wan"])
+    yield from (_matching(group, "qwen_image") for group in by_part["others"])
+    yield from (_matching(group, "core's Train LoRA") for group in by_part["others"])
+    yield from (_matching(group, "klein, compiled, none") for group in by_part["others"])
+    yield from (_matching(group, "KSampler") for group in reversed(by_part["swap"]))
 
 
-def _of_one_process(model: str, made: dict[str, list[Group]]) -> Group:
+def _of_one_process(model: str, by_part: dict[str, list[Group]]) -> Group:
     """FLUX's cases from several parts, on one MODEL."""
-    by_name = {(part, _plain(case)): case for part in made for group in made[part] for case in group.cases}
+    by_name = {(part, _plain(case)): case for part in by_part for group in by_part[part] for case in group.cases}
     cases = tuple(by_name[name] for name in FLUX if name in by_name)
     return Group({"kind": "steps", "model": model}, cases, share=MAIN, timed=True)
 
@@ -62,7 +64,7 @@ def _plain(case: Case) -> str:
     return case.name.removesuffix(", swapped to fit")
 
 
-def _only(group: Group, *texts: str) -> Group:
+def _matching(group: Group, *texts: str) -> Group:
     return replace(group, cases=tuple(c for c in group.cases if any(text in c.name for text in texts)), share=LAST)
 
 

@@ -1,4 +1,4 @@
-"""Rates of the machine: link, memory, matrix products, attention's kernels, what a rank-16 LoRA and fp8 add."""
+"""Rates of the machine: link, memory, matrix products, attention kernels, and the cost of a rank-16 LoRA and of fp8."""
 
 import time
 from collections.abc import Callable
@@ -17,19 +17,19 @@ GB = 1e9
 def start(spec: dict[str, Any]) -> Callable[[dict[str, Any], Any], dict[str, Any]]:
     set_up_comfyui(spec["device"])
     rates = Rates(torch.device(spec["device"]))
-    return lambda how, before: rates.measure(how)
+    return lambda settings, figures: rates.measure(settings)
 
 
 class Rates:
-    """Shapes of FLUX.1 at one megapixel; on a CPU, where this only tries the command, a fraction of them."""
+    """Shapes of FLUX.1 at one megapixel; on a CPU, which only tests the command, a fraction of them."""
 
     def __init__(self, device: torch.device):
         self.device, self.cuda = device, device.type == "cuda"
         self.small = 1 if self.cuda else 48
         self.tokens, self.width, self.heads = 4608 // self.small, 3072 // self.small, 24 if self.cuda else 2
 
-    def measure(self, how: dict[str, Any]) -> dict[str, Any]:
-        return getattr(self, how["what"])()
+    def measure(self, settings: dict[str, Any]) -> dict[str, Any]:
+        return getattr(self, settings["what"])()
 
     def seconds(self, call: Callable[[], Any], repeat: int = 10) -> float:
         for _ in range(2):
@@ -67,29 +67,29 @@ class Rates:
         preparing = {"filling": size / GB / (filled - began), "locking": size / GB / max(locked_at - filled, 1e-9)}
         back = host_bytes(size, self.cuda).fill_(1)
         pageable = torch.ones(size, dtype=torch.uint8)
-        there, other = (torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2))
+        target, other = (torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2))
         streams = [torch.cuda.Stream() for _ in range(2)] if self.cuda else []
 
-        def both() -> None:
-            for stream, (to, source) in zip(streams, ((there, host), (back, other)), strict=False):
+        def copy_both_ways() -> None:
+            for stream, (destination, source) in zip(streams, ((target, host), (back, other)), strict=False):
                 with torch.cuda.stream(stream):
-                    to.copy_(source, non_blocking=True)
+                    destination.copy_(source, non_blocking=True)
 
         calls: dict[str, Callable[[], Any]] = {
-            "to the device": lambda: there.copy_(host, non_blocking=True),
+            "to the device": lambda: target.copy_(host, non_blocking=True),
             "back": lambda: back.copy_(other, non_blocking=True),
-            "to the device, pageable": lambda: there.copy_(pageable),
+            "to the device, pageable": lambda: target.copy_(pageable),
             "host to host": lambda: back.copy_(host),
         }
         if streams:
-            calls["both ways, each"] = both
-        found = {name: size / GB / self.seconds(call, 3) for name, call in calls.items()}
+            calls["both ways, each"] = copy_both_ways
+        speeds = {name: size / GB / self.seconds(call, 3) for name, call in calls.items()}
         locked = host.is_pinned()
         unlocked = [unlock(buffer) for buffer in (host, back)]
         if self.cuda and (refused or not (locked and all(unlocked))):
             raise RuntimeError("the host's memory could not be page-locked, or not given back")
-        shown = {**(preparing if self.cuda else {}), **found}
-        return {"text": _listed(shown, "GB/s"), "figures": {"link": found["to the device"] * GB}}
+        all_speeds = {**(preparing if self.cuda else {}), **speeds}
+        return {"text": _listed(all_speeds, "GB/s"), "figures": {"link": speeds["to the device"] * GB}}
 
     def memory(self) -> dict[str, Any]:
         a, b = (torch.empty(2**32 // self.small**3, dtype=torch.uint8, device=self.device) for _ in range(2))
@@ -110,7 +110,7 @@ class Rates:
         return {"text": _listed(sizes, "TFLOP/s"), "figures": {"products": median(sizes.values()) * 1e12}}
 
     def thin(self) -> dict[str, Any]:
-        """The parts of a rank-16 LoRA on FLUX's widest Linear, beside the frozen product."""
+        """Time the matmuls of a rank-16 LoRA on FLUX's widest Linear, and the frozen matmul."""
         t, d = self.tokens, self.width
         x, w, down, up = self.normal(t, d), self.normal(7 * d, d), self.normal(16, d), self.normal(7 * d, 16)
         h, y, g, gh = linear(x, down), linear(x, w), self.normal(t, 7 * d), self.normal(t, 16)
@@ -149,14 +149,15 @@ class Rates:
             rates[backend.value] = (flop / forward, 2.5 * flop / back)
             lines.append(f"{backend.name} {flop / forward / 1e12:.0f} forward, {2.5 * flop / back / 1e12:.0f} back")
         choice = int(torch._fused_sdp_choice(q, k, v))
-        chosen = rates.get(choice) or max(rates.values(), default=None)
+        best = rates.get(choice) or max(rates.values(), default=None)
         names = [kind.name for kind in SDPBackend.__members__.values() if kind.value == choice]
         text = f"torch chooses {', '.join(names) or choice}; TFLOP/s: {'; '.join(lines)}"
-        figures = {} if chosen is None else dict(zip(("attention", "attention_backward"), chosen, strict=True))
+        figures = {} if best is None else dict(zip(("attention", "attention_backward"), best, strict=True))
         return {"text": text, "figures": figures}
 
     def fp8(self) -> dict[str, Any]:
-        """A frozen Linear that is stored in fp8, beside the same in bf16 and multiplied in what the card can do."""
+        """Time a frozen Linear stored in fp8, the same in bf16, and the low-precision matmuls that the card
+        supports."""
         from tessera.memory.weights.cards import card_of, obstacle
         from tessera.memory.weights.frozen_linear import stored_linear, stored_linear_input_grad
         from tessera.memory.weights.products import FP8, INT8, Products, low_input_grad, low_linear
@@ -173,7 +174,7 @@ class Rates:
         codes = {FP8: w, INT8: (20 * full).round().clamp(-127, 127).to(torch.int8)}
         for name in (FP8, INT8):
             if obstacle(name, card_of(self.device), x.dtype) is None:
-                # Rounding is a part of it; compiled, it is joined with what comes before.
+                # Rounding is included; in compiled code it is fused with the kernel before it.
                 args = codes[name], scale, None, None, Products(name, name)
                 calls[f"{name} product forward"] = partial(low_linear, x, *args)
                 calls[f"{name} product backward"] = partial(low_input_grad, g, codes[name], scale, name, 0)

@@ -1,7 +1,7 @@
-"""Training steps of a real model: seconds by where they go, memory, and the kernels of one profiled step.
+"""Training steps of a real model: seconds by phase, memory, and the kernels of one profiled step.
 
-The model is made once, with random weights; each case is a Trainer of its own on it. Of each step: host, until all of
-it is queued; wait, until the device is through; rest, the optimizer and what comes before the next step.
+The model is made once, with random weights; each case is a new Trainer on it. Phases of a step: host, until all of it
+is queued; wait, until the device has finished; rest, the optimizer and the work before the next step.
 """
 
 import gc
@@ -30,7 +30,7 @@ def start(spec: dict[str, Any]) -> Callable[[dict[str, Any], Any], dict[str, Any
     if spec["device"] == "cuda":  # as ComfyUI has it done when it loads the pack
         import_module("tessera.models.layers.attention").settle_kernel_order()
     rates, steps = Rates(torch.device(spec["device"])), Steps(spec)
-    return lambda how, before: rates.measure(how) if "what" in how else steps.measure(how, before)
+    return lambda settings, figures: rates.measure(settings) if "what" in settings else steps.measure(settings, figures)
 
 
 class Enough(Exception):
@@ -51,22 +51,22 @@ class Steps:
         self.memory = Memory(spec["device"], free)
         count_bytes()
 
-    def measure(self, how: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    def measure(self, settings: dict[str, Any], figures_by_case: dict[str, Any]) -> dict[str, Any]:
         from train_step_data import random_data
 
         from card.kernels import bytes_of_graphs
 
         picture = self.model.picture
-        if how["side"] and self.spec["size"] == "full":
-            picture = replace(picture, width=how["side"], height=how["side"])
+        if settings["side"] and self.spec["size"] == "full":
+            picture = replace(picture, width=settings["side"], height=settings["side"])
         elif not self.cuda:  # which only tries the command
             picture = replace(picture, width=64, height=64, length=16, frames=min(picture.frames, 5))
-        data, count = random_data(self.patcher, picture, 2), how.get("steps", STEPS if self.cuda else 1)
+        data, count = random_data(self.patcher, picture, 2), settings.get("steps", STEPS if self.cuda else 1)
         if self.cuda:
             torch.cuda.empty_cache()
         self.memory.start()
         in_graphs, began = bytes_of_graphs(), time.perf_counter()
-        trainer = self.make_trainer(how, data)
+        trainer = self.make_trainer(settings, data)
         try:
             placed = time.perf_counter() - began
             steps_of(trainer, WARM_UP, self.cuda)
@@ -78,7 +78,7 @@ class Steps:
             parts = steps_of(trainer, count, self.cuda)
             copied = (ring.bytes_copied - copied) / count if ring else 0
             facts, memory = trainer.facts(), self.memory.figures()
-            profiled = self.profile(trainer) if how.get("profiled") else {}
+            profiled = self.profile(trainer) if settings.get("profiled") else {}
         finally:
             trainer.close()
             gc.collect()
@@ -94,55 +94,54 @@ class Steps:
         }
         if profiled:
             figures["bytes_of_graphs"] = bytes_of_graphs() - in_graphs
-        good = not how["compiled"] or (
+        good = not settings["compiled"] or (
             facts["graphs_compiled"] == facts["graphs_planned"] and not facts["graph_breaks"]
         )
         return {
             "state": OK if good else FAILED,
             "text": self.text(figures),
             "figures": figures,
-            "row": self.row(figures, before),
+            "row": self.row(figures, figures_by_case),
             "details": profiled.get("table", ""),
         }
 
-    def make_trainer(self, how: dict[str, Any], data: Any) -> Any:
+    def make_trainer(self, settings: dict[str, Any], data: Any) -> Any:
         from train_step_contestant import make_trainer
 
         names = ("attention", "pin_memory", "offload_activations", "products", "base")
-        memory = {name: how[name] for name in names if name in how}
-        if "budget" in how:
-            memory["activation_budget"] = how["budget"]
-        spec = {**how, "memory": memory, "backend": self.spec["backend"]}
+        memory = {name: settings[name] for name in names if name in settings}
+        if "budget" in settings:
+            memory["activation_budget"] = settings["budget"]
+        spec = {**settings, "memory": memory, "backend": self.spec["backend"]}
         return make_trainer(spec, self.patcher, data, Path(tempfile.mkdtemp()))
 
     def profile(self, trainer: Any) -> dict[str, Any]:
-        from card.kernels import summed_up
+        from card.kernels import summarise
 
         kinds = torch.profiler.ProfilerActivity
         profile = torch.profiler.profile(activities=[kinds.CPU, *([kinds.CUDA] if self.cuda else [])])
         steps_of(trainer, 2, self.cuda, profile)
-        return summed_up(profile)
+        return summarise(profile)
 
-    def text(self, found: dict[str, Any]) -> str:
-        seconds = ", ".join(f"{name} {found[name]:.3f}" for name in ("host", "wait", "rest"))
-        peak = f"{found['driver_mib'] / 1024:.1f} GiB by the driver" if self.cuda else "a CPU"
-        low = f", {found['8-bit products']} products in 8 bits" if "8-bit products" in found else ""
-        return (
-            f"{found['all']:.3f} s a step ({seconds}), {peak}, compiled in {found['compile_seconds'] or 0:.0f} s{low}"
-        )
+    def text(self, figures: dict[str, Any]) -> str:
+        seconds = ", ".join(f"{name} {figures[name]:.3f}" for name in ("host", "wait", "rest"))
+        peak = f"{figures['driver_mib'] / 1024:.1f} GiB by the driver" if self.cuda else "a CPU"
+        low = f", {figures['8-bit products']} products in 8 bits" if "8-bit products" in figures else ""
+        compiling = f"compiled in {figures['compile_seconds'] or 0:.0f} s"
+        return f"{figures['all']:.3f} s a step ({seconds}), {peak}, {compiling}{low}"
 
-    def row(self, found: dict[str, Any], before: dict[str, Any]) -> dict[str, str]:
+    def row(self, figures: dict[str, Any], figures_by_case: dict[str, Any]) -> dict[str, str]:
         """The line of the page's table. The least time is that of the copies by the link."""
-        cells = {"s a step": f"{found['all']:.3f}", **{n: f"{found[n]:.3f}" for n in ("host", "wait", "rest")}}
-        cells["device"] = f"{found['device']:.3f}" if found.get("device") else ""
-        cells["by the driver, GiB"] = f"{found['driver_mib'] / 1024:.1f}" if self.cuda else ""
-        cells["by torch, GiB"] = f"{(found['peak_mib'] + found['baseline_mib']) / 1024:.1f}" if self.cuda else ""
-        cells |= {"graphs": str(found["graphs_compiled"]), "compiling, s": f"{found['compile_seconds'] or 0:.0f}"}
-        cells["blocks swapped"] = str(found.get("blocks_swapped") or "")
-        cells["ready, s"] = f"{found['ready']:.0f}" if found.get("blocks_swapped") else ""
-        cells["GB copied"] = f"{found['copied'] / GB:.2f}" if found["copied"] else ""
-        link = before.get("rates: link", {}).get("link")
-        cells["s at the link's rate"] = f"{found['copied'] / link:.3f}" if link and found["copied"] else ""
+        cells = {"s a step": f"{figures['all']:.3f}", **{n: f"{figures[n]:.3f}" for n in ("host", "wait", "rest")}}
+        cells["device"] = f"{figures['device']:.3f}" if figures.get("device") else ""
+        cells["by the driver, GiB"] = f"{figures['driver_mib'] / 1024:.1f}" if self.cuda else ""
+        cells["by torch, GiB"] = f"{(figures['peak_mib'] + figures['baseline_mib']) / 1024:.1f}" if self.cuda else ""
+        cells |= {"graphs": str(figures["graphs_compiled"]), "compiling, s": f"{figures['compile_seconds'] or 0:.0f}"}
+        cells["blocks swapped"] = str(figures.get("blocks_swapped") or "")
+        cells["ready, s"] = f"{figures['ready']:.0f}" if figures.get("blocks_swapped") else ""
+        cells["GB copied"] = f"{figures['copied'] / GB:.2f}" if figures["copied"] else ""
+        link = figures_by_case.get("rates: link", {}).get("link")
+        cells["s at the link's rate"] = f"{figures['copied'] / link:.3f}" if link and figures["copied"] else ""
         return cells
 
 
@@ -161,7 +160,7 @@ def steps_of(trainer: Any, count: int, cuda: bool, profile: Any = None) -> list[
     """Take `count` steps; returns the seconds of each in parts. profile: a profiler that is around the last one."""
     parts: list[dict[str, float]] = []
     began = [time.perf_counter()]
-    finite, between, save = trainer.finite, trainer.between_steps, trainer.saver.save_unsaved_progress
+    finite, between_steps, save = trainer.finite, trainer.between_steps, trainer.saver.save_unsaved_progress
 
     def timed(total: torch.Tensor) -> float:
         queued = time.perf_counter()
@@ -170,7 +169,7 @@ def steps_of(trainer: Any, count: int, cuda: bool, profile: Any = None) -> list[
         return loss
 
     def after_a_step() -> None:
-        between()
+        between_steps()
         if parts:
             parts[-1]["all"] = time.perf_counter() - began[0]
             parts[-1]["rest"] = parts[-1]["all"] - parts[-1]["host"] - parts[-1]["wait"]
@@ -188,7 +187,7 @@ def steps_of(trainer: Any, count: int, cuda: bool, profile: Any = None) -> list[
     except Enough:
         pass
     finally:
-        trainer.finite, trainer.between_steps, trainer.saver.save_unsaved_progress = finite, between, save
+        trainer.finite, trainer.between_steps, trainer.saver.save_unsaved_progress = finite, between_steps, save
     _wait(cuda)
     if profile is not None:
         profile.stop()

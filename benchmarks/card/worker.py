@@ -1,7 +1,7 @@
 """One process of `dev.py card`. Its parent sends a case a line, as JSON, and gets one JSON line back.
 
-A reply holds the case's `state` and `text`, and where there are `figures` for later cases, a `row` of the page's table
-and `details` below it. With `spoiled` the process is not to be used any more.
+A reply holds the case's `state` and `text`, and optionally `figures` for later cases, a `row` of the page's table and
+`details` below it. After a reply with `spoiled` the process must not be used any more.
 """
 
 import json
@@ -21,7 +21,7 @@ from processes import take_over_stdout  # noqa: E402
 from card.page import FAILED, OK  # noqa: E402
 
 ROOT = HERE.parents[1]
-# What a CUDA device that failed says to whatever comes after.
+# Errors of every later call after a CUDA device has failed.
 BROKEN = ("CUDA error", "CUDA driver error", "unspecified launch failure", "illegal memory access")
 
 
@@ -37,37 +37,37 @@ def main() -> None:
         reply(attempt(run, json.loads(line)))
 
 
-def attempt(run: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """Run one case. It fails where it says so, or by an error, which is told with its place in the pack."""
+def attempt(run: Any, command: dict[str, Any]) -> dict[str, Any]:
+    """Run one case. It fails by its state, or by an error, which is reported with its place in the pack."""
     try:
-        return {"state": OK, **run(asked["how"], asked["before"])}
+        return {"state": OK, **run(command["how"], command["before"])}
     except Exception as error:  # noqa: BLE001
         traceback.print_exc()
         import torch
 
         text = str(error)
         spoiled = isinstance(error, torch.OutOfMemoryError) or any(words in text for words in BROKEN)
-        return {"state": FAILED, "text": said(error), "spoiled": spoiled}
+        return {"state": FAILED, "text": describe(error), "spoiled": spoiled}
 
 
-def said(error: Exception) -> str:
-    """The error's name, its place and first line, without folders of this machine."""
+def describe(error: Exception) -> str:
+    """Return the error's name, its place and first line, without folders of this machine."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [f for f in frames if str(ROOT) in f.filename and str(HERE) not in f.filename] or list(frames)
-    where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else "?"
+    frames_of_pack = [f for f in frames if str(ROOT) in f.filename and str(HERE) not in f.filename] or list(frames)
+    place = f"{Path(frames_of_pack[-1].filename).name}:{frames_of_pack[-1].lineno}" if frames_of_pack else "?"
     first = (str(error).strip().splitlines() or [""])[0][:300]
     for folder in (str(ROOT), str(Path.home())):
         first = first.replace(folder, "…")
-    return f"{type(error).__name__} at {where}: {first}"
+    return f"{type(error).__name__} at {place}: {first}"
 
 
 def facts(device: str) -> dict[str, Any]:
-    """Facts of the machine. card: empty where there is no CUDA device and one was asked for."""
+    """Return facts of the machine. card: empty if a CUDA device was requested and there is none."""
     import psutil
     import torch
 
     ram = psutil.virtual_memory()
-    found = {
+    machine = {
         "card": "cpu" if device == "cpu" else "",
         "memory_gib": 0.0,
         "torch": torch.__version__,
@@ -79,14 +79,14 @@ def facts(device: str) -> dict[str, Any]:
         "ram_free_gib": ram.available / 2**30,
     }
     try:
-        found["triton"] = import_module("triton").__version__
+        machine["triton"] = import_module("triton").__version__
     except ImportError:
         pass
     if device == "cuda" and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        found |= {"card": properties.name, "memory_gib": properties.total_memory / 2**30}
-        found["capability"] = f"{properties.major}.{properties.minor}"
-    return found
+        machine |= {"card": properties.name, "memory_gib": properties.total_memory / 2**30}
+        machine["capability"] = f"{properties.major}.{properties.minor}"
+    return machine
 
 
 def comfyui_version() -> str:

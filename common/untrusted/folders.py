@@ -30,7 +30,7 @@ class OpenFolder:
     def _name(self, name: str) -> str | Path:
         return name if self.handle is not None else self.path / name
 
-    def has(self, name: str) -> bool:
+    def contains(self, name: str) -> bool:
         """Return whether there is an entry of this name; a link counts, even a broken one."""
         try:
             os.stat(self._name(name), dir_fd=self.handle, follow_symlinks=False)
@@ -51,7 +51,7 @@ class OpenFolder:
 
         On OSError the file stays in place, and nothing of it is left in the other folder.
         """
-        if target.has(name):
+        if target.contains(name):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target.path / name))
         try:
             os.rename(self._name(name), target._name(name), src_dir_fd=self.handle, dst_dir_fd=target.handle)

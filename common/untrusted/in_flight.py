@@ -17,14 +17,14 @@ class PixelGate:
 
     def __init__(self, limit: int):
         """limit: pixels of all pictures decoded at once."""
-        self.most, self.in_flight = limit, 0
+        self.limit, self.in_flight = limit, 0
         self._changed = threading.Condition()
 
     @contextmanager
     def decoding(self, pixels: int) -> Iterator[None]:
         """Wait for room for a picture of this many pixels, and reserve it until it is decoded."""
         with self._changed:
-            self._changed.wait_for(lambda: self.in_flight == 0 or self.in_flight + pixels <= self.most)
+            self._changed.wait_for(lambda: self.in_flight == 0 or self.in_flight + pixels <= self.limit)
             self.in_flight += pixels
         try:
             yield

@@ -138,8 +138,8 @@ class _Ledger:
         with self.lock:
             target = self.owner or default
             batch = (target.batch if target else None) or _Batch()
-            batch.metrics += _after(getattr(dynamo, "_compilation_metrics", ()), self.newest)
-            batch.breaks += _after(getattr(dynamo, "graph_break_reasons", ()), self.newest_break)
+            batch.metrics += _entries_after(getattr(dynamo, "_compilation_metrics", ()), self.newest)
+            batch.breaks += _entries_after(getattr(dynamo, "graph_break_reasons", ()), self.newest_break)
             self.newest = _newest()
             self.newest_break = next(reversed(getattr(dynamo, "graph_break_reasons", ())), None)
             previous, self.counted = self.counted, _counted()
@@ -170,7 +170,7 @@ _ledger = _Ledger()
 _open = _Open()
 
 
-def _after(entries: Sequence[Any], last: Any) -> list[Any]:
+def _entries_after(entries: Sequence[Any], last: Any) -> list[Any]:
     """Return the entries after `last`.
 
     All of them if it is gone: torch drops old entries, and all at a reset.

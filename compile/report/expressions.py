@@ -45,7 +45,7 @@ def value_of(text: str, names: Mapping[str, Any]) -> Any:
 
 
 def _value(node: ast.AST, names: Mapping[str, Any]) -> Any:
-    def of(inner: ast.AST) -> Any:
+    def evaluate(inner: ast.AST) -> Any:
         return _value(inner, names)
 
     match node:
@@ -54,26 +54,26 @@ def _value(node: ast.AST, names: Mapping[str, Any]) -> Any:
         case ast.Name(id=name):
             return names[name] if name in names else _FUNCTIONS[name]
         case ast.Attribute(value=inner, attr=name):
-            return getattr(of(inner), name)
+            return getattr(evaluate(inner), name)
         case ast.Subscript(value=inner, slice=key):
-            return of(inner)[of(key)]
+            return evaluate(inner)[evaluate(key)]
         case ast.Slice():
-            return slice(*(None if part is None else of(part) for part in (node.lower, node.upper, node.step)))
+            return slice(*(None if part is None else evaluate(part) for part in (node.lower, node.upper, node.step)))
         case ast.Tuple(elts=items):
-            return tuple(of(item) for item in items)
+            return tuple(evaluate(item) for item in items)
         case ast.List(elts=items):
-            return [of(item) for item in items]
+            return [evaluate(item) for item in items]
         case ast.UnaryOp(op=op, operand=inner) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](of(inner))
+            return _OPERATORS[type(op)](evaluate(inner))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](of(left), of(right))
+            return _OPERATORS[type(op)](evaluate(left), evaluate(right))
         case ast.BoolOp(op=op, values=values):
-            return (all if isinstance(op, ast.And) else any)(of(value) for value in values)
+            return (all if isinstance(op, ast.And) else any)(evaluate(value) for value in values)
         case ast.Compare(left=left, ops=ops, comparators=comparators):
-            values = [of(left), *(of(other) for other in comparators)]
+            values = [evaluate(left), *(evaluate(other) for other in comparators)]
             return all(_OPERATORS[type(op)](values[i], values[i + 1]) for i, op in enumerate(ops))
         case ast.Call(func=function, args=arguments, keywords=[]) if _may_be_called(function):
-            return of(function)(*(of(item) for item in arguments))
+            return evaluate(function)(*(evaluate(item) for item in arguments))
     raise ValueError(f"no expression of a guard: {ast.unparse(node)[:100]}")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..settings import HowToCompile
+from ..settings import CompileOptions
 from .events import CompileEvent, Recompile, recording
 from .explain import advice, explain_break
 from .graph_breaks import Break
@@ -41,8 +41,8 @@ def format_break(place: Break) -> str:
 class RegionReport:
     """Record of one region since its creation."""
 
-    def __init__(self, name: str, label: str, options: HowToCompile):
-        self.name, self.label, self.how = name, label, options
+    def __init__(self, name: str, label: str, options: CompileOptions):
+        self.name, self.label, self.options = name, label, options
         self.notes: list[str] = []
         self.events: list[CompileEvent] = []
         self.speeds: list[Speed] = []
@@ -86,7 +86,7 @@ class RegionReport:
 
     def _recompile(self, recompile: Recompile) -> str:
         guard = recompile.guards[0]
-        if self.how.dynamic == "true" and "size mismatch" in guard and "expected 1," in guard:
+        if self.options.dynamic == "true" and "size mismatch" in guard and "expected 1," in guard:
             # torch makes a size of one a constant
             return f"{guard}. Batch 1 and larger batches have a graph each; further sizes need none."
         return f"{guard}. {advice(guard)}"
@@ -96,7 +96,7 @@ class RegionReport:
         counts = self.counts()
         return {
             "region": self.label,
-            "how": asdict(self.how),
+            "how": asdict(self.options),
             "graphs": counts.graphs,
             "compile_seconds": round(counts.seconds, 2),
             "tracing_seconds": round(sum(event.tracing_seconds or 0.0 for event in self.events), 2),
@@ -160,7 +160,7 @@ class CompileReport:
         for region in self.regions:
             for text in region.recompiles():
                 by_cause.setdefault(text, []).append(region.label)
-        return [f"{_some(titles)}: {text}" for text, titles in by_cause.items()]
+        return [f"{_first_titles(titles)}: {text}" for text, titles in by_cause.items()]
 
 
 HEADINGS = (
@@ -208,7 +208,7 @@ def table(regions: Sequence[RegionReport]) -> list[str]:
     ]
 
 
-def _some(titles: list[str]) -> str:
+def _first_titles(titles: list[str]) -> str:
     """Join the first three titles, each once, and count the rest."""
     distinct = list(dict.fromkeys(titles))
     rest = f" and {len(distinct) - 3} more" if len(distinct) > 3 else ""

@@ -39,7 +39,7 @@ class Bench:
     ) -> None:
         self.clone, self.compiled_model, self.inputs, self.clock = clone, compiled_model, inputs, clock
         self._turns: list[bool] = []
-        self._taken: list[tuple[bool, float]] = []
+        self._timed_steps: list[tuple[bool, float]] = []
         self._compiled = False
         if compiled_model is not None:
             clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
@@ -48,12 +48,12 @@ class Bench:
 
     def run(self, turns: Sequence[bool]) -> list[tuple[bool, float]]:
         """Sample one step for each turn, True for compiled. Returns turns and their seconds."""
-        self._turns, self._taken = list(turns), []
+        self._turns, self._timed_steps = list(turns), []
         with torch.inference_mode():
             self.inputs.sample(self.clone, len(turns))
-        if len(self._taken) != len(turns):
+        if len(self._timed_steps) != len(turns):
             raise RuntimeError("another node leaves out or repeats steps of the sampler, so they can't be compared.")
-        return self._taken
+        return self._timed_steps
 
     def warm_up(self) -> list[float] | None:
         """Run compiled steps until one needs no compile.
@@ -74,12 +74,12 @@ class Bench:
 
     def _step(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         comfy.model_management.throw_exception_if_processing_interrupted()
-        self._compiled = len(self._taken) < len(self._turns) and self._turns[len(self._taken)]
+        self._compiled = len(self._timed_steps) < len(self._turns) and self._turns[len(self._timed_steps)]
         synchronise(self.clone.load_device)
         started = self.clock()
         out = executor(*args, **kwargs)
         synchronise(self.clone.load_device)
-        self._taken.append((self._compiled, self.clock() - started))
+        self._timed_steps.append((self._compiled, self.clock() - started))
         return out
 
     def _denoise(self, executor: Any, *args: Any, **kwargs: Any) -> Any:

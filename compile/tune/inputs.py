@@ -117,10 +117,10 @@ def step_inputs(patcher: ModelPatcher, size: StepSize, prompt: Conditioning | No
         described = _describe(size, cfg, [prompt[0][0].shape[1]])
         return StepInputs(noise, latent, prompt, negative, cfg, described, str(_shapes(prompt)))
     text = size.text_length or usual.text
-    without = text if usual.negative is None else min(text, usual.negative)
+    negative_length = text if usual.negative is None else min(text, usual.negative)
     width, pooled = text_width(patcher.model), pooled_width(patcher.model)
-    positive, negative = (_random_text(length, width, pooled, random) for length in (text, without))
-    described = _describe(size, cfg, [text] if cfg == 1.0 or without == text else [text, without])
+    positive, negative = (_random_text(length, width, pooled, random) for length in (text, negative_length))
+    described = _describe(size, cfg, [text] if cfg == 1.0 or negative_length == text else [text, negative_length])
     return StepInputs(noise, latent, positive, negative, cfg, described, "")
 
 

@@ -36,7 +36,7 @@ class Quartiles:
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Quartiles":
+    def from_values(cls, values: Sequence[float]) -> "Quartiles":
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         low, _, high = quantiles(values, n=4, method="inclusive")
@@ -75,11 +75,15 @@ class MeasuredSettings:
 
 @dataclass(frozen=True)
 class UnmeasuredSettings:
-    """Settings that failed, or were left out. why: the cause as a sentence."""
+    """Settings that failed, or were left out. reason: the cause as a sentence."""
 
     settings: CompileSettings
-    why: str
+    reason: str
     failed: bool
+
+    def plain(self) -> dict[str, Any]:
+        """Return the fields as JSON."""
+        return {"settings": asdict(self.settings), "why": self.reason, "failed": self.failed}
 
 
 @dataclass(frozen=True)
@@ -120,8 +124,8 @@ class TuneResult:
         """Format the table and the recommendation."""
         head = f"{self.key['class']}, {self.key['size']}; {self.key['device']}, torch {self.key['torch']}"
         lines = [head, *self._table(), self.recommendation()]
-        lines += [f"Failed: {label(u.settings)}: {u.why}" for u in self.unmeasured if u.failed]
-        lines += [f"Left out: {label(u.settings)}: {u.why}" for u in self.unmeasured if not u.failed]
+        lines += [f"Failed: {label(u.settings)}: {u.reason}" for u in self.unmeasured if u.failed]
+        lines += [f"Left out: {label(u.settings)}: {u.reason}" for u in self.unmeasured if not u.failed]
         lines += [f"{label(row.settings)}: {note}" for row in self.measured for note in row.notes]
         return "\n".join([*lines, f"Measured on {self.measured_at}."])
 
@@ -158,7 +162,7 @@ class TuneResult:
             "measured": [
                 asdict(row) | {"label": label(row.settings), "pays_after": row.pays_after()} for row in self.measured
             ],
-            "unmeasured": [asdict(row) | {"label": label(row.settings)} for row in self.unmeasured],
+            "unmeasured": [row.plain() | {"label": label(row.settings)} for row in self.unmeasured],
             "time_budget": self.time_budget,
             "measured_at": self.measured_at,
         }
@@ -211,7 +215,8 @@ def _digest(text: str) -> str:
 
 
 def to_json(result: TuneResult) -> str:
-    return json.dumps({"format": FORMAT, **asdict(result)}, indent=1, allow_nan=False)
+    plain = asdict(result) | {"unmeasured": [row.plain() for row in result.unmeasured]}
+    return json.dumps({"format": FORMAT, **plain}, indent=1, allow_nan=False)
 
 
 def read_result(path: Path, key: dict[str, str]) -> TuneResult | None:

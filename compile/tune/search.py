@@ -102,7 +102,7 @@ class _Run:
         self.time_budget, self.ends = time_budget, clock() + time_budget
         self.measured: list[MeasuredSettings] = []
         self.unmeasured: list[UnmeasuredSettings] = []
-        self.made: list[CompiledModel] = []
+        self.compiled_models: list[CompiledModel] = []
         self.compile_seconds: list[tuple[CompileSettings, float]] = []
         self.eager_steps: list[float] = []
         model = patcher.get_model_object("diffusion_model")
@@ -131,9 +131,9 @@ class _Run:
             return "the model has no repeated blocks."
         if settings.scope == "stack" and not self.lists:
             return "the model has no stack of blocks only, so this is the same as scope blocks."
-        if isinstance(self.patcher, SwapPatcher) and (settings.scope != "blocks" or settings.how().cuda_graphs()):
+        if isinstance(self.patcher, SwapPatcher) and (settings.scope != "blocks" or settings.options().cuda_graphs()):
             return "some blocks stream from RAM (block swap), so it's block by block without CUDA graphs anyway."
-        if settings.how().cuda_graphs() and (reason := no_cuda_graphs(self.patcher.load_device)) is not None:
+        if settings.options().cuda_graphs() and (reason := no_cuda_graphs(self.patcher.load_device)) is not None:
             return f"{reason}."
         remaining = self.ends - self.clock()
         expected = self.expected_seconds(settings)
@@ -146,7 +146,7 @@ class _Run:
 
     def expected_seconds(self, settings: CompileSettings) -> float:
         """Estimate the time of compiling, from the compiles so far, and of the minimum number of steps."""
-        steps = (WARM_UP + 1 + 2 * PAIRS[0]) * Quartiles.of(self.eager_steps).median
+        steps = (WARM_UP + 1 + 2 * PAIRS[0]) * Quartiles.from_values(self.eager_steps).median
         work = self._work(settings)
         return steps + max((s * work / self._work(earlier) for earlier, s in self.compile_seconds), default=0.0)
 
@@ -188,7 +188,7 @@ class _Run:
         clone, compiled_model = compile_model(self.patcher, settings)
         compiled_before = compiled_model.report().counts().seconds if compiled_model.regions else None
         if compiled_before is None:
-            self.made.append(compiled_model)
+            self.compiled_models.append(compiled_model)
         if not clone.get_wrappers(WrappersMP.APPLY_MODEL, KEY):
             return UnmeasuredSettings(settings, compiled_model.notes[-1], failed=True)
         device = clone.load_device
@@ -203,7 +203,7 @@ class _Run:
             return UnmeasuredSettings(settings, _compiles_on(compiled_model), failed=True)
         *compiling, last = warm_up
         compiled, eager = self._pairs(bench, last)
-        step = Quartiles.of(compiled)
+        step = Quartiles.from_values(compiled)
         seconds = sum(max(0.0, s - step.median) for s in compiling) if compiled_before is None else compiled_before
         self.compile_seconds.append((settings, seconds))
         if not self.patcher.is_dynamic():
@@ -211,7 +211,7 @@ class _Run:
         return MeasuredSettings(
             settings,
             _times(step, 1000),
-            Quartiles.of([e / c for e, c in zip(eager, compiled, strict=True)]),
+            Quartiles.from_values([e / c for e, c in zip(eager, compiled, strict=True)]),
             round(seconds, 2),
             max(0, _memory_in_use(device) - memory) // 2**20,
             compiled_model.report().counts().graphs,
@@ -220,7 +220,7 @@ class _Run:
 
     def _pairs(self, bench: Bench, compiled_step: float) -> tuple[list[float], list[float]]:
         """Time compiled and eager steps alternately, for about a tenth of the budget; return their seconds."""
-        pair = compiled_step + Quartiles.of(self.eager_steps).median
+        pair = compiled_step + Quartiles.from_values(self.eager_steps).median
         pairs = round(0.1 * self.time_budget / pair) if pair > 0 else PAIRS[1]
         timed = bench.run([True, False] * min(PAIRS[1], max(PAIRS[0], pairs)))
         return [s for compiled, s in timed if compiled], [s for compiled, s in timed if not compiled]
@@ -228,7 +228,7 @@ class _Run:
     def result(self) -> TuneResult:
         return TuneResult(
             result_key(self.patcher, self.inputs),
-            _times(Quartiles.of(self.eager_steps), 1000),
+            _times(Quartiles.from_values(self.eager_steps), 1000),
             tuple(self.measured),
             tuple(self.unmeasured),
             self.time_budget,
@@ -242,10 +242,10 @@ class _Run:
         comfy.model_management.soft_empty_cache()
 
     def _forget(self, keep: CompileSettings | None) -> None:
-        for compiled_model in self.made:
+        for compiled_model in self.compiled_models:
             if compiled_model.settings != keep:
                 forget_compiled_model(compiled_model)
-        self.made.clear()
+        self.compiled_models.clear()
 
 
 def _memory_in_use(device: torch.device) -> int:

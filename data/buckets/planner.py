@@ -18,7 +18,7 @@ from math import ceil, comb
 import numpy as np
 from numpy.typing import NDArray
 
-from ...common.text import shown
+from ...common.text import quoted
 from .equal_area import MEGAPIXEL, equal_area_crop
 from .grids import FITS, RAGGED_EDGE, WHOLE_GRIDS, Bucket, Floats, Grid, Placement, find_buckets, place
 
@@ -101,7 +101,7 @@ def plan_buckets(
     Raises ValueError for values out of range, and if sizes is empty or holds an empty image.
     """
     if fit not in FITS:
-        raise ValueError(f"fit is {shown(fit)}; choose one of {', '.join(FITS)}.")
+        raise ValueError(f"fit is {quoted(fit)}; choose one of {', '.join(FITS)}.")
     if not 0 < megapixels <= MOST_MEGAPIXELS:
         raise ValueError(
             f"megapixels is {megapixels}; set it above 0 and to at most {MOST_MEGAPIXELS} (1 is 1024 x 1024 pixels)."
@@ -315,18 +315,18 @@ def _best_addition(table: Floats, shares: Floats, columns: list[int]) -> tuple[f
 
 
 def _try_all(
-    table: Floats, shares: Floats, so_far: NDArray[np.float64], first: int, size: int
+    table: Floats, shares: Floats, row_minima: NDArray[np.float64], first: int, size: int
 ) -> tuple[float, list[int]]:
     """Find the best `size` columns from `first` on by trying all; returns the cost and the columns.
 
     so_far: (rows,), row minimum of the columns chosen already.
     """
     if size == 1:
-        costs = shares @ np.minimum(table[:, first:], so_far[:, None])
+        costs = shares @ np.minimum(table[:, first:], row_minima[:, None])
         return float(costs.min()), [first + int(costs.argmin())]
     best: tuple[float, list[int]] = (float("inf"), [])
     for column in range(first, table.shape[1] - size + 1):
-        cost, rest = _try_all(table, shares, np.minimum(so_far, table[:, column]), column + 1, size - 1)
+        cost, rest = _try_all(table, shares, np.minimum(row_minima, table[:, column]), column + 1, size - 1)
         if cost < best[0]:
             best = (cost, [column, *rest])
     return best

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from ...common.text import joined, shortlist, shown
+from ...common.text import joined, quoted, shortlist
 from .options import MOST_VARIANTS, CaptionOptions
 from .tags import TagRules, split_tags
 from .variants import CaptionVariants, caption_lines
@@ -41,7 +41,7 @@ def variant_notes(
 def _without_effect(options: CaptionOptions, folder: str, texts: Sequence[str]) -> Iterator[str]:
     """Yield notes on caption options that change nothing for these captions."""
     rules = options.tags
-    if not rules.on:
+    if not rules.makes_variants:
         tags = {"keep_tokens": options.keep_tokens, "keep_tokens_separator": rules.separator != TagRules().separator}
         if unused := [name for name, value in tags.items() if value]:
             yield (
@@ -50,7 +50,7 @@ def _without_effect(options: CaptionOptions, folder: str, texts: Sequence[str]) 
             )
         if rules.separator and any(rules.separator in text for text in texts):
             yield (
-                f"Captions of {folder!r} hold {shown(rules.separator)}, which is plain text as long as shuffle_tags "
+                f"Captions of {folder!r} hold {quoted(rules.separator)}, which is plain text as long as shuffle_tags "
                 "and tag_dropout are off."
             )
     if options.caption_variants != CaptionOptions.caption_variants and not options.sampled():
@@ -64,9 +64,14 @@ def _without_effect(options: CaptionOptions, folder: str, texts: Sequence[str]) 
         yield f"caption_per_line has no effect on {folder!r}, where no caption file has a second line."
     if options.wildcards and not any("{" in text for text in texts):
         yield f"wildcards has no effect on {folder!r}, where no caption has a {{."
-    if rules.on and rules.keep and captions and all(rules.separator and rules.separator in line for line in captions):
+    if (
+        rules.makes_variants
+        and rules.keep
+        and captions
+        and all(rules.separator and rules.separator in line for line in captions)
+    ):
         yield (
-            f"keep_tokens has no effect on {folder!r}: {shown(rules.separator)} in each caption already says which "
+            f"keep_tokens has no effect on {folder!r}: {quoted(rules.separator)} in each caption already says which "
             "tags stay."
         )
     free = max((len(split_tags(line, rules).free) for line in captions), default=0)
@@ -82,7 +87,7 @@ def _sentences(options: CaptionOptions, folder: str, texts: Mapping[str, str]) -
     texts: contents of the caption files by image name.
     """
     rules = options.tags
-    if not rules.on or options.caption_dropout == 1:
+    if not rules.makes_variants or options.caption_dropout == 1:
         return
     names = [name for name, text in texts.items() if any(map(_reads_as_sentence, split_tags(text, rules).free))]
     if names:

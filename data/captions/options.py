@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...common.text import finite, joined, shown
+from ...common.text import finite, joined, quoted
 from .tags import TagRules
 
 MOST_VARIANTS = 1000
@@ -43,7 +43,7 @@ class CaptionOptions:
             raise ValueError(f"keep_tokens is {self.keep_tokens}; set it to 0 or more.")
         if "," in self.keep_tokens_separator:
             raise ValueError(
-                f"keep_tokens_separator is {shown(self.keep_tokens_separator)}, but commas separate tags; set it to "
+                f"keep_tokens_separator is {quoted(self.keep_tokens_separator)}, but commas separate tags; set it to "
                 "something else, such as |||."
             )
         if not 1 <= self.caption_variants <= MOST_VARIANTS:

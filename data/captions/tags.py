@@ -26,7 +26,7 @@ class TagRules:
     separator: str = "|||"
 
     @property
-    def on(self) -> bool:
+    def makes_variants(self) -> bool:
         """True if the rules make variants."""
         return self.shuffle or self.dropout > 0
 
@@ -54,7 +54,7 @@ class Tags:
         sizes = range(free + 1) if rules.dropout else (free,)
         return sum(comb(free, size) * (factorial(size) if rules.shuffle else 1) for size in sizes)
 
-    def all(self, rules: TagRules) -> Iterator[tuple[str, float]]:
+    def variants(self, rules: TagRules) -> Iterator[tuple[str, float]]:
         """Yield the text of each variant with its probability; the caption as written comes first."""
         free = len(self.free)
         for size in range(free, -1 if rules.dropout else free - 1, -1):

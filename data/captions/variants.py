@@ -43,7 +43,7 @@ class CaptionVariants:
 class _Caption:
     """One caption of a file: its text, and the same text with parsed wildcards."""
 
-    written: str
+    text: str
     read: Wildcards
 
 
@@ -73,10 +73,10 @@ def make_caption_variants(text: str, options: CaptionOptions, trigger_words: str
     for caption in captions:
         _check_sizes(caption, options.tags, name)
         count = _count(caption.read, options.tags)
-        variants_of = _all if count <= options.caption_variants else _drawn
+        variants_of = _all_variants if count <= options.caption_variants else _sampled_variants
         as_written = (
-            [(_written(caption, options.tags), 0.0)]
-            if variants_of is _drawn and options.tags.on and not weights
+            [(_caption_as_written(caption, options.tags), 0.0)]
+            if variants_of is _sampled_variants and options.tags.makes_variants and not weights
             else []
         )
         for form, likely in (*as_written, *variants_of(caption, options)):
@@ -84,7 +84,7 @@ def make_caption_variants(text: str, options: CaptionOptions, trigger_words: str
             weights[shown_form] = weights.get(shown_form, 0.0) + likely / len(captions)
         check_size(CAPTION_FORMS, f"The caption file {name!r}", items=len(weights))
         possible += count
-        any_sampled |= variants_of is _drawn
+        any_sampled |= variants_of is _sampled_variants
     return CaptionVariants(
         tuple(weights),
         tuple(weights.values()),
@@ -97,8 +97,8 @@ def _check_sizes(caption: _Caption, rules: TagRules, name: str) -> None:
     """Raise OverBudget for a caption whose variants would be too long, or of too many tags."""
     subject = f"A caption of {name!r}"
     check_size(CAPTION_FILE, subject, characters=caption.read.longest)
-    if rules.on:
-        check_size(TAGS, subject, items=caption.written.count(","))
+    if rules.makes_variants:
+        check_size(TAGS, subject, items=caption.text.count(","))
 
 
 def _captions(text: str, options: CaptionOptions, name: str) -> Iterator[_Caption]:
@@ -125,20 +125,20 @@ def _read(text: str, name: str, lines_before: int) -> Wildcards:
 
 def _count(caption: Wildcards, rules: TagRules) -> int:
     """Count the variants of a caption; above MOST_VARIANTS the count need not be exact."""
-    if caption.count > MOST_VARIANTS or not rules.on:
+    if caption.count > MOST_VARIANTS or not rules.makes_variants:
         return caption.count
-    return sum(split_tags(text, rules).count(rules) for text, _ in caption.all())
+    return sum(split_tags(text, rules).count(rules) for text, _ in caption.texts())
 
 
-def _all(caption: _Caption, options: CaptionOptions) -> Iterator[tuple[str, float]]:
+def _all_variants(caption: _Caption, options: CaptionOptions) -> Iterator[tuple[str, float]]:
     """Yield each variant of a caption with its probability."""
     rules = options.tags
-    for text, likely in caption.read.all():
-        for form, share in split_tags(text, rules).all(rules) if rules.on else [(text, 1.0)]:
+    for text, likely in caption.read.texts():
+        for form, share in split_tags(text, rules).variants(rules) if rules.makes_variants else [(text, 1.0)]:
             yield form, likely * share
 
 
-def _written(caption: _Caption, rules: TagRules) -> str:
+def _caption_as_written(caption: _Caption, rules: TagRules) -> str:
     """Return the caption with all its tags in written order; its wildcards are those of the first sample."""
     tags = split_tags(caption.read.sample(_draws_of(caption))[1], rules)
     return tags.text(tags.free)
@@ -146,10 +146,10 @@ def _written(caption: _Caption, rules: TagRules) -> str:
 
 def _draws_of(caption: _Caption) -> torch.Generator:
     """Generator seeded by the caption's text, so that each run samples the same variants."""
-    return generator(0, "caption form", caption.written)
+    return generator(0, "caption form", caption.text)
 
 
-def _drawn(caption: _Caption, options: CaptionOptions) -> Iterator[tuple[str, float]]:
+def _sampled_variants(caption: _Caption, options: CaptionOptions) -> Iterator[tuple[str, float]]:
     """Sample as many variants as allowed, each with the same probability."""
     rules, limit = options.tags, options.caption_variants
     # Equally likely variants are sampled without replacement. Otherwise with replacement: a variant that comes twice
@@ -161,7 +161,7 @@ def _drawn(caption: _Caption, options: CaptionOptions) -> Iterator[tuple[str, fl
     while number < limit:
         way, text = caption.read.sample(draws)
         tag_indices: tuple[int, ...] = ()
-        if rules.on:
+        if rules.makes_variants:
             tag_indices, text = split_tags(text, rules).sample(rules, draws)
         if not alike or (way, tag_indices) not in samples_seen:
             samples_seen.add((way, tag_indices))

@@ -59,10 +59,12 @@ class Wildcards:
             len({choice.count for choice in part}) == 1 and all(choice.even for choice in part) for part in choices
         )
 
-    def all(self) -> Iterator[tuple[str, float]]:
+    def texts(self) -> Iterator[tuple[str, float]]:
         """Yield the text of each way with its probability."""
         options = [
-            [(part, 1.0)] if isinstance(part, str) else [(t, p / len(part)) for choice in part for t, p in choice.all()]
+            [(part, 1.0)]
+            if isinstance(part, str)
+            else [(t, p / len(part)) for choice in part for t, p in choice.texts()]
             for part in self.parts
         ]
         for way in product(*options):

@@ -22,12 +22,12 @@ class View:
     """Crop window and flip of an image on its grid.
 
     zoom: ratio of the side of the largest window with the grid's aspect to the side of this window.
-    at: position of the window within the free space, (across, down): 0 is left or top, 1 is right or bottom.
+    position: of the window within the free space, (across, down): 0 is left or top, 1 is right or bottom.
     flip: mirrored left to right.
     """
 
     zoom: float = 1.0
-    at: tuple[float, float] = (0.5, 0.5)
+    position: tuple[float, float] = (0.5, 0.5)
     flip: bool = False
 
 
@@ -76,7 +76,7 @@ def _windows(
     if count == 1:
         return (PLAIN_VIEW,)
     # There is room along one side only; along the other the position has no effect.
-    spread = [View(at=(index / (count - 1),) * 2) for index in range(count)]
+    spread = [View(position=(index / (count - 1),) * 2) for index in range(count)]
     first = spread.pop((count - 1) // 2)
     return (first, *spread)
 
@@ -103,7 +103,7 @@ def view_notes(
             "flip to off for them, or remove the words."
         )
     multi_crop = [(item, item_views) for item, item_views in zip(items, views, strict=True) if item.options.crops > 1]
-    whole = [item for item, item_views in multi_crop if len({view.at for view in item_views}) == 1]
+    whole = [item for item, item_views in multi_crop if len({view.position for view in item_views}) == 1]
     if unzoomed := [item.name for item in whole if item.options.crop_zoom == 1]:
         yield (
             f"These are hardly cropped, so several crops would be the same: {shortlist(unzoomed)}; set crop_zoom "

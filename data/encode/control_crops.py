@@ -101,7 +101,7 @@ def _plan(controls: Sequence[_Control], megapixels: float, pixels_per_token: int
         megapixels=megapixels,
         pixels_per_token=pixels_per_token,
         fit=WHOLE_GRIDS,
-        weights=[control.item.shown for control in controls],
+        weights=[control.item.showings_per_epoch for control in controls],
     ).placements
 
 
@@ -115,7 +115,7 @@ def _alike(grid: Grid, other: Grid) -> bool:
 
 
 def _crop_note(controls: Sequence[_Control], placed: Sequence[Placement]) -> str:
-    weights = [control.item.shown for control in controls]
+    weights = [control.item.showings_per_epoch for control in controls]
     mean = sum(p.crop * weight for p, weight in zip(placed, weights, strict=True)) / sum(weights)
     counts = " or ".join(map(str, sorted({p.tokens for p in placed})))
     return (

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...common.fingerprint import fingerprint, weights_fingerprint
 from ...common.progress import Interrupted, Progress
-from ...common.text import shortlist, shown
+from ...common.text import quoted, shortlist
 from ...models.text import CaptionTokens, TextPolicy
 from ..cache import EncodeJob
 from ..captions.variants import CaptionVariants
@@ -57,7 +57,7 @@ class CaptionKeys:
         return None if caption is None or not self.of_class else self.of_class[caption]
 
     @property
-    def all(self) -> tuple[str, ...]:
+    def all_keys(self) -> tuple[str, ...]:
         """All keys."""
         return tuple(key for key in (*self.forms, *self.of_class, self.empty) if key)
 
@@ -76,25 +76,25 @@ class ItemCaptions:
     class_captions: tuple[TokenizedCaption | None, ...] = ()
 
     @property
-    def all(self) -> tuple[TokenizedCaption, ...]:
+    def all_captions(self) -> tuple[TokenizedCaption, ...]:
         """All captions, without missing ones."""
         return tuple(caption for caption in (*self.variants, *self.class_captions, self.empty) if caption)
 
     def keys(self) -> CaptionKeys:
         """Cache keys of the captions."""
-        of_class = tuple(caption.job.key if caption else None for caption in self.class_captions)
+        class_keys = tuple(caption.job.key if caption else None for caption in self.class_captions)
         empty = self.empty.job.key if self.empty else None
-        return CaptionKeys(tuple(caption.job.key for caption in self.variants), empty, of_class)
+        return CaptionKeys(tuple(caption.job.key for caption in self.variants), empty, class_keys)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest caption; captions of unknown length count as 0."""
-        return max((caption.tokens.length or 0 for caption in self.all if caption.tokens), default=0)
+        return max((caption.tokens.length or 0 for caption in self.all_captions if caption.tokens), default=0)
 
     @property
     def dropped(self) -> int:
         """Largest number of tokens cut off at the end of a caption."""
-        return max((caption.tokens.dropped for caption in self.all if caption.tokens), default=0)
+        return max((caption.tokens.dropped for caption in self.all_captions if caption.tokens), default=0)
 
 
 def tokenize_captions(
@@ -143,25 +143,25 @@ def tokenize_captions(
             item.name for item, item_texts in zip(items, texts, strict=True) if not stops.keys().isdisjoint(item_texts)
         ]
         raise ValueError(
-            f"The captions of {shortlist(names)} hold the text {shown(next(iter(stops.values())))}, at which "
+            f"The captions of {shortlist(names)} hold the text {quoted(next(iter(stops.values())))}, at which "
             f"{policy.family}'s text encoder stops; remove it from them."
         )
     read = []
     for form, item_requests in zip(forms, requests, strict=True):
         captions = [tokenized[request] for request in item_requests]
         if policy.lengths:
-            captions = _of_one_length(clip, policy, [text for text, _ in item_requests], captions, encoder)
+            captions = _pad_to_longest(clip, policy, [text for text, _ in item_requests], captions, encoder)
         by_text = {text: caption for (text, _), caption in zip(item_requests, captions, strict=True)}
-        of_class = tuple(None if text is None else by_text[text] for text in form.class_texts)
+        class_captions = tuple(None if text is None else by_text[text] for text in form.class_texts)
         variants = tuple(by_text[text] for text in form.texts)
-        read.append(ItemCaptions(variants, by_text[""] if form.dropout or empty else None, of_class))
+        read.append(ItemCaptions(variants, by_text[""] if form.dropout or empty else None, class_captions))
     return read
 
 
 def _texts(forms: CaptionVariants, empty: bool) -> tuple[str, ...]:
     """List the distinct texts to encode for a caption."""
-    of_class = (text for text in forms.class_texts if text is not None)
-    return tuple(dict.fromkeys((*forms.texts, *of_class, *([""] if forms.dropout or empty else []))))
+    class_texts = (text for text in forms.class_texts if text is not None)
+    return tuple(dict.fromkeys((*forms.texts, *class_texts, *([""] if forms.dropout or empty else []))))
 
 
 def _read(clip: Any, policy: TextPolicy, text: str, tokens: CaptionTokens, encoder: Any) -> TokenizedCaption:
@@ -177,7 +177,7 @@ def _read(clip: Any, policy: TextPolicy, text: str, tokens: CaptionTokens, encod
     return TokenizedCaption(job, tokens)
 
 
-def _of_one_length(
+def _pad_to_longest(
     clip: Any, policy: TextPolicy, texts: Sequence[str], captions: Sequence[TokenizedCaption], encoder: Any
 ) -> list[TokenizedCaption]:
     """Pad the captions of one item to the length of the longest."""

@@ -42,7 +42,7 @@ class VaeEncoder:
     def crop(self, pixels: Pixels, placement: Placement, view: View = PLAIN_VIEW) -> Crop:
         """Crop an image or video to its grid, at the grid's size in pixels."""
         pixels_per_token = self.policy.pixels_per_token
-        box, (height, width) = crop_box(pixels.size, placement.grid, pixels_per_token, view.zoom, view.at)
+        box, (height, width) = crop_box(pixels.size, placement.grid, pixels_per_token, view.zoom, view.position)
         return Crop(pixels, box, height, width, view.flip)
 
     def latent(self, crop: Crop) -> EncodeJob:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...common.progress import Interrupted
-from ...common.text import shown
+from ...common.text import quoted
 from ...common.untrusted.budgets import CAPTION_FILE, CAPTION_FORMS, OverBudget, check_size
 from ...common.untrusted.regular_files import read_regular
 from ..captions.options import CaptionOptions
@@ -33,7 +33,7 @@ def checked_extension(extension: str) -> str:
     """Normalise the extension of caption files to one leading dot; raises ValueError for those of images and videos."""
     normal = "." + extension.strip().lstrip(".")
     if not re.fullmatch(r"\.[\w.-]+", normal) or normal.lower() in EXTENSIONS | VIDEO_EXTENSIONS:
-        raise ValueError(f"caption_extension is {shown(extension)}; set it to how caption files end, such as .txt.")
+        raise ValueError(f"caption_extension is {quoted(extension)}; set it to how caption files end, such as .txt.")
     return normal
 
 

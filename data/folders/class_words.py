@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...common.text import cut, shortlist, shown
+from ...common.text import cut, quoted, shortlist
 
 
 @dataclass(frozen=True)
@@ -12,17 +12,17 @@ class ClassWord:
     """Class word and the words that it replaces.
 
     words: names of the one subject that is learnt.
-    of_class: name of its class.
+    class_name: name of its class.
     """
 
     words: tuple[str, ...]
-    of_class: str
+    class_name: str
 
     def caption(self, text: str) -> str | None:
         """Replace each of the words, as whole words in any case; None if the caption has none of them."""
         longest_first = sorted(self.words, key=len, reverse=True)
         pattern = "|".join(rf"(?<!\w){re.escape(word)}(?!\w)" for word in longest_first)
-        replaced, count = re.subn(pattern, lambda _: self.of_class, text, flags=re.IGNORECASE)
+        replaced, count = re.subn(pattern, lambda _: self.class_name, text, flags=re.IGNORECASE)
         return replaced if count else None
 
 
@@ -34,13 +34,13 @@ def read_class_word(class_word: str, trigger_words: str) -> ClassWord:
     """
     word, equals, class_name = (part.strip() for part in class_word.partition("="))
     if equals and not (word and class_name):
-        raise ValueError(f"class_word is {shown(class_word)}; write it as word=class, such as ohwx=man.")
+        raise ValueError(f"class_word is {quoted(class_word)}; write it as word=class, such as ohwx=man.")
     if equals:
         return ClassWord((word,), class_name)
     whole = trigger_words.strip().rstrip(",").rstrip()
     if not whole:
         raise ValueError(
-            f"class_word is {shown(word)} and trigger_words is empty, so there is no word that it could replace; set "
+            f"class_word is {quoted(word)} and trigger_words is empty, so there is no word that it could replace; set "
             f"trigger_words, or write class_word as word=class (such as ohwx={cut(word)}) if the captions already "
             "contain the word."
         )
@@ -48,21 +48,21 @@ def read_class_word(class_word: str, trigger_words: str) -> ClassWord:
     return ClassWord(tuple(dict.fromkeys((whole, *filter(None, parts)))), word)
 
 
-def check_class_captions(rule: ClassWord, folder: str, with_class: int, without: Sequence[str]) -> tuple[str, ...]:
+def check_class_captions(rule: ClassWord, folder: str, with_class: int, unmatched: Sequence[str]) -> tuple[str, ...]:
     """Check that captions of a folder have the words, and note the images without them.
 
     with_class: number of captions that have them.
-    without: names of the images whose captions have none.
+    unmatched: names of the images whose captions have none.
     Raises ValueError if no caption has them.
     """
     if not with_class:
         raise ValueError(
-            f"class_word replaces {shown(rule.words[0])}, which no caption in the folder {folder!r} contains; write a "
-            f"word that they contain, as {cut(rule.words[0])}={cut(rule.of_class)} with it in front."
+            f"class_word replaces {quoted(rule.words[0])}, which no caption in the folder {folder!r} contains; write a "
+            f"word that they contain, as {cut(rule.words[0])}={cut(rule.class_name)} with it in front."
         )
-    if not without:
+    if not unmatched:
         return ()
     return (
-        f"These captions don't have the word {shown(rule.words[0])}, so they get no class caption: "
-        f"{shortlist(without)}.",
+        f"These captions don't have the word {quoted(rule.words[0])}, so they get no class caption: "
+        f"{shortlist(unmatched)}.",
     )

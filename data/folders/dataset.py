@@ -137,8 +137,8 @@ def scan_images(
     def make(path: Path, caption: str, name: str) -> ImageEntry:
         return ImageEntry(path, caption, repeats, name, options=options)
 
-    without = separate_folders(folder, control_folder=control_folder, mask_folder=mask_folder)
-    dataset = _scan(folder, IMAGES, make, caption_extension, repeats, trigger_words, captions, interrupted, without)
+    excluded = separate_folders(folder, control_folder=control_folder, mask_folder=mask_folder)
+    dataset = _scan(folder, IMAGES, make, caption_extension, repeats, trigger_words, captions, interrupted, excluded)
     dataset = _with_masks(_with_class(dataset, folder, options, trigger_words), mask_folder, options)
     if control_folder is not None:
         controls, notes = match_controls([entry.name for entry in dataset.entries], control_folder)
@@ -207,11 +207,11 @@ def folder_fingerprint(
     """
     extension = checked_extension(caption_extension)
     entries: list[tuple[str, str]] = []
-    without = tuple(other for other in (control_folder, mask_folder) if other is not None)
-    for picture in files_in(folder, kind.read, without):
+    excluded = tuple(other for other in (control_folder, mask_folder) if other is not None)
+    for picture in files_in(folder, kind.read, excluded):
         for file in (picture, caption_file(picture, extension)):
             entries.append((relative_name(folder, file), file_state(file)))
-    entries += [(relative_name(folder, file), "unread") for file in files_in(folder, kind.unread, without)]
+    entries += [(relative_name(folder, file), "unread") for file in files_in(folder, kind.unread, excluded)]
     for role, other in (("control", control_folder), ("mask", mask_folder)):
         if other is not None:
             entries += [(f"{role} {relative_name(other, file)}", file_state(file)) for file in image_files(other)]
@@ -225,13 +225,15 @@ def _with_class(dataset: Dataset, folder: Path, options: FolderOptions, trigger_
     if not options.class_word.strip():
         return dataset
     rule = read_class_word(options.class_word, trigger_words)
-    entries, without = [], []
+    entries, unmatched = [], []
     for entry in dataset.entries:
         variants = entry.variants or CaptionVariants((entry.caption,))
-        of_class = tuple(map(rule.caption, variants.texts))
-        without += [] if any(of_class) else [entry.name]
-        entries.append(replace(entry, variants=replace(variants, class_texts=of_class)) if any(of_class) else entry)
-    notes = check_class_captions(rule, folder.name, len(entries) - len(without), without)
+        class_texts = tuple(map(rule.caption, variants.texts))
+        unmatched += [] if any(class_texts) else [entry.name]
+        entries.append(
+            replace(entry, variants=replace(variants, class_texts=class_texts)) if any(class_texts) else entry
+        )
+    notes = check_class_captions(rule, folder.name, len(entries) - len(unmatched), unmatched)
     return Dataset(tuple(entries), dataset.notes + notes)
 
 
@@ -265,13 +267,13 @@ def _scan(
     trigger_words: str,
     caption_options: CaptionOptions | None,
     interrupted: Interrupted,
-    without: Sequence[Path] = (),
+    excluded: Sequence[Path] = (),
 ) -> Dataset:
     """List the entries of a folder with their captions."""
     extension = checked_extension(caption_extension)
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}; set it to 1 or more.")
-    files, unread = files_in(folder, kind.read, without), files_in(folder, kind.unread, without)
+    files, unread = files_in(folder, kind.read, excluded), files_in(folder, kind.unread, excluded)
     if not files:
         kinds = ", ".join(sorted(kind.read))
         unread_hint = f" that can be read (there is {list_files(folder, unread)})" if unread else ""

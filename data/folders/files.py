@@ -31,13 +31,13 @@ def has_ending(name: str, endings: frozenset[str]) -> bool:
     return not name.startswith(".") and os.path.splitext(name)[1].lower() in endings
 
 
-def files_in(folder: Path, endings: frozenset[str], without: Sequence[Path] = ()) -> list[Path]:
+def files_in(folder: Path, endings: frozenset[str], excluded: Sequence[Path] = ()) -> list[Path]:
     """List the files with one of these extensions, sorted by their path below the folder.
 
-    Hidden files and folders, and the folders `without`, are left out. Links to folders are followed last, unless they
+    Hidden files and folders, and the folders `excluded`, are left out. Links to folders are followed last, unless they
     lead to a folder that was already read or to one of their own parents.
     """
-    visited = {os.path.realpath(other) for other in without}
+    visited = {os.path.realpath(other) for other in excluded}
     matches: list[Path] = []
     starts = [folder]
     while starts:

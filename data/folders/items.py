@@ -51,7 +51,7 @@ class Item:
         return self.variants or CaptionVariants((self.caption,))
 
     @property
-    def shown(self) -> float:
+    def showings_per_epoch(self) -> float:
         """Mean number of its showings per epoch."""
         return self.repeats * self.options.sample_ratio
 

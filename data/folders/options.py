@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from ...common.text import shown
+from ...common.text import quoted
 from ..media.clip_windows import FULL, Extraction
 
 FLIPS = (OFF, HORIZONTAL) = ("off", "horizontal")
@@ -43,7 +43,7 @@ class FolderOptions:
                 f"unmasked_weight is {self.unmasked_weight}; set it between 0 (left out) and 1 (like all others)."
             )
         if self.flip not in FLIPS:
-            raise ValueError(f"flip is {shown(self.flip)}; choose one of {', '.join(FLIPS)}.")
+            raise ValueError(f"flip is {quoted(self.flip)}; choose one of {', '.join(FLIPS)}.")
         if self.crops < 1:
             raise ValueError(f"crops is {self.crops}; set it to 1 or more.")
         if not 1 <= self.crop_zoom <= 8:
@@ -65,7 +65,7 @@ class FolderOptions:
             )
         if self.blank_prompt_preservation and self.class_word.strip():
             raise ValueError(
-                f"class_word is {shown(self.class_word.strip())} and blank_prompt_preservation is on; only one of "
+                f"class_word is {quoted(self.class_word.strip())} and blank_prompt_preservation is on; only one of "
                 "them can be preserved: leave class_word empty, or switch blank_prompt_preservation off."
             )
         if self.regularisation and self.blank_prompt_preservation:
@@ -75,7 +75,7 @@ class FolderOptions:
             )
         if self.regularisation and self.class_word.strip():
             raise ValueError(
-                f"class_word is {shown(self.class_word.strip())} and regularisation is on, whose captions "
+                f"class_word is {quoted(self.class_word.strip())} and regularisation is on, whose captions "
                 "name the class already; leave class_word empty there."
             )
 

@@ -53,7 +53,7 @@ def read_page(
     caption_extension: str,
     page: int,
     *,
-    without: Sequence[Path] = (),
+    excluded: Sequence[Path] = (),
     missing_only: bool = False,
     may_read: Callable[[Path], bool],
 ) -> FolderPage:
@@ -61,13 +61,13 @@ def read_page(
 
     Captions are read for this page only.
 
-    without: companion folders, which are left out.
+    excluded: companion folders, which are left out.
     missing_only: list only files without a caption file.
     may_read: predicate for files that may be read, as links may lead anywhere.
     Raises ValueError for an invalid caption extension.
     """
     extension = checked_extension(caption_extension)
-    all_files = files_in(folder, kind.read | kind.unread, without)
+    all_files = files_in(folder, kind.read | kind.unread, excluded)
     files = [file for file in all_files if has_ending(file.name, kind.read)]
     unread = [file for file in all_files if not has_ending(file.name, kind.read)]
     missing = [file for file in files if not caption_file(file, extension).is_file()]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...common.text import shown
+from ...common.text import quoted
 
 HEAD, CHUNK, SLIDE, UNIFORM, FULL = EXTRACTIONS = ("head", "chunk", "slide", "uniform", "full")
 # Video VAEs encode the first frame by itself and then four frames to each latent frame. MiniMax H3's takes chunks of 17
@@ -40,7 +40,7 @@ class Extraction:
 
     def __post_init__(self) -> None:
         if self.method not in EXTRACTIONS:
-            raise ValueError(f"extraction is {shown(self.method)}; choose one of {', '.join(EXTRACTIONS)}.")
+            raise ValueError(f"extraction is {quoted(self.method)}; choose one of {', '.join(EXTRACTIONS)}.")
         if not 0 <= self.fps <= 1000:
             raise ValueError(f"fps is {self.fps}; set it to frames per second, or to 0 to take each clip's own.")
         for name in ("frame_stride", "frame_sample", "max_frames"):
@@ -91,7 +91,7 @@ def parse_target_frames(text: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
     # Python turns no text of more than 4300 digits into a number.
     if not parts or not all(part.isdecimal() and len(part) <= _DIGITS and int(part) >= 1 for part in parts):
         raise ValueError(
-            f"target_frames is {shown(text)}; write the numbers of frames with commas between them, such as 1, 25, 49."
+            f"target_frames is {quoted(text)}; write the numbers of frames with commas between them, such as 1, 25, 49."
         )
     counts = sorted({int(part) for part in parts})
     lowered = [f"{count} to {round_down_frames(count)}" for count in counts if round_down_frames(count) != count]

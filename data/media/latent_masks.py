@@ -33,8 +33,8 @@ def noise_mask_weights(
     down, across = (frames.shape[1] * patch / cells[0], frames.shape[2] * patch / cells[1])
     box = (left * across, top * down, (left + target.width) * across, (top + target.height) * down)
     means = [area_mean(frame.float().cpu().numpy(), box, target.height, target.width).flatten() for frame in frames]
-    of_frame = placement.tokens // target.frames
-    weights = torch.cat([means[min(frame, len(means) - 1)][:of_frame] for frame in range(target.frames)])
+    frame_tokens = placement.tokens // target.frames
+    weights = torch.cat([means[min(frame, len(means) - 1)][:frame_tokens] for frame in range(target.frames)])
     if not float(weights.sum()) > 0:
         raise ValueError(
             f"The noise mask of {name} is 0 everywhere in the cropped latent, so there is nothing to learn; set it to "

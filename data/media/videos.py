@@ -211,7 +211,7 @@ def load_frames(
         raise ValueError(f"The clip {name!r} was changed while the data set was prepared; queue again.")
     clip = torch.empty(len(stamps), height, width, 3)
     with _named_errors(name):
-        for index, pixels in enumerate(_scaled(_shown(path, stamps), facts, box, height, width)):
+        for index, pixels in enumerate(_scaled(_frames_at(path, stamps), facts, box, height, width)):
             clip[index] = torch.from_numpy(pixels)
     return clip
 
@@ -233,7 +233,7 @@ class _StartsLater(Exception):
     """The first decoded frame comes after the requested one."""
 
 
-def _shown(path: Path, stamps: Sequence[int]) -> Iterator[Any]:
+def _frames_at(path: Path, stamps: Sequence[int]) -> Iterator[Any]:
     """Yield the frame shown at each of the ascending stamps: the last one with a stamp up to it."""
     try:
         with _opened(path) as (container, stream):

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...common.files import write_atomically
-from ...common.text import shown
+from ...common.text import quoted
 from ...models.name_table import NameTable
 from .header import for_file
 from .lora_model import ALPHA, CUT, DORA, DOWN, PREFIX, UP, LoraModel, low_rank, normalised
@@ -31,9 +31,9 @@ def convert(lora: Mapping[str, Tensor], format: str = "kohya", dtype: str = "fp3
     Raises ValueError if the format can't represent an update, or the dtype a value.
     """
     if format not in FORMATS:
-        raise ValueError(f"format is {shown(format)}; choose one of {', '.join(FORMATS)}.")
+        raise ValueError(f"format is {quoted(format)}; choose one of {', '.join(FORMATS)}.")
     if dtype not in DTYPES:
-        raise ValueError(f"dtype is {shown(dtype)}; choose one of {', '.join(DTYPES)}.")
+        raise ValueError(f"dtype is {quoted(dtype)}; choose one of {', '.join(DTYPES)}.")
     model = normalised(lora)
     table = model.table()
     layouts: dict[str, Layout] = {
@@ -137,7 +137,7 @@ def _native(model: LoraModel, flat: str, format: str) -> str:
     name = model.name(flat)
     if name is None:
         raise ValueError(
-            f"format {format} needs the module's own name, which {shown(flat)} does not tell; choose kohya."
+            f"format {format} needs the module's own name, which {quoted(flat)} does not tell; choose kohya."
         )
     return name
 

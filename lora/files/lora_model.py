@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ...common.text import shown
+from ...common.text import quoted
 from ...common.untrusted.budgets import METADATA
 from ...common.untrusted.json_text import parse_json
 from ...models.name_table import NameTable, flat_name, read_recorded, uncompiled
@@ -166,7 +166,7 @@ def normalised(lora: Mapping[str, Tensor]) -> LoraModel:
     names: dict[str, str] = dict(lora.names) if isinstance(lora, LoraModel) else {}
     for key, tensor in lora.items():
         if not isinstance(tensor, Tensor):
-            raise ValueError(f"lora holds a {type(tensor).__name__} as {shown(key)}; {_AGAIN}.")
+            raise ValueError(f"lora holds a {type(tensor).__name__} as {quoted(key)}; {_AGAIN}.")
         module, suffix = _split(uncompiled(key))
         if module.startswith("diffusion_model."):
             native = module.removeprefix("diffusion_model.")
@@ -174,7 +174,7 @@ def normalised(lora: Mapping[str, Tensor]) -> LoraModel:
             names[flat_name(native)] = native
         elif not module.startswith(PREFIX):
             raise ValueError(
-                f"lora holds {shown(key)}, which isn't a diffusion model key in kohya's or ComfyUI's naming; connect "
+                f"lora holds {quoted(key)}, which isn't a diffusion model key in kohya's or ComfyUI's naming; connect "
                 "the LORA_MODEL of a training node."
             )
         tensors[f"{module}.{suffix}"] = tensor.detach().contiguous()

@@ -63,7 +63,7 @@ class Patch:
     function: Change | None = None
 
     @classmethod
-    def of(cls, target: Target, content: Any) -> tuple[str, "Patch"]:
+    def from_entry(cls, target: Target, content: Any) -> tuple[str, "Patch"]:
         """Return (the weight's key, the patch) for an entry of ComfyUI's reader."""
         if isinstance(target, str):
             return target, cls(content)
@@ -154,12 +154,12 @@ class Patch:
         weight: the complete one, fp32, modified in place."""
         used = isinstance(self.content, tuple) and self.content[0] == "set"
 
-        def seen(update: Tensor) -> Tensor:
+        def record_use(update: Tensor) -> Tensor:
             nonlocal used
             used = True
             return update if self.function is None else self.function(update)
 
-        return comfy.lora.calculate_weight([(1.0, self.content, 1.0, self.place, seen)], weight, ""), used
+        return comfy.lora.calculate_weight([(1.0, self.content, 1.0, self.place, record_use)], weight, ""), used
 
 
 def _unknown(content: Any) -> str | None:

@@ -36,14 +36,14 @@ class ReadLora:
 
     modules: tensors by suffix, of the layers whose patches are those of one adapter or all low-rank.
     patches: of the weight of each trainable layer, by its native name, in the order in which ComfyUI applies them.
-    others: other weights (norms, biases, convolutions outside U-Nets).
+    other_weights: norms, biases, convolutions outside U-Nets.
     text_encoder: the number of keys for the text encoder.
     unknown: keys that match no module of this model.
     """
 
     modules: dict[str, Parts]
     patches: dict[str, list[Patch]]
-    others: tuple[str, ...]
+    other_weights: tuple[str, ...]
     text_encoder: int
     unknown: tuple[str, ...]
 
@@ -64,7 +64,7 @@ def read_patches(lora: Mapping[str, Tensor], family: Family, model: Any) -> tupl
     except KeyError as error:
         raise DoesNotFit(f"it holds only a part of an update: {error.args[0]} is missing") from error
     for target, content in patches.items():
-        key, patch = Patch.of(target, content)
+        key, patch = Patch.from_entry(target, content)
         patch.check_known(name_of(key))
     # All adapters share one set, in which ComfyUI collects the keys that it has read.
     used: set[str] = next((patch.loaded_keys for patch in patches.values() if hasattr(patch, "loaded_keys")), set())
@@ -79,7 +79,7 @@ def read_lora(lora: Mapping[str, Tensor], family: Family, model: Any) -> ReadLor
     patches: dict[str, list[Patch]] = {}
     other_names: list[str] = []
     for target, content in weight_patches.items():
-        key, patch = Patch.of(target, content)
+        key, patch = Patch.from_entry(target, content)
         name = layer_of(key)
         if key.endswith(".weight") and name in shapes:
             patches.setdefault(name, []).append(patch)

@@ -80,15 +80,15 @@ H100_RATES = KernelRates(740e12, 632e12, 513e12, 3.0e12)
 class BlockWork:
     """Work of a compiled block in a step without recompute.
 
-    For a plan: `block_work` makes it from counted FLOP, and `rates.seconds` of `forward` and of `again(...) + backward`
-    are a block's forward and backward seconds. With rates `scaled` to match a timed forward, the backward and every
-    kind of checkpointing follow.
+    For a plan: `block_work` makes it from counted FLOP, and `rates.seconds` of `forward` and of
+    `recompute_work(...) + backward` are a block's forward and backward seconds. With rates `scaled` to match a timed
+    forward, the backward and every kind of checkpointing follow.
     """
 
     forward: KernelWork
     backward: KernelWork
 
-    def again(self, checkpointing: str, budget: float) -> KernelWork:
+    def recompute_work(self, checkpointing: str, budget: float) -> KernelWork:
         """Return the work recomputed before the backward.
 
         checkpointing: none, selective or full, of the compiled block.
@@ -107,10 +107,10 @@ class EagerBlockWork(BlockWork):
     """Work of an eager block: selective checkpointing saves the results of attention and of a part of the matmuls, and
     recomputes all other kernels."""
 
-    def again(self, checkpointing: str, budget: float) -> KernelWork:
-        """Return the work recomputed before the backward, see `BlockWork.again`."""
+    def recompute_work(self, checkpointing: str, budget: float) -> KernelWork:
+        """Return the work recomputed before the backward, see `BlockWork.recompute_work`."""
         if checkpointing != "selective":
-            return super().again(checkpointing, budget)
+            return super().recompute_work(checkpointing, budget)
         attention = 0.0 if budget > 0 else self.forward.attention
         return KernelWork(self.forward.products * (1 - budget), attention, bytes=self.forward.bytes)
 

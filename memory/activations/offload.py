@@ -25,7 +25,7 @@ class _Offloaded:
 
     def __init__(self, offload: "ActivationOffload", tensor: Tensor, turn: int):
         self.turn = turn
-        layout = Layout.of([("", tensor)])
+        layout = Layout.from_tensors([("", tensor)])
         self.field, self.device, self.size = layout.fields[0], tensor.device, layout.size
         self.buffer = offload.buffer(layout.size)
         self.bytes = tensor.numel() * tensor.element_size()
@@ -109,7 +109,7 @@ class ActivationOffload:
     def _store(self, tensor: Tensor, turn: int) -> _Offloaded:
         offloaded = _Offloaded(self, tensor, turn)
         source = tensor.detach()
-        self._storing.append((turn, source, self._copy(offloaded.field.on(offloaded.buffer), source)))
+        self._storing.append((turn, source, self._copy(offloaded.field.tensor_in(offloaded.buffer), source)))
         self._offloaded[turn].append(weakref.ref(offloaded))
         self.bytes_out += offloaded.bytes
         return offloaded
@@ -117,9 +117,9 @@ class ActivationOffload:
     def _fetch(self, offloaded: _Offloaded) -> tuple[Tensor, Any]:
         """Return the tensor on the device and the event to wait for; start the copy unless it was prefetched."""
         if offloaded.fetched is None:
-            device_copy = offloaded.field.on(empty_bytes(offloaded.size, offloaded.device))
+            device_copy = offloaded.field.tensor_in(empty_bytes(offloaded.size, offloaded.device))
             self._fetching[id(offloaded)] = device_copy
-            offloaded.fetched = device_copy, self._copy(device_copy, offloaded.field.on(offloaded.buffer))
+            offloaded.fetched = device_copy, self._copy(device_copy, offloaded.field.tensor_in(offloaded.buffer))
             self.bytes_in += offloaded.bytes
         return offloaded.fetched
 

@@ -43,7 +43,7 @@ class _Call:
         anchor = torch.empty(0, requires_grad=True)
         self.inputs: Any = _SavedInputs.apply(anchor, *(args[i] for i in self.places))
         self.kinds: list[tuple[torch.Size, torch.dtype]] = []
-        self.again: list[Tensor | None] | None = None
+        self.recomputed: list[Tensor | None] | None = None
 
     def number(self, tensor: Tensor) -> int:
         """Pack hook: record a tensor's shape and dtype in place of saving it."""
@@ -52,17 +52,17 @@ class _Call:
 
     def tensor(self, number: int) -> Tensor:
         """Unpack hook: return the tensor of this number, once; backward asks for each only once."""
-        if self.again is None:
+        if self.recomputed is None:
             self._run_again()
-        assert self.again is not None
-        recomputed, self.again[number] = self.again[number], None
+        assert self.recomputed is not None
+        recomputed, self.recomputed[number] = self.recomputed[number], None
         assert recomputed is not None, (
             "the second run of a checkpointed block saved less than its first, or is asked twice"
         )
         return recomputed
 
     def _run_again(self) -> None:
-        args, self.again = self.args, []
+        args, self.recomputed = self.args, []
         for i, tensor in zip(self.places, self.inputs.grad_fn.saved_tensors, strict=True):
             args[i] = tensor
         self.args, self.inputs = [], None
@@ -71,14 +71,14 @@ class _Call:
                 self.run(*args)
         except _Done:
             pass
-        self.again += [None] * (len(self.kinds) - len(self.again))
+        self.recomputed += [None] * (len(self.kinds) - len(self.recomputed))
 
     def _keep(self, tensor: Tensor) -> None:
-        assert self.again is not None
-        matches = self.kinds[len(self.again)] == (tensor.shape, tensor.dtype)
+        assert self.recomputed is not None
+        matches = self.kinds[len(self.recomputed)] == (tensor.shape, tensor.dtype)
         assert matches, "the second run of a checkpointed block saves other tensors than its first"
-        self.again.append(tensor.detach() if tensor.requires_grad else tensor)
-        if len(self.again) == len(self.kinds):
+        self.recomputed.append(tensor.detach() if tensor.requires_grad else tensor)
+        if len(self.recomputed) == len(self.kinds):
             raise _Done
 
 

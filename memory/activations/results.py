@@ -14,12 +14,12 @@ class ResultBytes(TorchDispatchMode):
 
     attention: results of attention (including its log-sum-exp), which selective checkpointing always saves.
     products: results of matmuls, of which it saves a part.
-    moved: bytes that all other ops read and write.
+    other_bytes: bytes that all other ops read and write.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention = self.products = self.moved = 0
+        self.attention = self.products = self.other_bytes = 0
         self._attention, self._products = attention_ops(), matmul_ops()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -31,8 +31,8 @@ class ResultBytes(TorchDispatchMode):
             self.products += sum(map(_bytes, results))
         else:
             read = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
-            if op._schema.is_mutable or not _shared(results, read):
-                self.moved += sum(map(_bytes, (*read, *results)))
+            if op._schema.is_mutable or not _is_view(results, read):
+                self.other_bytes += sum(map(_bytes, (*read, *results)))
         return out
 
 
@@ -40,7 +40,7 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _shared(results: list[Tensor], read: list[Tensor]) -> bool:
+def _is_view(results: list[Tensor], read: list[Tensor]) -> bool:
     """Return True if a result is a view of a tensor that was read."""
     places = {tensor.untyped_storage()._cdata for tensor in read}
     return any(tensor.untyped_storage()._cdata in places for tensor in results)

@@ -29,7 +29,7 @@ class Field:
     stride: tuple[int, ...]
     dtype: torch.dtype
 
-    def on(self, buffer: Tensor) -> Tensor:
+    def tensor_in(self, buffer: Tensor) -> Tensor:
         """Make the tensor over the memory of `buffer`; no view in autograd's sense, so it is not tied to the buffer."""
         with torch.inference_mode(False):
             tensor = torch.empty(0, dtype=self.dtype, device=buffer.device)
@@ -45,7 +45,7 @@ class Layout:
     size: int
 
     @staticmethod
-    def of(tensors: Iterable[tuple[str, Tensor]]) -> "Layout":
+    def from_tensors(tensors: Iterable[tuple[str, Tensor]]) -> "Layout":
         """Lay out plain tensors, passed with their names."""
         fields, end = [], 0
         for name, tensor in tensors:
@@ -70,7 +70,7 @@ class ScatteredBuffer:
     def copy_to(self, buffer: Tensor) -> None:
         """Copy all tensors into a flat buffer of `numel` bytes."""
         for field, tensor in zip(self.layout.fields, self.tensors, strict=True):
-            field.on(buffer).copy_(tensor)
+            field.tensor_in(buffer).copy_(tensor)
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ...common.gguf_tensor import as_stored, is_gguf, over
+from ...common.gguf_tensor import as_stored, is_gguf, with_memory
 from .flat_buffer import ALIGNMENT, Layout, ScatteredBuffer, empty_bytes, trim_heap
 
 SMALL_PART = 64  # tensors below a 64th of their block's bytes are small: a bias, a norm, a scale
@@ -90,15 +90,15 @@ def with_parts(tensor: Tensor, parts: list[Tensor]) -> Tensor:
         return _rewrapped(tensor, parts, tensor.is_inference())
     with torch.inference_mode(False):
         if is_gguf(tensor):
-            return over(tensor, parts[0])
-        rebuilt = _over(tensor, iter(parts))
+            return with_memory(tensor, parts[0])
+        rebuilt = _unflatten(tensor, iter(parts))
         return nn.Parameter(rebuilt, requires_grad=False) if isinstance(tensor, nn.Parameter) else rebuilt
 
 
 def _rewrapped(tensor: Tensor, parts: list[Tensor], inference: bool) -> Tensor:
     """Make a quantised weight over other parts, under inference mode or outside it."""
     with torch.inference_mode(inference):
-        rebuilt = _over(tensor, iter(parts))
+        rebuilt = _unflatten(tensor, iter(parts))
         # As `nn.Parameter` does for tensor subclasses, but without its `detach`, in which a quantised tensor copies its
         # scales; they have to remain the given parts.
         rebuilt._is_param = isinstance(tensor, nn.Parameter)  # type: ignore[attr-defined]
@@ -120,11 +120,11 @@ def restore_inference_mode(model: nn.Module) -> None:
             ref.table[ref.attribute] = _rewrapped(tensor, parts_of(tensor), inference=True)
 
 
-def _over(tensor: Tensor, parts: Iterator[Tensor]) -> Tensor:
+def _unflatten(tensor: Tensor, parts: Iterator[Tensor]) -> Tensor:
     if not is_traceable_wrapper_subclass(tensor):
         return next(parts)
     names, context = tensor.__tensor_flatten__()
-    inner = {name: _over(getattr(tensor, name), parts) for name in names}
+    inner = {name: _unflatten(getattr(tensor, name), parts) for name in names}
     return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
 
 
@@ -157,7 +157,7 @@ def shared_flat(refs: Sequence[WeightRef], layout: Layout, keep: Collection[str]
     with torch.inference_mode(False):
         flat = torch.empty(0, dtype=torch.uint8).set_(storage, offset, (layout.size,), (1,))
     for field, part in outside:
-        field.on(flat).copy_(part)
+        field.tensor_in(flat).copy_(part)
     return flat
 
 
@@ -181,7 +181,7 @@ def into_flat(
         assert tensor is not None
         parts = []
         for part in parts_of(tensor):
-            target = next(fields).on(flat)
+            target = next(fields).tensor_in(flat)
             # ComfyUI leaves weights missing from the file on the meta device until the load, which fills in zeros.
             target.zero_() if part.is_meta else target.copy_(part)
             parts.append(target)

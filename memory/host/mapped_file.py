@@ -97,13 +97,13 @@ class MappedWeights:
     def __init__(self, refs: Iterable[WeightRef]):
         maps = FileMaps()
         weights = [(ref, parts_of(tensor)) for ref in refs if (tensor := ref.tensor()) is not None]
-        self.held = {ref.key: (ref, parts) for ref, parts in weights if maps.holds(parts[0])}
+        self.entries = {ref.key: (ref, parts) for ref, parts in weights if maps.holds(parts[0])}
 
     def __contains__(self, key: str) -> bool:
-        return key in self.held
+        return key in self.entries
 
     def __len__(self) -> int:
-        return len(self.held)
+        return len(self.entries)
 
     def restore(self, replaced: Collection[str], device_type: str | None = None) -> None:
         """Point the modules at the file's memory again.
@@ -111,7 +111,7 @@ class MappedWeights:
         replaced: keys to leave as they are, such as currently patched ones. device_type: restore only weights on
         devices of this type.
         """
-        for key, (ref, parts) in self.held.items():
+        for key, (ref, parts) in self.entries.items():
             tensor = ref.tensor()
             if tensor is None or key in replaced or (device_type is not None and tensor.device.type != device_type):
                 continue
@@ -122,15 +122,15 @@ class MappedWeights:
 
     def drop_replaced(self, replaced: Collection[str]) -> None:
         """Drop weights that another node has permanently replaced; they are never restored."""
-        for key, (ref, parts) in list(self.held.items()):
+        for key, (ref, parts) in list(self.entries.items()):
             tensor = ref.tensor()
             displaced = tensor is not None and (tensor.device.type != "cpu" or key in replaced)
             if not displaced and (tensor is None or parts_of(tensor)[0].data_ptr() != parts[0].data_ptr()):
-                del self.held[key]
+                del self.entries[key]
 
     def copy_out(self, key: str) -> None:
         """Copy this weight into memory of its own if it is in the file now."""
-        ref, parts = self.held.get(key, (None, []))
+        ref, parts = self.entries.get(key, (None, []))
         tensor = None if ref is None else ref.tensor()
         if ref is not None and tensor is not None and parts_of(tensor)[0].data_ptr() == parts[0].data_ptr():
             ref.table[ref.attribute] = with_parts(tensor, [part.clone() for part in parts])
@@ -148,7 +148,7 @@ class KeepMapped(TorchFunctionMode):
         super().__init__()
         self.maps: FileMaps | None = None
         self.lazy_loading = lazy_loading_code()
-        self.kept, self.copied = 0, 0  # bytes
+        self.mapped_bytes, self.copied_bytes = 0, 0
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -157,26 +157,26 @@ class KeepMapped(TorchFunctionMode):
 
     def message(self) -> str | None:
         """Return a sentence for the user if more bytes were copied than stayed in the file, else None."""
-        if self.copied <= self.kept:
+        if self.copied_bytes <= self.mapped_bytes:
             return None
         return (
             "This ComfyUI loads the model's weights in an unknown way, so they can't be read from the file as "
-            f"needed: they take {self.copied / 2**30:.2f} GB of RAM. If that's too much, start ComfyUI with "
+            f"needed: they take {self.copied_bytes / 2**30:.2f} GB of RAM. If that's too much, start ComfyUI with "
             "--disable-dynamic-vram."
         )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.copy_ and type(args[0]) is nn.Parameter and self._can_stay(args[-1], args[0]):
             args[0].data = args[-1]
-            self.kept += args[-1].nbytes
+            self.mapped_bytes += args[-1].nbytes
             return args[0]
         # A Linear created while dynamic VRAM is on has no memory yet and clones the file's weight.
         if func is torch.Tensor.clone and sys._getframe(1).f_globals.get("__name__") == "comfy.ops":
             if self._can_stay(args[0], args[0]):
                 if sys._getframe(1).f_code is self.lazy_loading:
-                    self.kept += args[0].nbytes
+                    self.mapped_bytes += args[0].nbytes
                     return args[0]
-                self.copied += args[0].nbytes
+                self.copied_bytes += args[0].nbytes
         return func(*args, **(kwargs or {}))
 
     def _can_stay(self, source: Any, target: Tensor) -> bool:
@@ -231,5 +231,5 @@ def _leave_hooked(patcher: Any, *_: Any) -> None:
     keys = {key for patches in patcher.hook_patches.values() for key in patches}
     keys -= swap.keys if swap is not None else set()  # those are patched in their slots
     mapped = MappedWeights(ref for ref in weight_refs("", patcher.model) if ref.key in keys)
-    for key in mapped.held:
+    for key in mapped.entries:
         mapped.copy_out(key)

@@ -215,7 +215,7 @@ def link_bandwidth(device: torch.device) -> float:
     Without a GPU, copies within host memory are measured.
     """
     size = TRIAL_BYTES.get(device.type, TRIAL_BYTES["cpu"])
-    device_buffer = _there(size, device)
+    device_buffer = _trial_buffer(size, device)
     host = host_bytes(len(device_buffer), device.type == "cuda").fill_(1)
     seconds = min(_copy_seconds(device_buffer, host) for _ in range(3))
     if not unlock(host):
@@ -224,7 +224,7 @@ def link_bandwidth(device: torch.device) -> float:
     return len(device_buffer) / seconds
 
 
-def _there(size: int, device: torch.device) -> Tensor:
+def _trial_buffer(size: int, device: torch.device) -> Tensor:
     """Allocate `size` bytes on the device, or fewer if it is nearly full."""
     while True:
         try:

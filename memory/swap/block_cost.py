@@ -79,12 +79,12 @@ def block_seconds(block: BlockCost, checkpointing: str | None, budget: float) ->
     """Return seconds of (forward, backward with recompute)."""
     if checkpointing is None:
         return block.forward, 0.0
-    return block.forward, block.backward + _again(block, checkpointing, budget) * block.forward
+    return block.forward, block.backward + _recompute_fraction(block, checkpointing, budget) * block.forward
 
 
-def _again(block: BlockCost, checkpointing: str, budget: float) -> float:
+def _recompute_fraction(block: BlockCost, checkpointing: str, budget: float) -> float:
     """Return the recompute time as a fraction of the forward's seconds."""
     if block.work is None:
         return {"none": 0.0, "selective": 1 - budget, "full": 1.0}[checkpointing]
     # The rates of another card differ by about one common factor, which the timed forward already includes.
-    return H100_RATES.seconds(block.work.again(checkpointing, budget)) / H100_RATES.seconds(block.work.forward)
+    return H100_RATES.seconds(block.work.recompute_work(checkpointing, budget)) / H100_RATES.seconds(block.work.forward)

@@ -35,7 +35,7 @@ def host_copies_retained(patcher: ModelPatcher) -> Iterator[None]:
             swap.keep_in_place = False
         for ref, original in originals:
             tensor = ref.tensor()
-            if tensor is None or not _moved(parts_of(tensor), original):
+            if tensor is None or not _is_relocated(parts_of(tensor), original):
                 continue
             if is_traceable_wrapper_subclass(tensor) or is_gguf(tensor):
                 ref.table[ref.attribute] = with_parts(tensor, original)
@@ -50,7 +50,7 @@ def _on_host(patcher: ModelPatcher) -> list[tuple[WeightRef, list[Tensor]]]:
     return [(ref, parts) for ref, parts in weights if all(part.device.type == "cpu" for part in parts)]
 
 
-def _moved(current: list[Tensor], original: list[Tensor]) -> bool:
+def _is_relocated(current: list[Tensor], original: list[Tensor]) -> bool:
     """Return True if the parts match in device, dtype and shape but not in memory."""
     kinds = [[(part.device, part.dtype, part.shape) for part in parts] for parts in (current, original)]
     return kinds[0] == kinds[1] and any(n.data_ptr() != p.data_ptr() for n, p in zip(current, original, strict=True))

@@ -75,7 +75,7 @@ class SwappedBlocks:
         self.modules = {id(module) for block in self.blocks.values() for module in block.modules()}
         self.refs = [weight_refs(name, block) for name, block in self.blocks.items()]
         self.keys = {ref.key for refs in self.refs for ref in refs}
-        self.layouts = [Layout.of(plain_tensors(refs)) for refs in self.refs]
+        self.layouts = [Layout.from_tensors(plain_tensors(refs)) for refs in self.refs]
         # A quantised weight consists of several tensors.
         self.quantised = any(len(lay.fields) > len(p) for lay, p in zip(self.layouts, self.refs, strict=True))
         outside = [p for p in weight_refs("", base) if id(p.owner) not in self.modules] if from_file else []
@@ -90,7 +90,7 @@ class SwappedBlocks:
     def __del__(self) -> None:
         self.release()
 
-    def on(self, base: nn.Module) -> "SwappedBlocks":
+    def for_model(self, base: nn.Module) -> "SwappedBlocks":
         """Return the blocks of the same names in another model."""
         blocks = {name: base.get_submodule(name) for name in self.blocks}
         return SwappedBlocks(base, blocks, self.prefetch, self.pinned, self.from_file, self.automatic)
@@ -345,5 +345,5 @@ def _over_slot(refs: list[WeightRef], layout: Layout, slot: Tensor) -> list[Tens
     for ref in refs:
         tensor = ref.tensor()
         assert tensor is not None
-        tensors.append(with_parts(tensor, [next(fields).on(slot) for _ in parts_of(tensor)]))
+        tensors.append(with_parts(tensor, [next(fields).tensor_in(slot) for _ in parts_of(tensor)]))
     return tensors

@@ -45,7 +45,7 @@ class SwapPatcher(PartialPatcher):
     def clone(self, *args: Any, **kwargs: Any) -> "ModelPatcher":
         clone = super().clone(*args, **kwargs)
         if clone.model is not self.model:
-            clone.set_attachments(KEY, self.swap.on(clone.model))
+            clone.set_attachments(KEY, self.swap.for_model(clone.model))
         return clone
 
     def __del__(self) -> None:

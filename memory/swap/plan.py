@@ -120,7 +120,7 @@ class SwapPlan:
         return asdict(self) | {"swapped": sorted(self.swapped)}
 
     @staticmethod
-    def of(plain: Mapping[str, Any]) -> "SwapPlan":
+    def from_plain(plain: Mapping[str, Any]) -> "SwapPlan":
         """Make a plan from the result of `plain`."""
         return SwapPlan(**{**plain, "swapped": frozenset(plain["swapped"])})
 

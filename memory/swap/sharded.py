@@ -32,8 +32,8 @@ class Peers(Protocol):
     count: int
     place: int
 
-    def gather(self, into: Tensor, piece: Tensor) -> None:
-        """Queue a gather of all ranks' pieces on the current stream. into: (count·n,), piece: (n,), bytes."""
+    def gather(self, output: Tensor, piece: Tensor) -> None:
+        """Queue a gather of all ranks' pieces on the current stream. output: (count·n,), piece: (n,), bytes."""
         ...
 
     def meet(self, wish: str, fresh: bool) -> list[tuple[str, bool]]:
@@ -84,8 +84,8 @@ class ShardedRing(SlotRing):
     flat_weights: list[ShardedBuffer]  # type: ignore[assignment]
 
     def __init__(self, pieces: Sequence[ShardedBuffer], device: torch.device, prefetch: int, peers: Peers):
-        self.peers, self.fresh, self.over = peers, True, False
-        self.direction, self.at = "", 0  # current sweep, and the number of its blocks brought to slots
+        self.peers, self.fresh, self.has_left = peers, True, False
+        self.direction, self.position = "", 0  # current sweep, and the number of its blocks brought to slots
         super().__init__(pieces, device, prefetch, stream=GatherStream(device, peers))  # type: ignore[arg-type]
 
     def invalidate(self) -> None:
@@ -111,7 +111,7 @@ class ShardedRing(SlotRing):
 
     def _reach(self, direction: str, number: int, j: int) -> None:
         """Bring block j, the `number`th of a sweep in this direction, to its slot."""
-        if direction != self.direction or number < self.at - 1:
+        if direction != self.direction or number < self.position - 1:
             self._end_sweep()
             while self._meet(direction) != direction:
                 self._end_sweep()
@@ -130,21 +130,21 @@ class ShardedRing(SlotRing):
                 raise OutOfMemoryElsewhere("Another device is out of memory.")
             return SMALLER
         direction = next((candidate for candidate in (FORWARD, BACKWARD) if candidate in wishes), DONE)
-        self.direction, self.at = ("" if direction == DONE else direction), 0
+        self.direction, self.position = ("" if direction == DONE else direction), 0
         return direction
 
     def _walk(self, end: int) -> None:
         """Bring the sweep's first `end` blocks to their slots, and prefetch those after them."""
         blocks, back = len(self.flat_weights), self.direction == BACKWARD
-        while self.at < end:
-            for number in range(self.at, min(blocks, self.at + 1 + self.prefetch)):
+        while self.position < end:
+            for number in range(self.position, min(blocks, self.position + 1 + self.prefetch)):
                 self._copy(blocks - 1 - number if back else number)
-            self.at += 1
+            self.position += 1
 
     def _end_sweep(self) -> None:
         if self.direction:
             self._walk(len(self.flat_weights))
-            self.direction, self.at = "", 0
+            self.direction, self.position = "", 0
 
     def end_work(self) -> None:
         """Take part in the other ranks' sweeps until no rank has anything to compute."""
@@ -160,8 +160,8 @@ class ShardedRing(SlotRing):
 
     def leave(self) -> None:
         """Leave the other ranks, who will not begin another sweep; the current one is finished with them."""
-        if not self.over:
-            self.over = True
+        if not self.has_left:
+            self.has_left = True
             try:
                 self._end_sweep()
             except BaseException:
@@ -224,7 +224,7 @@ def _piece(refs: Sequence[WeightRef], layout: Layout, device: torch.device, peer
         assert tensor is not None
         if field.offset < first + size and field.offset + tensor.nbytes > first:
             (part,) = parts_of(tensor)
-            field.on(flat).copy_(torch.zeros_like(part, device="cpu") if part.is_meta else part)
+            field.tensor_in(flat).copy_(torch.zeros_like(part, device="cpu") if part.is_meta else part)
         ref.table[ref.attribute] = None
         del tensor
     piece = empty_bytes(size, device)

@@ -51,7 +51,7 @@ class BlockSwap:
 
     def _make_ring(self, device: torch.device, prefetch: int, pinned: bool, in_place: bool) -> SlotRing:
         flat_weights = [
-            scattered(refs, layout) if in_place else into_flat(refs, layout, pinned, self._moved, later=True)
+            scattered(refs, layout) if in_place else into_flat(refs, layout, pinned, self._record_move, later=True)
             for refs, layout in zip(self.refs, self.layouts, strict=True)
         ]
         ring = SlotRing(flat_weights, device, prefetch)
@@ -68,7 +68,7 @@ class BlockSwap:
         self.ring.take()
         for j, (refs, layout) in enumerate(zip(self.refs, self.layouts, strict=True)):
             for ref, field in zip(refs, layout.fields, strict=True):
-                ref.table[ref.attribute] = field.on(self.ring.slot_of(j))
+                ref.table[ref.attribute] = field.tensor_in(self.ring.slot_of(j))
 
     def release(self, last: bool = False) -> None:
         """Free the slots; the flat weights stay. last: the slots will not be allocated again."""
@@ -94,7 +94,7 @@ class BlockSwap:
             unlocked = unlock(weights)
             if unlocked and foreign < layout.size // SMALL_PART:
                 continue
-            tensors = ((ref, field.on(weights)) for ref, field in pairs if not self._is_foreign(ref))
+            tensors = ((ref, field.tensor_in(weights)) for ref, field in pairs if not self._is_foreign(ref))
             leave_flat(tensors, lambda *_: True, _relocate)
             if not unlocked:
                 del weights
@@ -103,7 +103,7 @@ class BlockSwap:
     def _is_foreign(self, ref: WeightRef) -> bool:
         return (id(ref.owner), ref.attribute) in self._foreign
 
-    def _moved(self, ref: WeightRef, tensor: Tensor, parts: list[Tensor]) -> None:
+    def _record_move(self, ref: WeightRef, tensor: Tensor, parts: list[Tensor]) -> None:
         """Record that a frozen buffer moved into a flat one; from here on it is read from its slot."""
         if _relocate(ref, tensor, parts):
             self._foreign.add((id(ref.owner), ref.attribute))
@@ -137,13 +137,13 @@ def _frozen_places(block: nn.Module) -> list[WeightRef]:
 
 
 def _layout(refs: Sequence[WeightRef]) -> Layout:
-    return Layout.of((ref.key, tensor) for ref in refs if (tensor := ref.tensor()) is not None)
+    return Layout.from_tensors((ref.key, tensor) for ref in refs if (tensor := ref.tensor()) is not None)
 
 
 def _relocate(ref: WeightRef, tensor: Tensor, parts: list[Tensor]) -> bool | None:
     """Notify the owning module of the buffer's new host memory; True if the MODEL's own weight differs from it."""
     assert isinstance(ref.owner, FrozenModule)
-    return ref.owner.moved(ref.attribute, tensor, parts[0])
+    return ref.owner.record_move(ref.attribute, tensor, parts[0])
 
 
 class _BeforeBackward(torch.autograd.Function):

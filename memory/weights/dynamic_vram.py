@@ -15,7 +15,7 @@ from ...common.core import can_leave_dynamic_vram, clone_without_dynamic_vram, i
 from ..host.mapped_file import KeepMapped, copy_into_ram, protect_from_hooks
 
 # A model under dynamic VRAM → the state from which its clones share one model loaded without it.
-_without: "WeakKeyDictionary[nn.Module, Any]" = WeakKeyDictionary()
+_loaded_states: "WeakKeyDictionary[nn.Module, Any]" = WeakKeyDictionary()
 
 
 def without_dynamic_vram(patcher: ModelPatcher) -> ModelPatcher | None:
@@ -35,10 +35,10 @@ def _loaded_without(patcher: ModelPatcher) -> ModelPatcher | None:
     # As the executor loads: quantised weights created outside inference mode can't be moved under it.
     with torch.inference_mode():
         with KeepMapped():
-            clone, loaded = clone_without_dynamic_vram(patcher, _without.get(patcher.model))
+            clone, loaded = clone_without_dynamic_vram(patcher, _loaded_states.get(patcher.model))
         cast_as_asked(clone.model)
         copy_into_ram(clone.model)
-    _without[patcher.model] = loaded
+    _loaded_states[patcher.model] = loaded
     return clone
 
 

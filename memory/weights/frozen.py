@@ -127,7 +127,7 @@ class FrozenWeights:
         dtype = intended_dtype(owner, "weight") or weight.dtype
         return weight.nbytes if weight.dtype in WIDE and dtype in WIDE else None
 
-    def moved(self, name: str, source: Tensor, target: Tensor) -> bool:
+    def record_move(self, name: str, source: Tensor, target: Tensor) -> bool:
         """Point ComfyUI's module at its weight in `target`, so that the host holds it once.
 
         source: the tensor that the weight, or the stored part of a quantised one, was read as. Returns True if it is
@@ -299,7 +299,7 @@ def _leave_shared_flat(refs: Sequence[WeightRef], patched: Collection[str]) -> N
 
     Matrices stay in it. Small tensors leave, as each would keep the whole buffer alive.
     """
-    layout = Layout.of(plain_tensors(refs))
+    layout = Layout.from_tensors(plain_tensors(refs))
     if not refs or shared_flat(refs, layout) is None:
         return
     weights = ((ref, tensor) for ref in refs if (tensor := ref.tensor()) is not None)

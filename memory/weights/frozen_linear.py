@@ -165,7 +165,7 @@ class FrozenLinear(NamedTuple):
             meter.add(False, low_linear(x, self.weight, self._scale, None, self.layout, products), y)
 
         def measure_back(dy: Tensor) -> None:
-            low = low_input_grad(dy, self.weight, self._scale, products.backward, products.turned)
+            low = low_input_grad(dy, self.weight, self._scale, products.backward, products.hadamard_size)
             meter.add(True, low, plain.apply_transposed(dy.reshape(-1, dy.shape[-1])).view(x.shape))
 
         if y.requires_grad:
@@ -211,15 +211,15 @@ class FrozenLinear(NamedTuple):
     def to(self, device: torch.device) -> "FrozenLinear":
         """Return the same weights on another device."""
 
-        def moved(tensor: Tensor | None) -> Tensor | None:
+        def move(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device)
 
         return self._replace(
             weight=self.weight.to(device),
-            scale=moved(self.scale),
-            bias=moved(self.bias),
+            scale=move(self.scale),
+            bias=move(self.bias),
             parts=tuple(part.to(device) for part in self.parts),
-            pre_quant_scale=moved(self.pre_quant_scale),
+            pre_quant_scale=move(self.pre_quant_scale),
         )
 
 

@@ -38,12 +38,12 @@ class Products(NamedTuple):
 
     forward: of x and the weight, FULL, INT8 or FP8.
     backward: of dy and the weight.
-    turned: size of the Hadamard matrices that the stored weight is rotated by (ConvRot), 0 without rotation.
+    hadamard_size: size of the Hadamard matrices that the stored weight is rotated by (ConvRot), 0 without rotation.
     """
 
     forward: str = FULL
     backward: str = FULL
-    turned: int = 0
+    hadamard_size: int = 0
 
 
 class ErrorMeter:
@@ -251,7 +251,7 @@ def _(x, codes, steps, weight, *_):
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.set_materialize_grads(False)
     weight, scale = inputs[3:5]
-    ctx.layout, _, ctx.backward, ctx.turned = inputs[6:]
+    ctx.layout, _, ctx.backward, ctx.hadamard_size = inputs[6:]
     ctx.save_for_backward(weight, scale)
 
 
@@ -261,7 +261,7 @@ def _input_grad(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, *none
     weight, scale = ctx.saved_tensors
     if ctx.backward != FULL:
-        return low_input_grad(grad, weight, scale, ctx.backward, ctx.turned), *none
+        return low_input_grad(grad, weight, scale, ctx.backward, ctx.hadamard_size), *none
     if ctx.layout is None:
         return torch.ops.tessera.stored_linear_input_grad(grad, weight, scale), *none
     return torch.ops.tessera.quantised_linear_input_grad(grad, [weight, scale], ctx.layout), *none

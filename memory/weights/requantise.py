@@ -46,26 +46,26 @@ class Requantised:
     """Statistics of weights quantised to 8 bit.
 
     count, unturned: numbers of weights quantised, and of int8 ones whose width no Hadamard matrix divides.
-    before, after: bytes of the quantised weights before and after.
-    left: names of weights that are unchanged, by reason.
+    bytes_before, bytes_after: bytes of the quantised weights before and after.
+    skipped: names of weights that are unchanged, by reason.
     """
 
     count: int = 0
     unturned: int = 0
-    before: int = 0
-    after: int = 0
-    left: dict[str, list[str]] = field(default_factory=dict)
+    bytes_before: int = 0
+    bytes_after: int = 0
+    skipped: dict[str, list[str]] = field(default_factory=dict)
 
     def notes(self, base: str, took: str = "") -> Iterator[str]:
         """Yield sentences for the user. took: the duration, in words."""
-        gain = f"{self.before / 2**30:.2f} GiB became {self.after / 2**30:.2f} GiB"
+        gain = f"{self.bytes_before / 2**30:.2f} GiB became {self.bytes_after / 2**30:.2f} GiB"
         if self.count:
             yield f"base: {self.count} layers of the blocks were converted to {base}{took}; {gain}."
         else:
             yield f"base is '{base}', but no layer was converted."
         if self.unturned:
             yield f"base: {self.unturned} of them have a width that isn't a multiple of 16, where int8 is less exact."
-        for reason, layers in self.left.items():
+        for reason, layers in self.skipped.items():
             yield f"base: {shortlist(layers)} stayed as stored: {reason}."
 
 
@@ -89,19 +89,19 @@ def requantise(
         progress(index, len(names))
         weight, module = tensors[name], name.removesuffix(".weight")
         if weight.dtype not in WIDE or f"{module}.comfy_quant" in tensors:
-            result.left.setdefault("already in 8 bit or less", []).append(module)
+            result.skipped.setdefault("already in 8 bit or less", []).append(module)
             continue
         converted = quantised(weight, base, device, torch.device("cpu"))
         if converted is None:
-            result.left.setdefault("all zero, or not finite", []).append(module)
+            result.skipped.setdefault("all zero, or not finite", []).append(module)
             continue
         described = _describe(base, weight.shape[1])
         result.count += 1
         result.unturned += base == INT8 and "convrot" not in described
-        result.before += weight.nbytes
+        result.bytes_before += weight.nbytes
         text = torch.tensor(list(json.dumps(described).encode()), dtype=torch.uint8)
         parts = converted.state_dict(name)
-        result.after += sum(tensor.nbytes for tensor in parts.values())
+        result.bytes_after += sum(tensor.nbytes for tensor in parts.values())
         tensors |= parts | {f"{module}.comfy_quant": text}
         del weight, converted
     progress(len(names), len(names))

@@ -24,8 +24,8 @@ class FrozenModule(nn.Module):
         for name in self._buffers:
             self._buffers[name] = None
 
-    def moved(self, name: str, source: Tensor, moved: Tensor) -> bool | None:
-        """Record that the host copy of the buffer `name` has moved from `source` to `moved`.
+    def record_move(self, name: str, source: Tensor, target: Tensor) -> bool | None:
+        """Record that the host copy of the buffer `name` has moved from `source` to `target`.
 
         Returns True if the MODEL has a separate weight of its own, because this one is patched or cast.
         """

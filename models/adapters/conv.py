@@ -29,7 +29,7 @@ class ConvLoraAdapter(LoraAdapter):
         down, up = self.factors(x.dtype)
         activations = frozen.convolve(x, self._as_kernel(down)) * self.scale
         if mask is not None:
-            rank_mask = self.kept(mask.update).transpose(1, 2)  # (B, rank or 1, h·w or 1)
+            rank_mask = self.expand_mask(mask.update).transpose(1, 2)  # (B, rank or 1, h·w or 1)
             activations = activations * rank_mask.unflatten(
                 2, activations.shape[2:] if rank_mask.shape[2] > 1 else (1, 1)
             )

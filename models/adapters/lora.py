@@ -47,14 +47,14 @@ class LoraAdapter(Adapter):
         """Compute the output (*shape, out) from the frozen layer's, y (rows, out), x·downᵀ (rows, ranks), and up."""
         activations = self.scaled(activations)
         if mask is not None:
-            activations = activations.unflatten(0, shape) * self.kept(mask.update)
+            activations = activations.unflatten(0, shape) * self.expand_mask(mask.update)
         return add_product(y, activations, up).unflatten(0, shape)
 
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return down and up of the update, in `dtype`."""
         return self.cast("down", dtype), self.cast("up", dtype)
 
-    def kept(self, mask: Tensor) -> Tensor:
+    def expand_mask(self, mask: Tensor) -> Tensor:
         """Expand a mask (B, rows, `drop_width` or 1) to the rank activations of `factors`."""
         return mask
 

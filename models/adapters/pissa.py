@@ -46,7 +46,7 @@ class PissaAdapter(LoraAdapter):
         down = torch.cat((self.down, self.down_start + self.down))
         return down.to(dtype), torch.cat((self.up_start, self.up), dim=1).to(dtype)
 
-    def kept(self, mask: Tensor) -> Tensor:
+    def expand_mask(self, mask: Tensor) -> Tensor:
         """Repeat the mask: a rank is dropped from both halves."""
         return mask if mask.shape[-1] == 1 else torch.cat((mask, mask), dim=-1)
 

@@ -119,10 +119,12 @@ class ChromaTransformer(FluxBackbone):
             return vectors[:, first : first + count].flatten(1)[:, None]
 
         # Order of the vectors: single blocks, double blocks' pictures, double blocks' text, the final layer.
-        of_img = 3 * len(self.single_blocks)
-        of_txt = of_img + 6 * len(self.double_blocks)
+        image_start = 3 * len(self.single_blocks)
+        text_start = image_start + 6 * len(self.double_blocks)
         for i, block in enumerate(self.double_blocks):
-            img, txt = run(block, img, txt, modulation(of_img + 6 * i, 6), modulation(of_txt + 6 * i, 6), pe, bounds)
+            img, txt = run(
+                block, img, txt, modulation(image_start + 6 * i, 6), modulation(text_start + 6 * i, 6), pe, bounds
+            )
         x = torch.cat((img, txt), dim=1)
         for i, single in enumerate(self.single_blocks):
             x = run(single, x, modulation(3 * i, 3), pe, bounds)

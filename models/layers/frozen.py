@@ -20,9 +20,9 @@ class FrozenTensors(FrozenModule):
         for name in names:
             self.register_buffer(name, weights.tensor(f"{prefix}.{name}"), persistent=False)
 
-    def moved(self, name: str, source: Tensor, moved: Tensor) -> None:
+    def record_move(self, name: str, source: Tensor, target: Tensor) -> None:
         weights, prefix, _ = self._source
-        weights.moved(f"{prefix}.{name}", source, moved)
+        weights.record_move(f"{prefix}.{name}", source, target)
 
 
 class RMSNorm(FrozenTensors):

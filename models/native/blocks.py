@@ -121,13 +121,17 @@ class NativeBlock(Block):
 
     def _count(self, tensors: Sequence[Tensor], call: Call) -> dict[str, tuple[int, int]]:
         for linear in self._linears.values():
-            linear.seen = set()
+            linear.shapes_seen = set()
         with torch.no_grad():
             self(*tensors, call, {})
         # A Linear called with several shapes has no mask.
-        shapes = {name: next(iter(x.seen)) for name, x in self._linears.items() if x.seen and len(x.seen) == 1}
+        shapes = {
+            name: next(iter(x.shapes_seen))
+            for name, x in self._linears.items()
+            if x.shapes_seen and len(x.shapes_seen) == 1
+        }
         for linear in self._linears.values():
-            linear.seen = None
+            linear.shapes_seen = None
         return shapes
 
     def forward(self, *args: Any) -> Any:

@@ -69,7 +69,7 @@ class NativeGroup:
             first,
             x=0.5 * first.x.flip(-1),
             sigma=0.5 * first.sigma,
-            conds={name: _each(value, _altered) for name, value in first.conds.items()},
+            conds={name: _map_tensors(value, _altered) for name, value in first.conds.items()},
         )
         return first.beside(first), first.beside(other), other.beside(other)
 
@@ -90,7 +90,7 @@ class NativeGroup:
 
     def copied(self) -> "NativeGroup":
         """Return a copy with cloned tensors: ComfyUI's forward may write into them."""
-        conds = {name: _each(value, Tensor.clone) for name, value in self.conds.items()}
+        conds = {name: _map_tensors(value, Tensor.clone) for name, value in self.conds.items()}
         return replace(self, x=self.x.clone(), sigma=self.sigma.clone(), conds=conds)
 
     def cast(self, dtype: torch.dtype) -> "NativeGroup":
@@ -99,10 +99,14 @@ class NativeGroup:
         def wider(tensor: Tensor) -> Tensor:
             return tensor.to(dtype) if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
-        return replace(self, x=wider(self.x), conds={name: _each(value, wider) for name, value in self.conds.items()})
+        return replace(
+            self, x=wider(self.x), conds={name: _map_tensors(value, wider) for name, value in self.conds.items()}
+        )
 
     def to(self, device: torch.device) -> "NativeGroup":
-        conds = {name: _each(value, lambda tensor: to_device(tensor, device)) for name, value in self.conds.items()}
+        conds = {
+            name: _map_tensors(value, lambda tensor: to_device(tensor, device)) for name, value in self.conds.items()
+        }
         return replace(self, x=to_device(self.x, device), sigma=to_device(self.sigma, device), conds=conds)
 
 
@@ -160,7 +164,7 @@ def native_inputs(
     for key, members in by_signature.items():
         rows = tuple(row for row, _, _ in members)
         conds = {name: _batched([member_conds[name] for _, _, member_conds in members]) for name in members[0][2]}
-        batched = {name: _each(value, _has_batch) for name, value in members[0][2].items()}
+        batched = {name: _map_tensors(value, _has_batch) for name, value in members[0][2].items()}
         x = torch.stack([x for _, x, _ in members])
         shape = tuple(samples[rows[0]].latent.shape)
         groups.append(NativeGroup(rows, x, sigma[list(rows)], conds, shape, options[key], batched))
@@ -230,11 +234,11 @@ def patchify(latent: Tensor, keep: int) -> Patches:
     return Patches(cut.reshape(keep, channels * patch * patch), grid)
 
 
-def _each(value: Any, change: Callable[[Tensor], Any]) -> Any:
+def _map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """Apply a function to the tensors of a conditioning."""
     if isinstance(value, Tensor):
         return change(value)
-    return [_each(inner, change) for inner in value] if isinstance(value, list) else value
+    return [_map_tensors(inner, change) for inner in value] if isinstance(value, list) else value
 
 
 def _altered(tensor: Tensor) -> Tensor:

@@ -157,7 +157,7 @@ def _table(
     short = _shortened(parts_by_name, swapped)
     templates_of = {name: next((t for t, _ in _templates(name) if t in short), name) for name in cut}
 
-    def made(extra_names: tuple[str, ...]) -> NameTable:
+    def make_table(extra_names: tuple[str, ...]) -> NameTable:
         return NameTable(
             short,
             extra_names,
@@ -168,13 +168,13 @@ def _table(
             cut=frozenset(templates_of.values()),
         )
 
-    table = made(templates)
+    table = make_table(templates)
     # `a.b_1` and `a.b.2` both match `a_b_{}` in kohya's keys: a name that the template doesn't recover is listed in
     # full.
     unmatched = tuple(
         name for flat, name in by_flat.items() if table.native(flat) != name and name not in parts_by_name
     )
-    return made((*unmatched, *templates)) if unmatched else table
+    return make_table((*unmatched, *templates)) if unmatched else table
 
 
 def _shortened(parts: _Parts, alone: frozenset[str]) -> dict[str, tuple[str, ...]]:
@@ -188,7 +188,9 @@ def _shortened(parts: _Parts, alone: frozenset[str]) -> dict[str, tuple[str, ...
     covered: set[str] = set(alone)
     for name in parts:
         for template, number in _templates(name) if name not in covered else ():
-            if template_parts := _shared(template, number, parts[name], {n: parts[n] for n in groups[template]}):
+            if template_parts := _common_templates(
+                template, number, parts[name], {n: parts[n] for n in groups[template]}
+            ):
                 by_template[template] = template_parts
                 covered.update(groups[template])
                 break
@@ -202,7 +204,7 @@ def _templates(name: str) -> list[tuple[str, str]]:
     return [(name[: match.start()] + "{}" + name[match.end() :], match[0]) for match in _NUMBER.finditer(name)]
 
 
-def _shared(template: str, number: str, parts: tuple[str, ...], group: _Parts) -> tuple[str, ...] | None:
+def _common_templates(template: str, number: str, parts: tuple[str, ...], group: _Parts) -> tuple[str, ...] | None:
     """Return the templates of `parts` with the number replaced at one position, if they yield the parts of all names of
     the group."""
     if len(group) < 2:

@@ -38,7 +38,7 @@ class NativeLinear(LoraLinear):
         self.in_features, self.out_features = module.in_features, module.out_features
         self.mask: Any = None
         self.samples = 1
-        self.seen: set[tuple[int, int]] | None = None
+        self.shapes_seen: set[tuple[int, int]] | None = None
         self.place: tuple[str, Running] | None = None
 
     def forward(self, x: Tensor, mask: Any = None) -> Tensor:
@@ -49,8 +49,8 @@ class NativeLinear(LoraLinear):
         shape = x.shape[:-1]
         # An adapter takes (samples, rows, in). Tokens of all samples in one row count as one sample.
         rows = x.reshape(shape[0] if shape[0] == self.samples else 1, -1, x.shape[-1])
-        if self.seen is not None:
-            self.seen.add((rows.shape[0], rows.shape[1]))
+        if self.shapes_seen is not None:
+            self.shapes_seen.add((rows.shape[0], rows.shape[1]))
         out = super().forward(rows, self.mask)
         return out.reshape(*shape, out.shape[-1])
 
@@ -64,15 +64,15 @@ class NativeConv(LoraConv):
             setattr(self, attribute, getattr(module, attribute))
         self.mask: Any = None
         self.samples = 1
-        self.seen: set[tuple[int, int]] | None = None
+        self.shapes_seen: set[tuple[int, int]] | None = None
         self.place: tuple[str, Running] | None = None
 
     def forward(self, x: Tensor, mask: Any = None) -> Tensor:
         if not torch.compiler.is_compiling() and self.place is not None:
             self.place[1].check(self.place[0])
         out = super().forward(x, self.mask)
-        if self.seen is not None and self.adapter is not None:
-            self.seen.add((len(out), out[0, 0].numel()))
+        if self.shapes_seen is not None and self.adapter is not None:
+            self.shapes_seen.add((len(out), out[0, 0].numel()))
         return out
 
 
@@ -89,7 +89,7 @@ class SharedTensors(FrozenModule):
         super().__init__()
         self.weights, self.prefix = weights, prefix
         self.names = tuple(name for name, value in original._parameters.items() if value is not None)
-        self.others = {name: value for name, value in original._buffers.items() if value is not None}
+        self.source_buffers = {name: value for name, value in original._buffers.items() if value is not None}
         module._parameters.clear()
         self._buffers = module._buffers
         self._buffers |= {name: None for name, value in original._parameters.items() if value is None}
@@ -98,11 +98,11 @@ class SharedTensors(FrozenModule):
     def take(self) -> None:
         for name in self.names:
             self._buffers[name] = self.weights.stored(self._name(name))
-        for name, buffer in self.others.items():
+        for name, buffer in self.source_buffers.items():
             self._buffers[name] = share_outside_inference_mode(buffer).to(self.weights.home(self._name(name)))
 
-    def moved(self, name: str, source: Tensor, moved: Tensor) -> bool:
-        return True if name in self.others else self.weights.moved(self._name(name), source, moved)
+    def record_move(self, name: str, source: Tensor, target: Tensor) -> bool:
+        return True if name in self.source_buffers else self.weights.record_move(self._name(name), source, target)
 
     def _name(self, name: str) -> str:
         return f"{self.prefix}.{name}" if self.prefix else name

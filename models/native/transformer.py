@@ -11,7 +11,7 @@ import comfy.model_management
 import torch
 from torch import Tensor
 
-from ...common.text import shown
+from ...common.text import quoted
 from ...memory.comfy_compiler import without_comfy_compiler
 from ...memory.weights.residency import FrozenModule
 from ..blocks import BlockOfModel, list_of
@@ -87,7 +87,7 @@ class NativeTransformer:
         self._samples, self._ran = 1, False
         self._mode: OutOfPlace | None = None
         self._streams = streams
-        self._before: dict[str, tuple[int, ...]] = {}
+        self._previous_ids: dict[str, tuple[int, ...]] = {}
         self._clean = shadow.state()
 
     def blocks(self) -> list[tuple[str, NativeBlock]]:
@@ -107,7 +107,7 @@ class NativeTransformer:
     def forward(self, run: RunBlock, inputs: ModelInputs) -> Tensor:
         """Compute the raw output of each sample as tokens, (B, N, C·patch)."""
 
-        def through(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
+        def run_block(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
             block.call = tensors, call
             try:
                 out = run(block, *tensors, call)
@@ -119,7 +119,7 @@ class NativeTransformer:
             return block.result(out, call.method)
 
         with self.training():
-            raw = self._forward(through, inputs, outer=True)
+            raw = self._forward(run_block, inputs, outer=True)
         return _tokens(raw, self._groups(inputs), inputs.tokens.shape[1])
 
     def difference(self, on_device: OnDevice, inputs: ModelInputs) -> float:
@@ -130,26 +130,26 @@ class NativeTransformer:
         ValueError for a block with an operation that has no gradient.
         """
 
-        def ours(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
+        def run_block(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
             return block.result(on_device(_run_with_backward, block, *tensors, call, {}), call.method)
 
         with torch.no_grad():
             with self.training():
-                actual = self._forward(ours, inputs, outer=True)
+                actual = self._forward(run_block, inputs, outer=True)
             return relative(actual, self._core_output(on_device, inputs))
 
     def precise_difference(self, on_device: OnDevice, inputs: ModelInputs) -> tuple[float, float]:
         """Compute `difference` in fp32 on the stored weights, and that of ComfyUI's own forward in the run's dtype: its
         rounding error."""
 
-        def ours(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
+        def run_block(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
             return block.result(on_device(partial(run_in, torch.float32, _run), block, *tensors, call, {}), call.method)
 
         with torch.no_grad():
             rounded = self._core_output(on_device, inputs)
             with self.in_fp32():
                 with self.training():
-                    actual = self._forward(ours, inputs, outer=True)
+                    actual = self._forward(run_block, inputs, outer=True)
                 expected = self._core_output(on_device, inputs)
             return relative(actual, expected), relative(rounded, expected)
 
@@ -211,7 +211,7 @@ class NativeTransformer:
             for group in self._groups(inputs):
                 restore(self._clean)
                 self._samples = len(group.rows)
-                self._before.clear()
+                self._previous_ids.clear()
                 if self._compute_dtype != self.dtype:
                     group = group.cast(self._compute_dtype)
                 outputs.append(self._out_of_place(group) if outer else self._call(group.copied()))
@@ -238,14 +238,14 @@ class NativeTransformer:
                 out = self.shadow.base.apply_model(group.x, group.sigma, transformer_options=options, **conds)
         except (RuntimeError, TypeError, KeyError, IndexError, AttributeError, AssertionError) as error:
             # Only errors of ComfyUI's own code before anything is compiled: not our own errors, nor the compiler's.
-            of_core = type(error).__module__ == "builtins" and not isinstance(error, NotImplementedError)
-            if self._ran or not of_core or comfy.model_management.is_oom(error):
+            raised_by_core = type(error).__module__ == "builtins" and not isinstance(error, NotImplementedError)
+            if self._ran or not raised_by_core or comfy.model_management.is_oom(error):
                 raise
             cause = str(error).strip().partition("\n")[0]
             if isinstance(getattr(error, "obj", None), FrozenModule) or "NativeLinear" in cause:
                 raise unusable("its layers", cause) from error
             raise ValueError(
-                f"model is {self.title}, whose forward fails on this data ({shown(cause)}); prepare the data with the "
+                f"model is {self.title}, whose forward fails on this data ({quoted(cause)}); prepare the data with the "
                 "VAE and the text encoders of this model."
             ) from error
         self._ran = True
@@ -282,11 +282,11 @@ class NativeTransformer:
         contiguous and require a gradient."""
         structure = f"{method} {block.structure()}"
         ids = tuple(map(id, tensors))
-        previous_ids = self._before.get(structure)
+        previous_ids = self._previous_ids.get(structure)
         streams = self._streams.setdefault(structure, set())
         if previous_ids is not None and len(previous_ids) == len(ids):
             streams |= {number for number in range(len(ids)) if ids[number] != previous_ids[number]}
-        self._before[structure] = ids
+        self._previous_ids[structure] = ids
         tensors = list(tensors)
         for number in streams:
             if number < len(tensors) and tensors[number].is_floating_point():

@@ -112,8 +112,8 @@ class ImageBlock(TextBlock):
     def lora_rows(self, inputs: ModelInputs) -> dict[str, int]:
         image = getattr(inputs, "image", None)
         assert isinstance(image, Tensor)
-        of_image = dict.fromkeys(("cross_attn.k_img", "cross_attn.v_img"), image.shape[1])
-        return super().lora_rows(inputs) | of_image
+        image_rows = dict.fromkeys(("cross_attn.k_img", "cross_attn.v_img"), image.shape[1])
+        return super().lora_rows(inputs) | image_rows
 
     def forward(  # type: ignore[override]
         self, x: Tensor, e: Tensor, pe: Tensor, text: Tensor, image: Tensor, masks: Masks

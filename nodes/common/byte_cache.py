@@ -10,7 +10,7 @@ class ByteCache:
 
     def __init__(self, capacity: int) -> None:
         """capacity: bytes held at most."""
-        self._most, self._held = capacity, 0
+        self._capacity, self._size = capacity, 0
         self._entries: OrderedDict[Hashable, bytes] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -24,7 +24,7 @@ class ByteCache:
     def put(self, key: Hashable, data: bytes) -> None:
         """Store `data`; evict the least recently used entries."""
         with self._lock:
-            self._held += len(data) - len(self._entries.pop(key, b""))
+            self._size += len(data) - len(self._entries.pop(key, b""))
             self._entries[key] = data
-            while self._held > self._most:
-                self._held -= len(self._entries.popitem(last=False)[1])
+            while self._size > self._capacity:
+                self._size -= len(self._entries.popitem(last=False)[1])

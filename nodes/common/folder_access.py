@@ -10,7 +10,7 @@ from typing import Any
 
 import folder_paths
 
-from ...common.text import shown
+from ...common.text import quoted
 from ...data.folders.files import is_image, is_video
 
 SETTINGS_FILE = "tessera.json"
@@ -59,11 +59,11 @@ def read_settings() -> FolderSettings:
         )
     delete_runs = content.get("delete_runs", False)
     if not isinstance(delete_runs, bool):
-        raise ValueError(f'{_place()} has {shown(delete_runs)} under "delete_runs"; write true or false.')
+        raise ValueError(f'{_place()} has {quoted(delete_runs)} under "delete_runs"; write true or false.')
     hosts = content.get("hosts", [])
     if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
         raise ValueError(
-            f'{_place()} has {shown(hosts)} under "hosts"; write a list of names, such as {{"hosts": ["my.example"]}}.'
+            f'{_place()} has {quoted(hosts)} under "hosts"; write a list of names, such as {{"hosts": ["my.example"]}}.'
         )
     return FolderSettings(tuple(Path(f) for f in folders), delete_runs, tuple(host.lower() for host in hosts))
 
@@ -140,7 +140,7 @@ def resolve_folder(choice: str) -> Path:
     Links are followed before the check. Raises ValueError for any other folder, existing or not.
     """
     if not isinstance(choice, str):
-        raise ValueError(f"The folder is {shown(choice)}, which is not text; choose one from the list.")
+        raise ValueError(f"The folder is {quoted(choice)}, which is not text; choose one from the list.")
     if os.path.isabs(choice):
         roots = read_settings().allowed_folders
         candidates = [(root, Path(choice)) for root in roots if _drive(str(root)) == _drive(choice)]
@@ -151,14 +151,14 @@ def resolve_folder(choice: str) -> Path:
     inside = [folder for root, folder in candidates if _is_within(folder, root)]
     if not inside:
         raise ValueError(
-            f"The folder {shown(choice)} can't be used, because it isn't inside ComfyUI's input or datasets folder; "
+            f"The folder {quoted(choice)} can't be used, because it isn't inside ComfyUI's input or datasets folder; "
             f'move it there (and choose input/… or datasets/…) or add it to "allowed_folders" in {_place()}.'
         )
     for folder in inside:
         if folder.is_dir():
             return folder
     raise ValueError(
-        f"The folder {shown(choice)} does not exist; put your pictures and captions there, or choose another."
+        f"The folder {quoted(choice)} does not exist; put your pictures and captions there, or choose another."
     )
 
 

@@ -44,7 +44,7 @@ class ServerObserver:
     def __init__(self, node_id: str, steps: int):
         self.node_id = node_id
         self.bar = ProgressBar(steps, node_id=node_id)
-        self.shown = -LEAST_WAIT  # time of the last line
+        self.last_shown = -LEAST_WAIT  # time of the last line
 
     def _send(self, kind: str, **values: Any) -> None:
         if server := client_server():
@@ -73,8 +73,8 @@ class ServerObserver:
         training_now.step(report)
         self.bar.update_absolute(report.step, report.steps)
         current_time = time.monotonic()
-        if current_time - self.shown >= LEAST_WAIT or report.step == report.steps:
-            self.shown = current_time
+        if current_time - self.last_shown >= LEAST_WAIT or report.step == report.steps:
+            self.last_shown = current_time
             show_progress_text(self.node_id, report.text())
         self._send(
             "step",
@@ -99,9 +99,9 @@ class ServerObserver:
         log.info("Validation loss %.5f at step %d", loss, step)
         self._send("validation", step=step, loss=loss)
 
-    def asked(self) -> frozenset[str]:
+    def take_requests(self) -> frozenset[str]:
         job = Job.current()
-        return training_now.take_asked() | (job.take_asked() if job is not None else frozenset())
+        return training_now.take_requests() | (job.take_requests() if job is not None else frozenset())
 
     def check_interrupted(self) -> None:
         throw_exception_if_processing_interrupted()

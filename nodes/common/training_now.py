@@ -24,24 +24,24 @@ class TrainingNow:
     report: StepReport | None = None
 
 
-_now: list[TrainingNow] = []  # one at most: ComfyUI executes one node at a time
-_asked: set[str] = set()  # the user's requests to that run
+_running: list[TrainingNow] = []  # one at most: ComfyUI executes one node at a time
+_requests: set[str] = set()  # the user's requests to that run
 
 
-def now(folder: Path) -> TrainingNow | None:
+def running_in(folder: Path) -> TrainingNow | None:
     """Return the run that trains into `folder` now, if any."""
-    return next((run for run in list(_now) if run.folder == folder), None)
+    return next((run for run in list(_running) if run.folder == folder), None)
 
 
 def begin(folder: Path, node_id: str, prompt_id: str) -> None:
     """Record that a run begins."""
-    _asked.clear()
-    _now[:] = [TrainingNow(folder, node_id, prompt_id)]
+    _requests.clear()
+    _running[:] = [TrainingNow(folder, node_id, prompt_id)]
 
 
 def end() -> None:
     """Record that the run has ended."""
-    _now.clear()
+    _running.clear()
 
 
 def ask(folder: Path, prompt_id: str, action: str) -> bool:
@@ -49,25 +49,25 @@ def ask(folder: Path, prompt_id: str, action: str) -> bool:
 
     action: SAVE, STOP or SAMPLE of `train.observer`.
     """
-    run = now(folder)
+    run = running_in(folder)
     if run is None or not prompt_id or run.prompt_id != prompt_id:
         return False
-    _asked.add(action)
+    _requests.add(action)
     return True
 
 
-def take_asked() -> frozenset[str]:
+def take_requests() -> frozenset[str]:
     """Return the pending requests, and clear them."""
-    requests = frozenset(_asked)
-    _asked.difference_update(requests)
+    requests = frozenset(_requests)
+    _requests.difference_update(requests)
     return requests
 
 
 def phase(text: str) -> None:
     """Record the current phase of the run."""
-    _now[:] = [replace(run, phase=text) for run in _now]
+    _running[:] = [replace(run, phase=text) for run in _running]
 
 
 def step(report: StepReport) -> None:
     """Record the progress of the run."""
-    _now[:] = [replace(run, report=report) for run in _now]
+    _running[:] = [replace(run, report=report) for run in _running]

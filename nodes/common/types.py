@@ -7,7 +7,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ...common.text import shown
+from ...common.text import quoted
 
 # Core's types, by name: outputs of its LoRA training node and inputs of its savers and plots.
 LoraModelType = io.Custom("LORA_MODEL")
@@ -44,7 +44,7 @@ def refuse_literals(node: type[io.ComfyNode]) -> None:
                 argument = list(argument.values())
             for value in argument if several and isinstance(argument, list) else [argument]:
                 if isinstance(value, (str, int, float, list, dict)) and not isinstance(value, _PLAIN.get(kind, ())):
-                    raise ValueError(f"{name} is {shown(value)}; connect the output of a node that gives {kind}.")
+                    raise ValueError(f"{name} is {quoted(value)}; connect the output of a node that gives {kind}.")
 
     @wraps(execute)
     def checked(cls: type[io.ComfyNode], *args: Any, **inputs: Any) -> Any:

@@ -83,14 +83,14 @@ def _list(kind: str, query: dict[str, str], page: int) -> dict[str, Any]:
     choice = query.get("folder", "")
     folder = resolve_folder(choice)
     optional_folders = [query.get(name) for name in ("control_folder", "mask_folder") if kind == "pictures"]
-    without = [resolve_folder(other) for other in optional_folders if other not in (None, "", NONE)]
+    excluded = [resolve_folder(other) for other in optional_folders if other not in (None, "", NONE)]
     sort, _ = _KINDS[kind]
     listing = read_page(
         folder,
         sort,
         query.get("caption_extension", ".txt"),
         page,
-        without=without,
+        excluded=excluded,
         missing_only=query.get("missing") == "1",
         may_read=is_allowed_file,
     )

@@ -66,7 +66,10 @@ class TesseraImageFolder(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, folder=None, control_folder=NONE, mask_folder=NONE):
-        optional_folders = {"control_folder": _chosen(control_folder), "mask_folder": _chosen(mask_folder)}
+        optional_folders = {
+            "control_folder": _folder_or_none(control_folder),
+            "mask_folder": _folder_or_none(mask_folder),
+        }
         return _check_readable({"folder": folder} | optional_folders)
 
     @classmethod
@@ -205,7 +208,7 @@ class TesseraVideoFolder(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, folder=None, mask_folder=NONE):
-        return _check_readable({"folder": folder, "mask_folder": _chosen(mask_folder)})
+        return _check_readable({"folder": folder, "mask_folder": _folder_or_none(mask_folder)})
 
     @classmethod
     def fingerprint_inputs(cls, folder, caption_extension=".txt", mask_folder=NONE, **kwargs):
@@ -258,12 +261,12 @@ def _split_options(inputs: dict[str, Any]) -> tuple[FolderOptions, CaptionOption
     return FolderOptions(**{name: inputs[name] for name in pictures}), CaptionOptions(**captions)
 
 
-def _chosen(folder: str | None) -> str | None:
+def _folder_or_none(folder: str | None) -> str | None:
     return None if folder in (None, "", NONE) else folder
 
 
 def _other_folder(folder: str | None) -> Path | None:
-    choice = _chosen(folder)
+    choice = _folder_or_none(folder)
     return None if choice is None else resolve_folder(choice)
 
 

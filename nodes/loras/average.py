@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from comfy_api.latest import io
 
-from ...common.text import shown
+from ...common.text import quoted
 from ...train.checkpoint.post_hoc_ema import PROFILES, WIDEST, Profile, average, list_runs, snapshots
 from ..common.types import LoraModelType
 from ..train.run import runs_folder
@@ -77,7 +77,7 @@ class TesseraAverageStates(io.ComfyNode):
     @classmethod
     def validate_inputs(cls, run: str | None = None) -> bool | str:  # None if linked
         if run is not None and run not in list_runs(runs_folder()):
-            return f"run: there is no run {shown(run)} with two saved LoRAs or more; choose another (press R)."
+            return f"run: there is no run {quoted(run)} with two saved LoRAs or more; choose another (press R)."
         return True
 
     @classmethod

@@ -10,7 +10,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io, ui
 from torch import Tensor
 
-from ...common.text import shown
+from ...common.text import quoted
 from ...train.preview.compare import Column, compare, two_experts
 from ...train.preview.previewer import Preview
 from ...train.preview.sampling import Conditioning, Sampling, Stages
@@ -166,7 +166,7 @@ class TesseraCompareLoras(io.ComfyNode):
     ) -> bool | str:
         """Check `run`; None if linked. ComfyUI passes Autogrow inputs to every validator."""
         if run not in (None, NONE) and run not in listed_runs():
-            return f"run: there is no run {shown(run)} any more; choose another, or {NONE!r}."
+            return f"run: there is no run {quoted(run)} any more; choose another, or {NONE!r}."
         return True
 
     @classmethod
@@ -199,7 +199,7 @@ class TesseraCompareLoras(io.ComfyNode):
         **sampler: Any,
     ) -> io.NodeOutput:
         if clips not in CLIPS:
-            raise ValueError(f"clips is {shown(clips)}; choose one of {', '.join(CLIPS)}.")
+            raise ValueError(f"clips is {quoted(clips)}; choose one of {', '.join(CLIPS)}.")
         samplings = [Sampling(vae, positive, **sampler), *(preview.sampling for preview in more_prompts)]
         high, low = lora_models or {}, lora_models_low_noise or {}
         if model_low_noise is None:
@@ -224,10 +224,10 @@ class TesseraCompareLoras(io.ComfyNode):
 
         comparison = compare(stages, samplings, columns, tell, throw_exception_if_processing_interrupted, CLIPS[clips])
         grid = torch.cat([image_tensor(sheet) for sheet in comparison.grid])
-        return io.NodeOutput(grid, comparison.pictures, ui=cls._shown(grid, samplings[0].fps))
+        return io.NodeOutput(grid, comparison.pictures, ui=cls._grid_preview(grid, samplings[0].fps))
 
     @classmethod
-    def _shown(cls, grid: Tensor, fps: float) -> ui.PreviewImage | ui.SavedImages:
+    def _grid_preview(cls, grid: Tensor, fps: float) -> ui.PreviewImage | ui.SavedImages:
         if len(grid) == 1:
             return ui.PreviewImage(grid, cls=cls)
         webp_options: dict[str, Any] = {"lossless": False, "quality": 90, "method": 4}

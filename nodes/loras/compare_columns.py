@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 import comfy.utils
 from torch import Tensor
 
-from ...common.text import shown
+from ...common.text import quoted
 from ...train.preview.compare import AppliedLora, Column
 from .expert_pairs import Pair, without_side
 from .lora_list import ENDING, path_of
@@ -102,7 +102,7 @@ def read_strengths(text: str) -> list[float]:
     except ValueError:
         numbers = []
     if not numbers or not all(numbers):
-        raise ValueError(f"strengths is {shown(text)}; give one or more numbers other than 0, such as 0.6, 1.")
+        raise ValueError(f"strengths is {quoted(text)}; give one or more numbers other than 0, such as 0.6, 1.")
     return list(dict.fromkeys(numbers))
 
 
@@ -115,7 +115,7 @@ def read_pair_strengths(text: str) -> list[Strengths]:
         pairs = []
     if not pairs or not all(map(any, pairs)):
         raise ValueError(
-            f"strengths is {shown(text)}; give one or more numbers other than 0, such as 0.6, 1, or one for "
+            f"strengths is {quoted(text)}; give one or more numbers other than 0, such as 0.6, 1, or one for "
             "each expert, such as 1/0.6."
         )
     return list(dict.fromkeys(pairs))

@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from ...common.text import shown
+from ...common.text import quoted
 from ...common.untrusted.tensor_files import metadata_field, open_tensors
 from ...train.checkpoint.run_names import name_of, without_numbers
 from ...train.expert_pair import HIGH, LOW
@@ -94,7 +94,7 @@ def _written_out(line: str, listed: Sequence[str]) -> Pair:
     halves = [half.strip() for half in line.split(_SEPARATOR)]
     if len(halves) != 2 or halves == [NONE, NONE]:
         raise ValueError(
-            f"loras: {shown(line)} isn't a pair; write the two names as 'high + low' (one of them may be none)."
+            f"loras: {quoted(line)} isn't a pair; write the two names as 'high + low' (one of them may be none)."
         )
     names: list[str | None] = []
     for half in halves:
@@ -103,7 +103,7 @@ def _written_out(line: str, listed: Sequence[str]) -> Pair:
             raise unknown_lora(half)
         if len(matches) > 1:
             raise ValueError(
-                f"loras: {shown(half)} stands for {len(matches)} LoRAs; name one of them in {shown(line)}."
+                f"loras: {quoted(half)} stands for {len(matches)} LoRAs; name one of them in {quoted(line)}."
             )
         names.append(matches[0] if matches else None)
     return Pair(*names)

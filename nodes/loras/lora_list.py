@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 
 import folder_paths
 
-from ...common.text import shown
+from ...common.text import quoted
 from ...common.untrusted.budgets import PATTERN_LINES, check_size
 from ...common.untrusted.patterns import name_matcher
 from ...train.checkpoint.run_names import STEPS
@@ -74,7 +74,7 @@ def loras_of_run(run: str, listed: Sequence[str]) -> list[str]:
 
 def unknown_lora(line: str) -> ValueError:
     return ValueError(
-        f"loras: {shown(line)} isn't a LoRA that ComfyUI lists; write its name as a LoRA loader shows it, or use * "
+        f"loras: {quoted(line)} isn't a LoRA that ComfyUI lists; write its name as a LoRA loader shows it, or use * "
         "for any text."
     )
 
@@ -95,7 +95,7 @@ def loras_named(loras: str, run: str) -> list[str]:
         matches = matching(line, listed)
         if not matches and " + " in line:
             raise ValueError(
-                f"loras: {shown(line)} names the LoRAs of two experts; connect model_low_noise, or name one LoRA."
+                f"loras: {quoted(line)} names the LoRAs of two experts; connect model_low_noise, or name one LoRA."
             )
         if not matches:
             raise unknown_lora(line)

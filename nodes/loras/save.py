@@ -12,7 +12,7 @@ import torch
 from comfy_api.latest import io, ui
 
 from ...common.file_names import ENDING
-from ...common.text import shown
+from ...common.text import quoted
 from ...lora.files.formats import DTYPES, FORMATS, save_lora
 from ...lora.files.readers import reader_notes
 from ...train.preview.loss_plot import plot_loss
@@ -159,11 +159,11 @@ def checked_prefix(prefix: str) -> str:
     parts = re.split(r"[/\\]", prefix)
     if parts[0] in ("", "~") or ":" in prefix or ".." in parts or "\0" in prefix:
         raise ValueError(
-            f"filename_prefix is {shown(prefix)}; give a name inside ComfyUI's output folder, such as loras/tessera."
+            f"filename_prefix is {quoted(prefix)}; give a name inside ComfyUI's output folder, such as loras/tessera."
         )
     if parts[-1].strip(" .") == "":
         raise ValueError(
-            f"filename_prefix is {shown(prefix)}, which is a folder; add a file name, such as loras/tessera."
+            f"filename_prefix is {quoted(prefix)}, which is a folder; add a file name, such as loras/tessera."
         )
     return "/".join(parts)
 

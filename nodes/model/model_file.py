@@ -132,7 +132,7 @@ def _with_base(path: str, base: str) -> tuple[dict[str, torch.Tensor], Any, list
     convolutions = [name.removesuffix(".weight") for name in skipped if tensors[name].ndim > 2]
     rest = [name.removesuffix(".weight") for name in skipped if tensors[name].ndim == 2]
     result = requantise(tensors, names, base, comfy.model_management.get_torch_device(), _Progress())
-    result.left |= {reason: layers for reason, layers in ((CONVOLUTION, convolutions), (NO_LINEAR, rest)) if layers}
+    result.skipped |= {reason: layers for reason, layers in ((CONVOLUTION, convolutions), (NO_LINEAR, rest)) if layers}
     seconds = time.perf_counter() - started
     said = list(result.notes(base, f" in {seconds:.0f} s"))
     if seconds > LONG:

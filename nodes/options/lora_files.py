@@ -33,10 +33,10 @@ def lora_source(
                 f"{input_name} is {name!r} and a LORA_MODEL is connected too; set {input_name} to {unset}, or "
                 "disconnect it."
             )
-        return LoraSource.of_model(connected, input_name)
+        return LoraSource.from_lora(connected, input_name)
     if name == NONE:
         return None
-    return LoraSource.of_file(_path(input_name, name), input_name)
+    return LoraSource.from_file(_path(input_name, name), input_name)
 
 
 def low_noise_source(input_name: str, name: str, connected: Mapping[str, Tensor] | None = None) -> LoraSource | str:

@@ -153,7 +153,7 @@ class OnDevices:
             options = child_options(command_line(), folders)
             launched = Launched(job, self.devices, on_cpu, Path(folder_paths.__file__).parent, options)
             try:
-                code = launched.follow(self.tell, observer.check_interrupted, observer.asked)
+                code = launched.follow(self.tell, observer.check_interrupted, observer.take_requests)
                 if code != 0:
                     words = self.said or job.last_words() or "The training processes were ended from outside."
                     log.error("run.py ended with %d; it wrote:\n%s", code, "\n".join(job.output_tail()))

@@ -105,13 +105,13 @@ def inherited_compile(model: ModelPatcher, compile: str) -> tuple[CompileSetting
         requested.backend, requested.mode, fullgraph=requested.fullgraph, overrides=requested.overrides
     )
     variants = [
-        inherited.how(),
-        *(override.apply(inherited.how()) for override in inherited.overrides if not override.eager),
+        inherited.options(),
+        *(override.apply(inherited.options()) for override in inherited.overrides if not override.eager),
     ]
     # Blocks of one kind share one callable, and a CUDA graph is bound to the addresses of one block's weights.
     for variant in dict.fromkeys(variant.without_cuda_graphs() for variant in variants if variant.cuda_graphs()):
         notes.append(
             f"Training doesn't use CUDA graphs, so it compiles with backend {variant.backend} and mode {variant.mode}."
         )
-    base = inherited.how().without_cuda_graphs()
+    base = inherited.options().without_cuda_graphs()
     return replace(inherited, backend=base.backend, mode=base.mode), list(dict.fromkeys(notes))

@@ -86,7 +86,7 @@ def delete(id: str) -> dict[str, Any]:
 def _check_over(folder: RunFolder) -> None:
     """Raise ValueError if a run is, or may be, in training."""
     name = folder.path.name
-    if training_now.now(folder.path) is not None:
+    if training_now.running_in(folder.path) is not None:
         raise ValueError(f"{name} is in training; stop it first.")
     reader = RunReader(folder.path)
     facts, ended = reader.facts(), reader.read().status

@@ -82,7 +82,7 @@ def _facts(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _order(run: IndexedRun) -> tuple[bool, float, str]:
-    return training_now.now(run.folder.path) is not None, run.changed, run.place
+    return training_now.running_in(run.folder.path) is not None, run.changed, run.place
 
 
 def _folded(text: str) -> str:

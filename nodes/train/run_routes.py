@@ -56,14 +56,14 @@ class Runs:
         self._index = RunIndex()
         self._lock = threading.Lock()  # several threads answer requests
 
-    def named(self, name: str) -> list[dict[str, Any]]:
+    def by_output_name(self, name: str) -> list[dict[str, Any]]:
         """List the runs of an output name, including those of a pair of experts: the one that trains, then the newest.
 
         Raises ValueError if it is no output name.
         """
         root, name = runs_folder(), plain_name(name)
         candidates = [
-            (training_now.now(folder.path) is not None, changed, str(folder.path), folder)
+            (training_now.running_in(folder.path) is not None, changed, str(folder.path), folder)
             for ending in ("", f"_{HIGH}", f"_{LOW}")
             for folder in run_folders(root, f"{name}{ending}")
             if _lies_in(folder.path, root) and (changed := _changed(folder.path))
@@ -87,7 +87,7 @@ class Runs:
                 "folder": run.place,
                 "changed": run.changed,
                 **run.facts,
-                "running": training_now.now(run.folder.path) is not None,
+                "running": training_now.running_in(run.folder.path) is not None,
             }
             for run in entries
         ]
@@ -107,9 +107,9 @@ class Runs:
     def folder(self, id: str) -> RunFolder | None:
         """Return the folder of a run; None for an unknown id, or if it is gone or now a link."""
         with self._lock:
-            return self._found(id)
+            return self._existing_folder(id)
 
-    def _found(self, id: str) -> RunFolder | None:
+    def _existing_folder(self, id: str) -> RunFolder | None:
         """Return the same as `folder`, with the lock held."""
         folder = self._folders.get(id)
         return folder if folder and _lies_in(folder.path, runs_folder()) and _changed(folder.path) else None
@@ -128,7 +128,7 @@ class Runs:
         points: number of points that each series is thinned to.
         """
         with self._lock:
-            run_folder = self._found(id)
+            run_folder = self._existing_folder(id)
             if run_folder is None:
                 return None
             root, folder = runs_folder(), run_folder.path
@@ -203,7 +203,7 @@ def _ends(losses: Sequence[float]) -> list[float] | None:
 
 def _state_of(folder: Path) -> dict[str, Any]:
     """Return whether a run trains now, on which node, and its progress."""
-    run = training_now.now(folder)
+    run = training_now.running_in(folder)
     if run is None:
         return {"running": False}
     report = run.report
@@ -228,7 +228,7 @@ async def list_runs(request: web.Request) -> web.Response:
             return refusal("page is not a number; give 0 or more.", 400)
         return answer(await asyncio.to_thread(known_runs.page, query.get("filter", ""), page))
     try:
-        runs = await asyncio.to_thread(known_runs.named, query["name"])
+        runs = await asyncio.to_thread(known_runs.by_output_name, query["name"])
     except ValueError as error:
         return refusal(str(error), 400)
     return answer({"runs": runs})

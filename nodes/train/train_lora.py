@@ -9,7 +9,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 from comfy_execution.graph_utils import ExecutionBlocker
 
-from ...common.text import joined, shown
+from ...common.text import joined, quoted
 from ...data.samples import TrainingData
 from ...lora.base import with_base
 from ...lora.options import NetworkOptions
@@ -82,7 +82,7 @@ class TesseraTrainLora(io.ComfyNode):
         except ValueError as error:
             return str(error)
         if resume not in (None, "latest", "off") and find_state(runs_folder(), resume) is None:
-            return f"resume: there is no state {shown(resume)} any more; choose another, 'latest' or 'off'."
+            return f"resume: there is no state {quoted(resume)} any more; choose another, 'latest' or 'off'."
         return True
 
     @classmethod

@@ -9,7 +9,7 @@ from PIL import Image
 from thinned import one_in
 from tiny.live_page import center, open_graph, panel_says, press_run, redraw
 from tiny.prompt import node
-from tiny.server_runs import held
+from tiny.server_runs import paused_at
 
 playwright = pytest.importorskip("playwright.sync_api")
 
@@ -67,7 +67,7 @@ def test_the_curve_grows_is_there_after_a_reload_and_cancel_says_what_it_saved(f
     prompt = graph(frontend.ENCODERS, name)
     open_graph(frontend, prompt)
     page, before, values = frontend.page, frontend.prompt(), frontend.page.evaluate(VALUES)
-    with held(comfyui, 23):
+    with paused_at(comfyui, 23):
         prompt_id = press_run(frontend)
         panel_says(frontend, "Step 23 / 60")
         assert points(frontend) == "Loss of 23 points up to step 23"
@@ -88,7 +88,7 @@ def test_the_curve_grows_is_there_after_a_reload_and_cancel_says_what_it_saved(f
     panel_says(frontend, "and saved; Run goes on from there.")
     button = page.get_by_role("button", name="Stop and keep")
     playwright.expect(button).to_be_hidden()  # nothing trains
-    with held(comfyui, 40):
+    with paused_at(comfyui, 40):
         press_run(frontend)
         panel_says(frontend, "Step 40 / 60")
         center(page)
@@ -149,7 +149,7 @@ def test_a_run_of_another_client_grows_on_every_page_that_is_open(frontend, comf
     """Its events go to the client that queued it, so the page asks."""
     prompt = graph(frontend.ENCODERS, "queued_elsewhere", steps=12)
     open_graph(frontend, prompt)
-    with held(comfyui, 5):
+    with paused_at(comfyui, 5):
         prompt_id = comfyui.queue(prompt, client_id="another")
         panel_says(frontend, "Step 5 / 12")
         hold = comfyui.base / "hold"
@@ -166,7 +166,7 @@ def test_a_page_that_stays_open_learns_that_its_run_was_killed_with_the_server(f
     prompt = graph(frontend.ENCODERS, "killed", save_every=2)
     open_graph(frontend, prompt)
     try:
-        with held(comfyui, 6):
+        with paused_at(comfyui, 6):
             press_run(frontend)
             panel_says(frontend, "Step 6 / 60")
             comfyui.kill()
@@ -327,7 +327,7 @@ def test_what_comes_of_a_workflow_stands_on_no_node_of_another_that_was_opened_m
     page = frontend.page
     open_graph(frontend, graph(frontend.ENCODERS, "of_the_first", steps=8, save_every=2))
     page.wait_for_function(ACTIVE, arg="live.json")
-    with held(comfyui, 3):
+    with paused_at(comfyui, 3):
         prompt_id = press_run(frontend)
         panel_says(frontend, "Step 3 / 8")
         page.evaluate("prompt => app.loadApiJson(prompt, 'other')", graph(frontend.ENCODERS, "of_the_other"))
@@ -352,7 +352,7 @@ def test_a_page_that_was_reloaded_still_knows_which_workflow_it_queued(frontend,
     first = graph(frontend.ENCODERS, "of_the_reloaded", steps=8, save_every=2)
     open_graph(frontend, first)
     page.wait_for_function(ACTIVE, arg="live.json")
-    with held(comfyui, 3):
+    with paused_at(comfyui, 3):
         prompt_id = press_run(frontend)
         panel_says(frontend, "Step 3 / 8")
         frontend.open()

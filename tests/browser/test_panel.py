@@ -4,7 +4,7 @@ import os
 
 import pytest
 from tiny.live_page import center, open_graph, panel_says, press_run, with_previews
-from tiny.server_runs import held
+from tiny.server_runs import paused_at
 
 playwright = pytest.importorskip("playwright.sync_api")
 
@@ -31,7 +31,7 @@ def test_previews_are_sampled_when_asked_open_large_and_saves_are_compared(front
     page = frontend.page
     open_graph(frontend, with_previews(frontend.ENCODERS, name))
     before = frontend.prompt()
-    with held(comfyui, 6):
+    with paused_at(comfyui, 6):
         prompt_id = press_run(frontend)
         panel_says(frontend, "Step 6 / 12")
         button = page.get_by_role("button", name="Sample now")

@@ -9,7 +9,7 @@ import shutil
 import pytest
 from PIL import Image
 from tiny.live_page import open_graph, press_run, redraw, with_previews
-from tiny.server_runs import held
+from tiny.server_runs import paused_at
 
 playwright = pytest.importorskip("playwright.sync_api")
 expect = playwright.expect
@@ -286,7 +286,7 @@ def test_a_run_in_training_grows_and_cannot_be_deleted(frontend, comfyui):
     open_graph(frontend, with_previews(frontend.ENCODERS, "tab_live"))
     tab = open_tab(frontend, "tab_live")
     expect(tab).to_contain_text("No run has")
-    with held(comfyui, 6):
+    with paused_at(comfyui, 6):
         prompt_id = press_run(frontend)
         expect(row(tab, "tab_live (001)")).to_contain_text("Training, step 6 of 12")
         row(tab, "tab_live (001)").get_by_role("checkbox").check()

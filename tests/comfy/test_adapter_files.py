@@ -94,7 +94,7 @@ def test_a_run_begins_from_a_file_of_its_kind(tiny_flux, tmp_path, name):
     network = {**ALGORITHMS[name], "rank_patterns": "" if "lokr" in name else "single_blocks.0.*: rank=2"}
     first = train(tiny_flux, mixed_data(), tmp_path / "first", steps=3, network=network)
     still = {"steps": 1, "optimizer": {"learning_rate": 1e-30, "weight_decay": 0.0}}
-    start = LoraSource.of_model(convert(first.lora, "comfyui"))
+    start = LoraSource.from_lora(convert(first.lora, "comfyui"))
     second = train(tiny_flux, mixed_data(), tmp_path / "second", **still, network={**network, "start_from": start})
     for key, tensor in first.lora.items():
         torch.testing.assert_close(second.lora[key], tensor, rtol=1e-6, atol=1e-7)

@@ -85,7 +85,7 @@ def test_a_recompute_sees_the_same_dropout(tiny_flux, tmp_path):
         trainer = tiny.make_trainer(tiny_flux, data, tmp_path, batch_size=2, network=network, memory=memory)
         for index, adapter in enumerate(trainer.network.adapters.values()):
             fill(adapter, index)
-        trainer.forward_backward([tiny.shown(0, 1)])
+        trainer.forward_backward([tiny.micro_batch(0, 1)])
         found.append([p.grad.clone() for p in trainer.network.parameters()])
         trainer.close()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -205,7 +205,7 @@ def test_memory_is_that_of_8_bit_and_a_slice(load, tmp_path, monkeypatch) -> Non
             result = real(*args)
         changes = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
         changes.sort(key=lambda event: event.start_ns())
-        seen.extend((max(accumulate(event.nbytes() for event in changes)), result.after, result.before))
+        seen.extend((max(accumulate(event.nbytes() for event in changes)), result.bytes_after, result.bytes_before))
         return result
 
     monkeypatch.setattr(requantise, "SLICE", 1 << 18)

@@ -168,9 +168,9 @@ def test_a_batch_that_can_not_be_made_ahead_is_made_by_its_own_step(events, tiny
 def test_a_model_that_is_placed_anew_finds_no_batch_in_its_way(events, tiny_flux, tmp_path):
     trainer = tiny.make_trainer(tiny_flux, mixed_data(), tmp_path, steps=3)
     trainer.batches.start(0, 0, lambda: None)
-    trainer.forward_backward(trainer.batches.of_step(0))
+    trainer.forward_backward(trainer.batches.for_step(0))
     trainer.place_anew()
     trainer.progress.step = 1
-    trainer.forward_backward(trainer.batches.of_step(1))
+    trainer.forward_backward(trainer.batches.for_step(1))
     assert events == [("make", number, 0) for number in (0, 1, 1, 2)]
     trainer.close()

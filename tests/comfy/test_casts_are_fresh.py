@@ -21,10 +21,10 @@ def loss_with_and_without_casts(trainer: Any) -> tuple[float, float]:
     """The loss of a step, and the same where each forward casts the master weights by itself."""
     kept = {name: adapter.casts for name, adapter in trainer.network.adapters.items()}
     assert all(casts.keys() == {"down", "up"} for casts in kept.values())
-    found = trainer.forward_backward([tiny.shown(0)]).item()
+    found = trainer.forward_backward([tiny.micro_batch(0)]).item()
     for adapter in trainer.network.adapters.values():
         adapter.casts = {}
-    wanted = trainer.forward_backward([tiny.shown(0)]).item()
+    wanted = trainer.forward_backward([tiny.micro_batch(0)]).item()
     for name, adapter in trainer.network.adapters.items():
         adapter.casts = kept[name]
     return found, wanted
@@ -56,7 +56,7 @@ def trainer(case_file: Any, tmp_path: Any) -> Any:
     options = OptimizerOptions(learning_rate=0.05, ema_decay=0.9)
     made = tiny.make_trainer(model, data, tmp_path, steps=STEPS, optimizer=options)
     tiny.fill_up_matrices(made)
-    made.batches.reader.prefetch(tiny.shown(0))
+    made.batches.reader.prefetch(tiny.micro_batch(0))
     yield made
     made.close()
 

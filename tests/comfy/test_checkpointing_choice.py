@@ -101,17 +101,17 @@ def test_before_full_attentions_results_are_kept_and_the_run_does_as_planned(tin
     plan = trainer.placed.automatic.plan
     assert plan.fits and (plan.checkpointing, plan.budget) == ("selective", LEAST_BUDGET)
     assert "checkpointing selective, saving only attention's results" in plan.text
-    trainer.forward_backward([tiny.shown(0)])  # the first one checks the forward, which has attention too
+    trainer.forward_backward([tiny.micro_batch(0)])  # the first one checks the forward, which has attention too
     with Ops() as ops:
-        trainer.forward_backward([tiny.shown(0)])
+        trainer.forward_backward([tiny.micro_batch(0)])
     # Attention of each block once, all products of the blocks again: no part of them is kept, as 0.6 would have it.
     forward = sum(n for name, n in ops.counts.items() if "attention" in name and "backward" not in name)
     assert forward == len(trainer.placed.transformer.blocks()) == 4
     trainer.close()
     explicit = tiny.make_trainer(tiny_flux, mixed_data(), tmp_path, steps=1, memory=MemoryOptions("full"))
-    explicit.forward_backward([tiny.shown(0)])
+    explicit.forward_backward([tiny.micro_batch(0)])
     with Ops() as full:
-        explicit.forward_backward([tiny.shown(0)])
+        explicit.forward_backward([tiny.micro_batch(0)])
     assert all(ops.counts[name] == full.counts[name] for name in ("mm", "addmm"))
     explicit.close()
 
@@ -158,7 +158,7 @@ def test_a_step_that_runs_out_of_memory_goes_on_with_less_and_the_state_holds_th
     free(monkeypatch, 2**40)
     trainer = tiny.make_trainer(tiny_flux, mixed_data(), tmp_path, steps=2, memory=MemoryOptions())
     assert trainer.saver.environment["checkpointing"] == "none"
-    loss, failing = trainer.losses.of_batch, [True]
+    loss, failing = trainer.losses.batch_loss, [True]
 
     def runs_out(*args: Any) -> Any:
         if failing:
@@ -166,7 +166,7 @@ def test_a_step_that_runs_out_of_memory_goes_on_with_less_and_the_state_holds_th
             raise torch.OutOfMemoryError("CUDA out of memory")
         return loss(*args)
 
-    trainer.losses.of_batch = runs_out
+    trainer.losses.batch_loss = runs_out
     trainer.run()
     chosen = trainer.placed.memory.checkpointing
     assert chosen in ("selective", "full") and trainer.saver.environment["checkpointing"] == chosen

@@ -19,7 +19,7 @@ from tessera.memory.comfy_compiler import without_comfy_compiler
 from tessera.models import registry
 from tessera.models.swapped_model import SwapSettings, swap
 from tessera.train.settings import MemoryOptions
-from tiny.training import make_data, make_trainer, shown
+from tiny.training import make_data, make_trainer, micro_batch
 
 OPTION = "disable_comfy_compiler"
 STEPS = 2
@@ -173,7 +173,7 @@ def native_step(model, folder, monkeypatch, **changes):
     """A training step through ComfyUI's own forward."""
     monkeypatch.setattr(registry, "FAMILIES", ())
     trainer = make_trainer(model, make_data([(8, 8)], [5]), folder, **changes)
-    trainer.forward_backward([shown(0)])
+    trainer.forward_backward([micro_batch(0)])
     return trainer
 
 
@@ -208,7 +208,7 @@ def test_an_error_in_a_forward_that_records_all_the_same_leaves_nothing_active(
 
     monkeypatch.setattr(Flux, "forward", failing)
     with pytest.raises(InterruptedError):
-        trainer.forward_backward([shown(0)])
+        trainer.forward_backward([micro_batch(0)])
     assert recording.begun == 1 and not recording.active
     monkeypatch.setattr(Flux, "forward", forward)
     trainer.close()

@@ -11,7 +11,7 @@ import tiny
 import torch
 from tessera.compile import region as region_module
 from tessera.compile.region import CompileFailed
-from tessera.compile.settings import SCOPES, HowToCompile, parse_overrides
+from tessera.compile.settings import SCOPES, CompileOptions, parse_overrides
 from thinned import one_in
 from tiny.compiling import Graphs, compiled
 from tiny.sampling import sample
@@ -210,11 +210,11 @@ def test_an_override_gives_a_block_a_backend_and_mode_of_its_own(flux):
     settings = {"overrides": parse_overrides("single_blocks.1 backend=inductor mode=reduce-overhead dynamic=false")}
     clone, compiled_model = compiled(flux, **settings)
     assert (sample(clone, "flux", steps=1) - sample(flux, "flux", steps=1)).abs().max() < 1e-4
-    hows = {region.report.label: region.how for region in compiled_model.regions.values()}
+    hows = {region.report.label: region.options for region in compiled_model.regions.values()}
     assert hows == {
-        "DoubleStreamBlock": HowToCompile("eager"),
-        "SingleStreamBlock": HowToCompile("eager"),
-        "SingleStreamBlock (2)": HowToCompile("inductor", "reduce-overhead", "false"),
+        "DoubleStreamBlock": CompileOptions("eager"),
+        "SingleStreamBlock": CompileOptions("eager"),
+        "SingleStreamBlock (2)": CompileOptions("inductor", "reduce-overhead", "false"),
     }
     assert compiled_model.notes == ["mode reduce-overhead uses no CUDA graphs here: the model runs on cpu."]
 
@@ -235,7 +235,8 @@ def test_a_stack_that_is_overridden_whole_stays_one_region(flux):
     overrides = parse_overrides("double_blocks.* eager\nsingle_blocks.* dynamic=true")
     clone, compiled_model = compiled(flux, scope="stack", overrides=overrides)
     assert torch.equal(sample(clone, "flux"), sample(flux, "flux"))
-    assert compiled_model.notes == [] and [region.how.dynamic for region in compiled_model.regions.values()] == ["true"]
+    (region,) = compiled_model.regions.values()
+    assert compiled_model.notes == [] and region.options.dynamic == "true"
     assert {title: ran for title, (ran, _) in calls(compiled_model).items()} == {"single_blocks": 1}
 
 

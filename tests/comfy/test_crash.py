@@ -12,7 +12,7 @@ import torch
 from comfy_server import ServerFailure, error_of
 from safetensors.torch import load_file
 from tiny.prompt import ksampler, node
-from tiny.server_runs import STEPS, held, newest_step, put_pictures, training_graph, wait_for_step
+from tiny.server_runs import STEPS, newest_step, paused_at, put_pictures, training_graph, wait_for_step
 
 
 def folder_of(server, name):
@@ -38,7 +38,7 @@ def test_a_server_killed_at_any_moment_goes_on_to_the_file_of_an_uninterrupted_r
     killed_at = []
     for _ in range(2):
         step = newest_step(own_server, "killed")
-        with held(own_server, STEPS - 4):
+        with paused_at(own_server, STEPS - 4):
             prompt_id = own_server.queue(training_graph(tiny_loaders, "killed"))
             wait_for_step(own_server, "killed", min(step + chance.randrange(2, 13), STEPS - 12), prompt_id)
             time.sleep(chance.random() * 0.1)
@@ -57,7 +57,7 @@ def test_a_server_killed_at_any_moment_goes_on_to_the_file_of_an_uninterrupted_r
 def test_cancel_leaves_a_lora_that_loads_and_queueing_again_finishes_the_run(server, tiny_loaders, tiny_flux):
     put_pictures(server.base)
     graph = training_graph(tiny_loaders, "cancelled")
-    with held(server, STEPS - 4):
+    with paused_at(server, STEPS - 4):
         prompt_id = server.queue(graph)
         wait_for_step(server, "cancelled", 4, prompt_id)
         server.interrupt()

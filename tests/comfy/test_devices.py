@@ -10,7 +10,7 @@ from comfy_server import PATIENCE, ServerFailure, error_of
 from safetensors.torch import load_file
 from tiny.models_folder import WAN_NAMES
 from tiny.prompt import node
-from tiny.server_runs import held, put_pictures, training_graph
+from tiny.server_runs import paused_at, put_pictures, training_graph
 
 STEPS = 120
 
@@ -92,7 +92,7 @@ def test_two_experts_come_back_from_two_processes_as_the_two_loras_that_one_trai
 def test_a_node_trains_in_two_processes_what_it_trains_here_and_heeds_its_buttons(server, tiny_loaders):
     put_pictures(server.base)
     prompt = graph(tiny_loaders, "of two")
-    with held(server, 7):
+    with paused_at(server, 7):
         prompt_id = server.queue(prompt)
         run = wait_for(lambda: run_of(server, "of%20two"), lambda run: run["running"] and run["step"] == 7)
         assert processes(server).keys() == {None, "0", "1"}
@@ -124,7 +124,7 @@ def test_cancel_saves_a_killed_device_is_named_and_a_killed_server_leaves_no_pro
     put_pictures(own_server.base)
     own_server.start()
     prompt = graph(tiny_loaders, "broken off")
-    with held(own_server, 7):
+    with paused_at(own_server, 7):
         prompt_id = own_server.queue(prompt)
         wait_for(lambda: run_of(own_server, "broken%20off"), lambda run: run["step"] == 7)
         own_server.interrupt()
@@ -135,7 +135,7 @@ def test_cancel_saves_a_killed_device_is_named_and_a_killed_server_leaves_no_pro
     at = run["step"]
     assert 7 <= at < STEPS
 
-    with held(own_server, at + 2):
+    with paused_at(own_server, at + 2):
         prompt_id = own_server.queue(prompt)
         wait_for(lambda: run_of(own_server, "broken%20off"), lambda run: run["running"] and run["step"] == at + 2)
         killed = processes(own_server)["1"]
@@ -145,7 +145,7 @@ def test_cancel_saves_a_killed_device_is_named_and_a_killed_server_leaves_no_pro
     assert told.startswith("TesseraTrainLora train: Device 1") and "\n" not in told, told
     assert not run_of(own_server, "broken%20off")["running"]
 
-    with held(own_server, at + 5):
+    with paused_at(own_server, at + 5):
         own_server.queue(prompt)
         wait_for(lambda: run_of(own_server, "broken%20off"), lambda run: run["running"] and run["step"] == at + 5)
         left = processes(own_server).values()

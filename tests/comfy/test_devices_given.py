@@ -85,8 +85,8 @@ def test_what_is_asked_is_taken_once_and_not_by_another_job(tmp_path):
     job, other = Job(tmp_path / "one"), Job(tmp_path)
     job.ask("save")
     job.ask("save")
-    assert other.take_asked() == frozenset()
-    assert job.take_asked() == {"save"} and job.take_asked() == frozenset()
+    assert other.take_requests() == frozenset()
+    assert job.take_requests() == {"save"} and job.take_requests() == frozenset()
 
 
 def test_events_are_read_as_they_come_whole_lines_only(tmp_path):

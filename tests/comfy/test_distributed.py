@@ -15,7 +15,7 @@ from tessera.train.distributed.world import LONE
 from tessera.train.step.losses import StepLosses
 from tessera.train.train_lora import train_lora
 from thinned import one_in
-from tiny.ranks import STEP, near, same, told
+from tiny.ranks import STEP, assert_close, assert_equal, errors_of
 from tiny.runs import (
     Watcher,
     masked_data,
@@ -45,12 +45,12 @@ def test_any_number_of_processes_trains_the_same_lora(case, ranks, tiny_flux, tm
     alone = train(tiny_flux, mixed_data(), tmp_path / "1", **CASES[case])
     for size in (2, 3, 4) if case in ("plain", "dropout") else (4,):
         answers = ranks.train(size, tmp_path / str(size), CASES[case])
-        assert not any(told(answers)), answers
+        assert not any(errors_of(answers)), answers
         assert all(answer["loss"] == answers[0]["loss"] for answer in answers)
         assert answers[0]["loss"] == pytest.approx(alone.loss, rel=1e-5)
-        near(ranks.lora(), dict(alone.lora))
+        assert_close(ranks.lora(), dict(alone.lora))
         for rank in range(1, size):
-            same(ranks.lora(rank), ranks.lora())
+            assert_equal(ranks.lora(rank), ranks.lora())
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -60,10 +60,10 @@ def test_what_is_sampled_goes_by_the_place_in_the_whole_step_and_the_sum_is_clip
     settings = STEP | {"network": DROPS, "objective": objective}
     settings["optimizer"] = {"eps": 1e-4, "max_grad_norm": 1e-3}
     answers = ranks.train(size, tmp_path / "many", settings, data="varied_data")
-    assert not any(told(answers)), answers
+    assert not any(errors_of(answers)), answers
     alone = train(tiny_flux, varied_data(), tmp_path / "1", **settings)
     assert answers[0]["loss"] == pytest.approx(alone.loss, rel=1e-5)
-    near(ranks.lora(), dict(alone.lora))
+    assert_close(ranks.lora(), dict(alone.lora))
 
 
 def test_a_weight_that_has_a_gradient_on_some_processes_only_is_stepped_as_on_one(
@@ -73,11 +73,11 @@ def test_a_weight_that_has_a_gradient_on_some_processes_only_is_stepped_as_on_on
     settings = STEP | {"batch_size": 1, "gradient_accumulation": 12}
     settings |= {"optimizer": {"eps": 1e-4, "weight_decay": 0.1}}
     answers = ranks.train(2, tmp_path / "2", settings, without_gradient=True)
-    assert not any(told(answers)), answers
-    same(ranks.lora(1), ranks.lora())
-    monkeypatch.setattr(StepLosses, "of_batch", partly_without_gradient(StepLosses.of_batch))
+    assert not any(errors_of(answers)), answers
+    assert_equal(ranks.lora(1), ranks.lora())
+    monkeypatch.setattr(StepLosses, "batch_loss", partly_without_gradient(StepLosses.batch_loss))
     alone = dict(train(tiny_flux, mixed_data(), tmp_path / "1", **settings).lora)
-    near(ranks.lora(), alone)
+    assert_close(ranks.lora(), alone)
     monkeypatch.undo()
     whole = dict(train(tiny_flux, mixed_data(), tmp_path / "whole", **settings).lora)
     assert sum(not torch.allclose(whole[name], alone[name], rtol=1e-3) for name in whole) >= 2
@@ -92,17 +92,17 @@ def test_two_experts_are_trained_by_two_processes_as_by_one(ranks, tmp_path):
     for expert in experts:
         wanted.append(dict(train_lora(expert.model, data, expert.settings, tmp_path / "1", Watcher()).lora))
     answers = ranks.train(2, tmp_path / "2", settings, experts=files)
-    assert not any(told(answers)), answers
-    near(ranks.lora(), wanted[1], 1e-4)
+    assert not any(errors_of(answers)), answers
+    assert_close(ranks.lora(), wanted[1], 1e-4)
     (first,) = (tmp_path / "2").rglob("film_high_noise.safetensors")
     (alone,) = (tmp_path / "1").rglob("film_high_noise.safetensors")
-    near(load_file(first), load_file(alone), 1e-4)
+    assert_close(load_file(first), load_file(alone), 1e-4)
     assert not torch.equal(*(next(iter(lora.values())) for lora in wanted))
     shutil.rmtree(next((tmp_path / "2").glob("film_low_noise (*)")))
     again = ranks.train(2, tmp_path / "2", settings, experts=files)
-    assert not any(told(again)), again
+    assert not any(errors_of(again)), again
     assert any("already finished" in note for note in again[0]["notes"])
-    near(ranks.lora(), wanted[1], 1e-4)
+    assert_close(ranks.lora(), wanted[1], 1e-4)
 
 
 def test_a_step_takes_one_sum_of_the_gradients_and_sends_no_weight(ranks, tiny_flux, tmp_path):
@@ -121,7 +121,7 @@ def test_a_step_takes_one_sum_of_the_gradients_and_sends_no_weight(ranks, tiny_f
 def test_only_the_first_writes_and_reports(ranks, tiny_flux, tmp_path):
     settings = STEP | {"save_every": 2, "validation": {"part": 0.4, "every_n_steps": 2, "sigmas": "0.5"}}
     first, second = ranks.train(2, tmp_path / "2", settings, slow_watcher=3.0, step_limit=1.5)
-    assert not any(told((first, second))), (first, second)
+    assert not any(errors_of((first, second))), (first, second)
     assert first["files"] and first["notes"] and not second["files"] and not second["notes"]
     (folder,) = (tmp_path / "2").iterdir()
     alone = train(tiny_flux, mixed_data(), tmp_path / "1", **settings)
@@ -145,10 +145,10 @@ def test_what_the_others_go_on_with_is_there_and_they_write_nothing_themselves(r
     roots = {"1": str(tmp_path / "second")}
     ranks.train(2, tmp_path / "first", settings | {"seed": 4})  # another run, whose folder has the first number
     late = ranks.train(2, tmp_path / "first", settings, slow_save=1.0)
-    assert not any(told(late)) and all(answer["is_there"] for answer in late), late
+    assert not any(errors_of(late)) and all(answer["is_there"] for answer in late), late
     shutil.rmtree(tmp_path / "first" / late[0]["folder"])
     answers = ranks.train(2, tmp_path / "first", settings, roots=roots)
-    assert not any(told(answers)), answers
+    assert not any(errors_of(answers)), answers
     assert len(list((tmp_path / "first").iterdir())) == 2
     assert answers[0]["folder"] == answers[1]["folder"]
     assert list((tmp_path / "second").rglob("*")) == []
@@ -158,7 +158,7 @@ def test_validation_is_dealt_out(ranks, tiny_flux, tmp_path):
     held = {"part": 0.6, "every_n_steps": 2, "sigmas": "0.2,0.4,0.6,0.8"}
     settings = STEP | {"steps": 2, "batch_size": 2, "gradient_accumulation": 3, "validation": held}
     alone, found = (ranks.train(size, tmp_path / str(size), settings) for size in (1, 3))
-    assert not any(told([*alone, *found])), found
+    assert not any(errors_of([*alone, *found])), found
     measured = [answer["measured"] for answer in found]
     assert sum(measured) == alone[0]["measured"] > 6 and max(measured) - min(measured) <= 2
     points, wanted = (one[0]["summary"]["validation"]["points"] for one in (found, alone))
@@ -169,21 +169,21 @@ def test_validation_is_dealt_out(ranks, tiny_flux, tmp_path):
 def test_what_the_user_asks_of_the_first_is_done_by_all_after_the_same_step(ranks, tiny_flux, tmp_path):
     asks = {"1": ["save"], "3": ["stop"]}
     first, second = ranks.train(2, tmp_path / "2", STEP, asks=asks)
-    assert not any(told((first, second))), (first, second)
+    assert not any(errors_of((first, second))), (first, second)
     assert (first["summary"]["status"], second["summary"]["status"]) == ("stopped", "stopped")
     assert first["sums"] == second["sums"] == 3 == len(first["loss"])
     assert "Stopped at step 3 and saved; Run goes on from there." in first["notes"]
     (folder,) = (tmp_path / "2").iterdir()
     assert [path.name for path in folder.rglob("*-step*.safetensors")] == ["tiny-step000001.safetensors"]
     resumed = train(tiny_flux, mixed_data(), tmp_path / "2", **STEP)
-    near(dict(resumed.lora), dict(train(tiny_flux, mixed_data(), tmp_path / "1", **STEP).lora))
+    assert_close(dict(resumed.lora), dict(train(tiny_flux, mixed_data(), tmp_path / "1", **STEP).lora))
 
 
 def test_a_slow_process_changes_no_bit(ranks, tmp_path):
     ranks.train(2, tmp_path / "even", STEP)
     even = ranks.lora()
     answers = ranks.train(2, tmp_path / "slow", STEP, act={"rank": 1, "do": "slow", "seconds": 0.1})
-    same(ranks.lora(), even)
+    assert_equal(ranks.lora(), even)
     assert answers[0]["waited"] > max(0.5, answers[1]["waited"])  # in the sums, of 1.2 s
     assert answers[0]["summary"]["seconds_waiting"] == round(answers[0]["waited"], 3)
 
@@ -194,15 +194,15 @@ def test_a_state_saved_on_4_goes_on_on_2_and_on_1(ranks, tiny_flux, tmp_path):
     for size in (2, 1):
         root = tmp_path / f"to {size}"
         cancelled = ranks.train(4, root, settings, act={"rank": 3, "do": "cancel", "step": 2})
-        assert all(error.startswith("InterruptProcessingException") for error in told(cancelled)), cancelled
+        assert all(error.startswith("InterruptProcessingException") for error in errors_of(cancelled)), cancelled
         if size == 1:
             lora = dict(train(tiny_flux, mixed_data(), root, **settings).lora)
         else:
             answers = ranks.train(2, root, settings)
-            assert "Resumed at step 2." in answers[0]["notes"] and not any(told(answers)), answers
+            assert "Resumed at step 2." in answers[0]["notes"] and not any(errors_of(answers)), answers
             assert any("devices = 4 and continues with 2" in note for note in answers[0]["notes"])
             lora = ranks.lora()
-        near(lora, dict(whole.lora))
+        assert_close(lora, dict(whole.lora))
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -216,11 +216,11 @@ def test_a_nan_on_one_process_ends_all_at_the_same_step(rank, ranks, tmp_path):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_on_one_process_ends_all_and_saves_what_was_trained(rank, ranks, tiny_flux, tmp_path):
     answers = ranks.train(3, tmp_path, STEP, act={"rank": rank, "do": "error", "step": 2})
-    first, *_ = told(answers)
+    first, *_ = errors_of(answers)
     assert "the cable was pulled" in first
     if rank:
         assert first.startswith("TrainingStopped: Device 1 on ") and "Everything up to step 2 is saved" in first
-        assert told(answers)[2].startswith("InterruptProcessingException")
+        assert errors_of(answers)[2].startswith("InterruptProcessingException")
     (folder,) = tmp_path.iterdir()
     assert (folder / "state-000002.tessera").is_file()
     assert len(train(tiny_flux, mixed_data(), tmp_path, **STEP).loss) == STEPS
@@ -229,10 +229,10 @@ def test_an_error_on_one_process_ends_all_and_saves_what_was_trained(rank, ranks
 def test_devices_that_meet_before_a_sum_train_the_same_and_leave_together(ranks, tiny_flux, tmp_path):
     """As NCCL needs it, whose sums are queued only."""
     answers = ranks.train(3, tmp_path / "all", STEP, meets=True)
-    assert told(answers) == [""] * 3
+    assert errors_of(answers) == [""] * 3
     assert answers[0]["loss"] == pytest.approx(train(tiny_flux, mixed_data(), tmp_path / "one", **STEP).loss, rel=1e-5)
     answers = ranks.train(3, tmp_path / "left", STEP, meets=True, act={"rank": 1, "do": "error", "step": 2})
-    assert "the cable was pulled" in told(answers)[0] and len({answer["sums"] for answer in answers}) == 1
+    assert "the cable was pulled" in errors_of(answers)[0] and len({answer["sums"] for answer in answers}) == 1
 
 
 @pytest.mark.parametrize(("grace", "meets"), one_in(3, [(5.0, True), (0.1, True), (5.0, False), (0.1, False)]))
@@ -258,7 +258,7 @@ def test_a_process_that_is_gone_or_hangs_ends_the_run_and_its_last_state_goes_on
     (folder,) = (tmp_path / "ended").iterdir()
     assert [path.name for path in folder.glob("*.tessera")] == ["state-000002.tessera"]
     resumed = train(tiny_flux, mixed_data(), tmp_path / "ended", **STEP)
-    near(dict(resumed.lora), dict(train(tiny_flux, mixed_data(), tmp_path / "whole", **STEP).lora))
+    assert_close(dict(resumed.lora), dict(train(tiny_flux, mixed_data(), tmp_path / "whole", **STEP).lora))
 
 
 @pytest.mark.parametrize("save_every", [0, 1])
@@ -292,7 +292,7 @@ def test_a_process_killed_at_any_moment_leaves_a_state_that_goes_on(seed, ranks,
     resumed = train(tiny_flux, mixed_data(), tmp_path, **settings)
     if not whole_runs:
         whole_runs |= train(tiny_flux, mixed_data(), tmp_path / "whole", **settings).lora
-    near(dict(resumed.lora), whole_runs)
+    assert_close(dict(resumed.lora), whole_runs)
 
 
 def test_devices_of_a_machine_plan_with_equal_parts_of_the_memory_that_is_free_before_any_takes_some(ranks, tmp_path):
@@ -301,18 +301,18 @@ def test_devices_of_a_machine_plan_with_equal_parts_of_the_memory_that_is_free_b
     job = {"local": 2, "host": [64 * gib, 7 * gib, 40 * gib, 32 * gib]}
     memory = {"checkpointing": "none", "blocks_to_swap": 3}
     answers = ranks.train(4, tmp_path / "given", STEP | {"steps": 1, "memory": memory}, **job)
-    assert not any(told(answers)), answers
+    assert not any(errors_of(answers)), answers
     assert any(note.startswith("RAM is short: 3.5 GB are free") for note in answers[0]["notes"]), answers[0]["notes"]
     memory = {"checkpointing": "auto", "blocks_to_swap": -1}
     answers = ranks.train(4, tmp_path / "chosen", STEP | {"steps": 1, "memory": memory}, **job)
-    assert not any(told(answers)), answers
+    assert not any(errors_of(answers)), answers
     assert [answer["planned"] for answer in answers] == 2 * [[7 * gib // 2]] + 2 * [[16 * gib]]
 
 
 def test_masks_weigh_in_a_batch_over_processes_as_in_one(ranks, tiny_flux, tmp_path):
     answers = ranks.train(2, tmp_path / "2", STEP, data="masked_data")
-    assert not any(told(answers)), answers
-    near(ranks.lora(), dict(train(tiny_flux, masked_data(), tmp_path / "1", **STEP).lora))
+    assert not any(errors_of(answers)), answers
+    assert_close(ranks.lora(), dict(train(tiny_flux, masked_data(), tmp_path / "1", **STEP).lora))
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_both_in_one_queue_give_the_files_of_each_alone(experts, tmp_path, monke
     both = run_both(experts, tmp_path / "both", watcher)
     assert [result.path.name for result in both] == ["film_high_noise.safetensors", "film_low_noise.safetensors"]
     assert min(drawn[:6]) >= 0.875 >= max(drawn[6:]) and len(drawn) == 12
-    assert watcher.done == 12 and any(text.startswith("Low noise expert: ") for text in watcher.phases)
+    assert watcher.steps_done == 12 and any(text.startswith("Low noise expert: ") for text in watcher.phases)
 
     ranges = {HIGH: {"min_sigma": 0.875}, LOW: {"max_sigma": 0.875}}
     for model, side, together in zip(experts, (HIGH, LOW), both, strict=True):
@@ -274,7 +274,7 @@ def lora_of(model, seed):
     targets = choose_targets(family_of(model), model.model, NetworkOptions())
     shapes = linear_shapes(model.model)
     updates = {name: random_update(*shapes[name], seed + i) for i, name in enumerate(targets)}
-    return LoraSource.of_model(convert(LoraModel.from_modules(updates)), f"lora {seed}")
+    return LoraSource.from_lora(convert(LoraModel.from_modules(updates)), f"lora {seed}")
 
 
 def test_each_expert_begins_from_its_own_lora_and_stands_on_its_own(experts, tmp_path):
@@ -309,9 +309,9 @@ def test_each_expert_begins_from_its_own_lora_and_stands_on_its_own(experts, tmp
 def test_of_a_pair_that_shares_its_loras_the_options_are_those_of_before(experts):
     """`same`, which is the default, takes the strength too; `none` takes neither."""
     shared = NetworkOptions(start_from=lora_of(experts[0], 1), base_lora=lora_of(experts[0], 2), base_strength=0.5)
-    assert shared.of_low_noise() == shared == shared.of_high_noise()
+    assert shared.for_low_noise() == shared == shared.for_high_noise()
     alone = replace(shared, start_from_low_noise="none", base_lora_low_noise="none", base_strength_low_noise=0.3)
-    assert alone.of_high_noise() == shared and alone.of_low_noise() == NetworkOptions()
+    assert alone.for_high_noise() == shared and alone.for_low_noise() == NetworkOptions()
     with pytest.raises(ValueError, match="base_lora_low_noise is 'other'; choose"):
         NetworkOptions(base_lora_low_noise="other")
 

@@ -50,7 +50,7 @@ def write(model, path):
         tensors |= foreign(form, {f"{PART}{part}": (128, 128)})
     tensors["diffusion_model.single_blocks.0.linear1.diff_b"] = torch.ones(shapes["single_blocks.0.linear1"][0])
     save_file(tensors, path)
-    return LoraSource.of_file(path, "start_from"), tensors
+    return LoraSource.from_file(path, "start_from"), tensors
 
 
 def of_core(model, path):
@@ -106,7 +106,7 @@ def test_what_depends_on_the_weight_is_taken_of_the_one_that_training_stands_on(
     alone = of_core(tiny_flux, tmp_path / "forms.safetensors")
     changed = {name for name in expected if (expected[name] - alone[name]).norm() > 1e-3 * alone[name].norm()}
     assert len(changed) == 14  # DoRA's lengths, GLoRA, OFT, BOFT, a whole weight
-    network = {"rank": 128, "start_from": source, "base_lora": LoraSource.of_model(base), "base_strength": 0.5}
+    network = {"rank": 128, "start_from": source, "base_lora": LoraSource.from_lora(base), "base_strength": 0.5}
     swapped = {"memory": {"blocks_to_swap": 3}}
     result = train(tiny_flux, mixed_data(), tmp_path, network=network, **swapped, **NO_STEP)
     assert_best_of(result.lora, expected, 128)
@@ -120,7 +120,7 @@ def test_on_fp8_weights_it_is_what_comfyui_makes_of_their_values(tmp_path):
     plain = stored.dequantize().float()
     loaded, _ = comfy.sd.load_lora_for_models(model, None, tensors, 1.0, 0.0)
     patched = comfy.lora.calculate_weight(loaded.patches[f"diffusion_model.{name}.weight"], plain.clone(), name)
-    network = {"rank": 128, "include": (name,), "start_from": LoraSource.of_model(tensors)}
+    network = {"rank": 128, "include": (name,), "start_from": LoraSource.from_lora(tensors)}
     watcher = Watcher()
     result = train(model, mixed_data(), tmp_path, watcher, network=network, **NO_STEP)
     assert_best_of(result.lora, {name: (patched - plain).double()}, 128)
@@ -136,7 +136,7 @@ def test_a_base_lora_is_put_under_as_comfyui_s_loader_does_it(form, tiny_flux, t
     tensors["diffusion_model.double_blocks.0.img_attn.proj.diff_b"] = torch.arange(128.0)
     tensors["diffusion_model.double_blocks.0.img_attn.norm.query_norm.w_norm"] = torch.arange(128.0)
     save_file(tensors, tmp_path / "base.safetensors")
-    source = LoraSource.of_file(tmp_path / "base.safetensors", "base_lora")
+    source = LoraSource.from_file(tmp_path / "base.safetensors", "base_lora")
     clone = tiny_flux.clone()
     notes = apply_base_lora(clone, NetworkOptions(base_lora=source, base_strength=0.5), family_of(tiny_flux))
     assert notes == ["Trained on top of base.safetensors at strength 0.5; the saved LoRA has only what is new."]
@@ -182,7 +182,7 @@ def broken(form, **changes):
     ],
 )
 def test_what_comfyui_cannot_apply_is_one_sentence_that_names_the_input(tensors, told, tiny_flux, caplog):
-    family, source = family_of(tiny_flux), LoraSource.of_model(tensors)
+    family, source = family_of(tiny_flux), LoraSource.from_lora(tensors)
     targets = ["double_blocks.0.img_attn.proj"]
     with pytest.raises(ValueError, match=rf"start_from: LORA_MODEL does not fit .*{told}"):
         read_warm_start(NetworkOptions(start_from=source), family, tiny_flux.model, targets)
@@ -206,7 +206,7 @@ class LaterAdapter(WeightAdapterBase):
 @pytest.mark.parametrize("option", ["start_from", "base_lora"])
 def test_an_adapter_that_comfyui_adds_later_is_named(option, tiny_flux, monkeypatch):
     monkeypatch.setattr(comfy.weight_adapter, "adapters", [*comfy.weight_adapter.adapters, LaterAdapter])
-    network = NetworkOptions(**{option: LoraSource.of_model({f"{PROJ}.later": torch.ones(128, 128)})})
+    network = NetworkOptions(**{option: LoraSource.from_lora({f"{PROJ}.later": torch.ones(128, 128)})})
     told = f"{option}: LORA_MODEL does not fit .*img_attn.proj.weight: ComfyUI reads it as a LaterAdapter, which this"
     with pytest.raises(ValueError, match=told):
         if option == "start_from":
@@ -264,11 +264,11 @@ def test_a_shape_of_its_own_that_is_the_layer_s_changes_nothing(tiny_flux):
     tensors = broken("lora", reshape_weight=torch.tensor([128, 128]))
     targets = ["double_blocks.0.img_attn.proj"]
     start, notes = read_warm_start(
-        NetworkOptions(start_from=LoraSource.of_model(tensors)), family_of(tiny_flux), tiny_flux.model, targets
+        NetworkOptions(start_from=LoraSource.from_lora(tensors)), family_of(tiny_flux), tiny_flux.model, targets
     )
     assert list(start.modules) == targets and not start.dense and notes == []
     assert apply_base_lora(
-        tiny_flux.clone(), NetworkOptions(base_lora=LoraSource.of_model(tensors)), family_of(tiny_flux)
+        tiny_flux.clone(), NetworkOptions(base_lora=LoraSource.from_lora(tensors)), family_of(tiny_flux)
     )
 
 
@@ -277,7 +277,7 @@ def test_what_the_model_has_not_is_said(tiny_files):
     name = next(n for n in linear_shapes(qwen.model) if n.endswith("img_mlp.net.2"))
     tensors = foreign("diff", {f"diffusion_model.{name}": linear_shapes(qwen.model)[name]})
     tensors |= {"diffusion_model.txt_norm.diff_b": torch.zeros(4)}
-    notes = apply_base_lora(qwen.clone(), NetworkOptions(base_lora=LoraSource.of_model(tensors)), family_of(qwen))
+    notes = apply_base_lora(qwen.clone(), NetworkOptions(base_lora=LoraSource.from_lora(tensors)), family_of(qwen))
     assert (
         "base_lora also changes parts that this model doesn't have, such as txt_norm.bias; they are ignored."
     ) in notes

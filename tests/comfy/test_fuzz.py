@@ -57,8 +57,8 @@ def test_a_planted_fault_is_found_with_its_smallest_input(read, bound, length, t
         bytearray(600_000_000)  # an earlier peak, as other tests of this process leave one
     count, fault = search(Reader("planted", inputs, read), "0", 200, tmp_path)
     assert fault is not None and bound in fault.bound and count <= 2000
-    assert length is None or len(fault.given) == length
-    assert fault.reader in str(fault) and repr(fault.given) in str(fault)
+    assert length is None or len(fault.value) == length
+    assert fault.reader in str(fault) and repr(fault.value) in str(fault)
 
 
 def test_an_input_that_is_refused_in_a_sentence_is_no_fault(tmp_path):

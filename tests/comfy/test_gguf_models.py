@@ -22,7 +22,7 @@ from tiny.native.step import difference, trainer_of, written_out
 from tiny.reference_gradients import lora_gradients
 from tiny.runs import mixed_data, run_settings, train
 from tiny.swapping import assert_same_run, three_pictures, trained
-from tiny.training import fill_up_matrices, shown
+from tiny.training import fill_up_matrices, micro_batch
 
 
 @pytest.mark.parametrize("lora", [None, plain_lora, loha], ids=["no LoRA", "LoRA", "LoHa"])
@@ -105,7 +105,7 @@ def test_swapped_blocks_are_the_same_run_and_stored_bytes_stream(backend, checkp
     of_blocks = {id(block): block for block in runs[3].placed.swap.blocks}.values()
     for block, flat in zip(of_blocks, ring.flat_weights, strict=True):
         held = [m for m in frozen_modules(block).values()]
-        stored = Layout.of((str(i), b) for i, b in enumerate(b for m in held for b in m.buffers()))
+        stored = Layout.from_tensors((str(i), b) for i, b in enumerate(b for m in held for b in m.buffers()))
         assert flat.numel() == stored.size
         weights = [linear.shape[0] * linear.shape[1] for linear in block.linears().values()]
         assert stored.size < 1.3 * sum(weights) * 22 / 32 + 2**16  # Q5_0: 22 bytes for 32 values
@@ -154,7 +154,7 @@ def test_a_model_without_a_forward_of_ours_trains_as_its_values(swapped, tmp_pat
     copy_values(native_model(ROW, "Q4_0"), widened)
     fill_up_matrices(trainer)
     wanted, gradients = written_out(ROW, trainer, plain_model(widened))
-    loss = trainer.forward_backward([shown(0)])
+    loss = trainer.forward_backward([micro_batch(0)])
     assert loss == pytest.approx(wanted, rel=1e-5)
     assert difference(lora_gradients(trainer), gradients) <= 1e-5
     trainer.close()

@@ -27,7 +27,7 @@ from tiny.native import NAMED
 from tiny.native.step import trainer_of
 from tiny.runs import Watcher, mixed_data, run_settings, train
 from tiny.sampling import conditioning
-from tiny.training import shown
+from tiny.training import micro_batch
 
 PACK = os.environ.get("TESSERA_GGUF_PACK", "")
 pytestmark = pytest.mark.skipif(not PACK, reason="TESSERA_GGUF_PACK names no folder with ComfyUI-GGUF")
@@ -132,5 +132,5 @@ def test_a_model_without_a_forward_of_ours_is_checked_against_the_pack_s_layers(
         monkeypatch.setattr(frozen, "factors_of", lambda *args: tuple(0 * factor for factor in factors_of(*args)))
     trainer = trainer_of(row, tmp_path, "none", model)
     with pytest.raises(ValueError, match="is read .* differently than ComfyUI") if misread else nullcontext():
-        trainer.forward_backward([shown(0)])
+        trainer.forward_backward([micro_batch(0)])
     trainer.close()

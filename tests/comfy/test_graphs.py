@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from tessera.compile.settings import CompileSettings, HowToCompile, parse_overrides
+from tessera.compile.settings import CompileOptions, CompileSettings, parse_overrides
 from tessera.models.flux.blocks import DoubleBlock
 from tessera.train.errors import TrainingStopped
 from tessera.train.observer import SilentObserver
@@ -105,10 +105,10 @@ def test_overrides_reach_the_blocks_that_they_name(tiny_flux, tmp_path, eager_lo
     trainer, told = make(tiny_flux, tmp_path, CompileSettings("aot_eager", overrides=parse_overrides(lines)))
     trainer.run()
     own = {"dynamic": "false", "limit": 1}  # the trainer's
-    assert [(report.label, report.how) for report in trainer.placed.runner.report.regions[:-1]] == [
-        ("double, LoRA 2", HowToCompile("aot_eager", **own)),
-        ("single, LoRA 3", HowToCompile("aot_eager", **own)),
-        ("single, LoRA 4", HowToCompile("eager", "max-autotune", **own)),
+    assert [(report.label, report.options) for report in trainer.placed.runner.report.regions[:-1]] == [
+        ("double, LoRA 2", CompileOptions("aot_eager", **own)),
+        ("single, LoRA 3", CompileOptions("aot_eager", **own)),
+        ("single, LoRA 4", CompileOptions("eager", "max-autotune", **own)),
     ]
     assert counted() == trainer.placed.runner.planned_graphs == 3
     assert trainer.progress.loss == pytest.approx(eager_losses, rel=1e-5) and told == []

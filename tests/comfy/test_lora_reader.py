@@ -13,7 +13,7 @@ from tiny.lora_files import assert_same_deltas, delta, loaded_in_comfyui, patche
 
 def read(model, tensors):
     found = read_lora(tensors, family_of(model), model.model)
-    assert (found.others, found.text_encoder, found.unknown) == ((), 0, ())
+    assert (found.other_weights, found.text_encoder, found.unknown) == ((), 0, ())
     return found.modules
 
 
@@ -103,7 +103,7 @@ def test_what_is_not_of_this_model_is_told(tiny_flux, tiny_files):
     tensors["diffusion_model.single_blocks.77.linear2.lora_A.weight"] = torch.zeros(3, 2)
     found = read_lora(tensors, family_of(tiny_flux), tiny_flux.model)
     assert list(found.modules) == ["single_blocks.0.linear2"] and found.text_encoder == 1
-    assert found.others == ("single_blocks.0.linear2.bias",)
+    assert found.other_weights == ("single_blocks.0.linear2.bias",)
     assert found.unknown == ("diffusion_model.single_blocks.77.linear2.lora_A.weight",)
     wan = tiny.load_wan(tiny_files["wan"])
     assert read_lora(tensors, family_of(wan), wan.model).modules == {}

@@ -123,7 +123,7 @@ def test_a_batch_of_a_noise_schedule_holds_its_noise_its_timestep_and_its_weight
 
     monkeypatch.setattr(trainer.placed, "velocity", lambda inputs, rng_key: made.target + 1)
     monkeypatch.setattr(trainer.losses, "objective", objective)
-    assert float(trainer.losses.of_batch(made, (0, 0))) == pytest.approx(min(1.0, 5 * sigma**2), rel=1e-5)
+    assert float(trainer.losses.batch_loss(made, (0, 0))) == pytest.approx(min(1.0, 5 * sigma**2), rel=1e-5)
     trainer.close()
 
 
@@ -146,7 +146,7 @@ def test_the_loss_of_a_step_is_the_weighted_loss_of_its_samples(tiny_flux, tmp_p
         error = (trainer.placed.velocity(made.inputs, (0, 0)) - made.target).double().abs().mean(dim=(1, 2))
     weights = [min((1 - s) ** 2, 5 * s**2) for s in made.sigma.double().tolist()]
     expected = sum(float(e) * w for e, w in zip(error, weights, strict=True)) / 2
-    assert trainer.forward_backward([tiny.shown(0, 1)]) == pytest.approx(expected, rel=1e-5)
+    assert trainer.forward_backward([tiny.micro_batch(0, 1)]) == pytest.approx(expected, rel=1e-5)
     assert all(p.grad is not None and p.grad.isfinite().all() for p in trainer.network.parameters())
     trainer.close()
 
@@ -162,7 +162,7 @@ def test_weights_of_tokens_and_of_noise_levels_go_together(tiny_flux, tmp_path):
         e = (trainer.placed.velocity(made.inputs, (0, 0)) - made.target).double().abs()
         each = torch.where(e <= 0.5, e**2, e - 0.25).mean(dim=2)
         expected = float((each * weights).sum() / weights.sum()) / float(made.sigma) ** 2
-        assert float(trainer.losses.of_batch(masked, (0, 0))) == pytest.approx(expected, rel=1e-5)
+        assert float(trainer.losses.batch_loss(masked, (0, 0))) == pytest.approx(expected, rel=1e-5)
     trainer.close()
 
 
@@ -203,7 +203,7 @@ def test_every_loss_learns(loss, tiny_flux, tmp_path):
 
     def error():
         with torch.no_grad():
-            return sum(float(trainer.losses.of_batch(made, (0, 0))) for made in fixed)
+            return sum(float(trainer.losses.batch_loss(made, (0, 0))) for made in fixed)
 
     before = error()
     trainer.run()

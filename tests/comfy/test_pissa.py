@@ -106,7 +106,7 @@ def test_the_first_step_starts_from_the_model_and_the_file_then_changes_nothing(
     saved = pissa.learner.snapshot()
     for name, module in saved.modules().items():
         assert module.rank == 8 and not (module.up @ module.down).any() and module.up.any(), name
-    losses = [trainer.forward_backward([tiny.shown(0)]) for trainer in (plain, pissa)]
+    losses = [trainer.forward_backward([tiny.micro_batch(0)]) for trainer in (plain, pissa)]
     assert losses[0] == losses[1]
     assert all(p.grad.abs().max() > 0 for p in pissa.network.parameters())
     for trainer in (plain, pissa):

@@ -71,7 +71,7 @@ def test_layers_that_lose_little_multiply_in_low_precision(files: Any, tmp_path:
     trainer.watchers.append(SimpleNamespace(**looks, is_due=lambda *_: False))
     trainer.run()
     assert decided == [True] * 3  # also before the first step, when validation looks on
-    assert not trainer.placed.products.undecided and trainer.placed.products.kept() == {"asked": "int8", "full": []}
+    assert not trainer.placed.products.undecided and trainer.placed.products.decision() == {"asked": "int8", "full": []}
     errors = trainer.placed.products.errors
     measured = {place: both for place, both in errors.items() if "mod" not in place[1]}  # which see one token
     assert len(measured) == 10 and all(0.001 < error < LIMIT / 2 for both in measured.values() for error in both)
@@ -84,7 +84,7 @@ def test_a_channel_a_thousand_times_as_large_falls_back_going_forward_only(files
     trainer = trainer_on(files["outlier"], tmp_path)
     trainer.run()
     products = trainer.placed.products
-    assert products.kept() == {"asked": "int8", "full": [[*LINEAR2, "forward"]]}
+    assert products.decision() == {"asked": "int8", "full": [[*LINEAR2, "forward"]]}
     forward, backward = products.errors[LINEAR2]
     assert forward > 0.3 and backward < LIMIT / 2
     (note,) = trainer.observer.notes
@@ -110,7 +110,7 @@ def test_swapped_and_compiled_runs_decide_and_train_alike(files: Any, tmp_path: 
     other = trainer_on(files["outlier"], tmp_path, backend, memory=memory)
     wanted, errors = weights_of(resident), resident.placed.products.errors
     other.run()
-    assert other.placed.products.kept() == {"asked": "int8", "full": [[*LINEAR2, "forward"]]}
+    assert other.placed.products.decision() == {"asked": "int8", "full": [[*LINEAR2, "forward"]]}
     assert other.placed.products.errors == errors
     assert all(torch.equal(one, two) for one, two in zip(weights_of(other), wanted, strict=True))
     if backend:
@@ -124,7 +124,7 @@ def test_to_measure_leaves_no_trace_in_what_is_learnt(files: Any, tmp_path: Path
     network = NetworkOptions(rank=4, alpha=8.0, dropout=0.3)
     found = trainer_on(files["outlier"], tmp_path, network=network, gradient_accumulation=3)
     found.run()
-    kept, losses, weights = found.placed.products.kept(), found.progress.loss, weights_of(found)
+    kept, losses, weights = found.placed.products.decision(), found.progress.loss, weights_of(found)
     given = trainer_on(files["outlier"], tmp_path, network=network, gradient_accumulation=3)
     given.placed.products.full = {(block, layer): tuple(sides) for block, layer, *sides in kept["full"]}
     given.placed.products.set(given.placed.transformer.blocks())
@@ -136,8 +136,8 @@ def test_to_measure_leaves_no_trace_in_what_is_learnt(files: Any, tmp_path: Path
 def test_the_first_four_micro_batches_are_measured(files: Any, tmp_path: Path) -> None:
     trainer = trainer_on(files["even"], tmp_path, steps=6, gradient_accumulation=3)
     trainer.batches.start(0, 0, lambda: None)
-    steps = [((0, micro), one) for micro, one in enumerate(trainer.batches.of_step(0))]
-    steps += [((1, micro), one) for micro, one in enumerate(trainer.batches.of_step(1))]
+    steps = [((0, micro), one) for micro, one in enumerate(trainer.batches.for_step(0))]
+    steps += [((1, micro), one) for micro, one in enumerate(trainer.batches.for_step(1))]
     assert trainer.batches.first_of(0, 0, 4) == steps[:4]
     assert trainer.batches.first_of(1, 3, 2) == steps[3:5]
 
@@ -171,11 +171,11 @@ def test_a_resumed_run_takes_the_decision_from_its_state(
     (note,) = list(second.placed.products.notes())
     assert note.endswith("In full: linear2 of single (too inexact in the forward pass when the run started).")
     # Another option decides anew, and where the product is missing the run says so and hands the decision on.
-    assert resumed("full").placed.products.kept() == {}
+    assert resumed("full").placed.products.decision() == {}
     monkeypatch.setattr(placement, "obstacle", lambda *_: "int8 products need an NVIDIA card")
     elsewhere = resumed("int8")
     told = "products is int8, but all layers multiply in full: int8 products need an NVIDIA card."
-    assert list(elsewhere.placed.products.notes()) == [told] and elsewhere.placed.products.kept() == header
+    assert list(elsewhere.placed.products.notes()) == [told] and elsewhere.placed.products.decision() == header
     elsewhere.run()
     elsewhere.saver.save()
     assert elsewhere.progress.step == 4 and load_state(state_path(elsewhere.saver.folder.path, 4)).products == header

@@ -58,7 +58,7 @@ SUMS = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-9}
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_both_products_are_within_what_rounding_x_and_dy_may_cost(how: str, dtype: torch.dtype) -> None:
     frozen, whole = layer(how, dtype)
-    kind, turned = STORED[how], frozen.products.turned
+    kind, turned = STORED[how], frozen.products.hadamard_size
     assert frozen.products[:2] == (kind, kind) and (turned > 0) == (how == "int8 turned")
     x, grad = random(ROWS, IN, seed=2).to(dtype).requires_grad_(), random(ROWS, OUT, seed=3).to(dtype)
     y = frozen.apply(x)
@@ -87,7 +87,7 @@ def test_both_products_are_within_what_rounding_x_and_dy_may_cost(how: str, dtyp
 @pytest.mark.parametrize("how", ["int8", "int8 by rows", "int8 turned"])
 def test_int8_is_exact_but_for_the_rounding_of_x_and_dy(how: str) -> None:
     frozen, _ = layer(how)
-    turned, scale, codes = frozen.products.turned, frozen.parts[0].reshape(1, -1), frozen.weight.long()
+    turned, scale, codes = frozen.products.hadamard_size, frozen.parts[0].reshape(1, -1), frozen.weight.long()
     x, grad = random(ROWS, IN, seed=2).requires_grad_(), random(ROWS, OUT, seed=3)
 
     def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,7 +156,7 @@ def test_the_stored_bytes_wait_for_backward_and_nothing_else(how: str, compiled:
 def test_one_direction_alone_can_be_full(how: str, sides: tuple[str | None, str | None]) -> None:
     frozen, _ = layer(how)
     both = frozen.products
-    mixed = Products(sides[0] or both.forward, sides[1] or both.backward, both.turned)
+    mixed = Products(sides[0] or both.forward, sides[1] or both.backward, both.hadamard_size)
     results = {}
     for name, given in {"low": both, "mixed": mixed, "full": None}.items():
         x = random(ROWS, IN, seed=2).requires_grad_()

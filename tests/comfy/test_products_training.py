@@ -173,7 +173,7 @@ def test_the_plan_reckons_the_products_in_8_bit_at_their_rate(how: str, files: A
 def test_a_card_without_the_product_is_named() -> None:
     products = BlockProducts("int8", torch.device("mps"), torch.bfloat16)
     wanted = "products is int8, but all layers multiply in full: int8 products need an NVIDIA card."
-    assert list(products.notes()) == [wanted] and products.tried == ()
+    assert list(products.notes()) == [wanted] and products.precisions == ()
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])

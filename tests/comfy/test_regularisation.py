@@ -37,7 +37,7 @@ def test_the_loss_of_a_batch_is_the_mean_of_its_samples_losses_by_their_weights(
     )
     with torch.no_grad():
         error = (trainer.placed.velocity(made.inputs, (0, 0)) - made.target).double().square().mean(dim=(1, 2))
-    found = trainer.forward_backward([tiny.shown(0, 2)])
+    found = trainer.forward_backward([tiny.micro_batch(0, 2)])
     assert found == pytest.approx((float(error[0]) + 0.5 * float(error[1])) / 2, rel=1e-5)
     trainer.close()
 

@@ -86,7 +86,7 @@ def test_cancel_within_a_step_waits_for_its_micro_batch_only(tiny_flux, tmp_path
     backward = Learner.backward
 
     def counted(learner, loss):
-        backwards.append(watcher.done)
+        backwards.append(watcher.steps_done)
         backward(learner, loss)
 
     def check(done):

@@ -17,7 +17,7 @@ from tessera.nodes.train import run_deletion
 from tessera.train.checkpoint.run_folder import RunFolder
 from tiny.prompt import awaited
 from tiny.routes import ask
-from tiny.server_runs import held, put_pictures, training_graph, wait_for_step
+from tiny.server_runs import paused_at, put_pictures, training_graph, wait_for_step
 
 
 def asked(server, path, method="POST", **headers):
@@ -240,7 +240,7 @@ def test_a_file_that_cannot_be_read_is_named_and_not_taken_for_a_dead_server(mon
 
 def test_what_trains_is_never_deleted(server, tiny_loaders):
     put_pictures(server.base)
-    with held(server, 9):
+    with paused_at(server, 9):
         prompt_id = server.queue(training_graph(tiny_loaders, "trains", steps=12))
         wait_for_step(server, "trains", 4, prompt_id)
         (one,) = listed(server, "filter=trains")["runs"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from comfy_server import PATIENCE
 from safetensors.torch import load_file
-from tiny.server_runs import held, put_pictures, training_graph
+from tiny.server_runs import paused_at, put_pictures, training_graph
 
 RUN = Path(__file__).resolve().parents[2] / "run.py"
 STEPS = 12
@@ -54,7 +54,7 @@ def test_it_trains_as_a_server_does_and_a_run_that_was_ended_goes_on(server, wor
     output, log = tmp_path / "output", tmp_path / "log.jsonl"
     command = line(server, workflow, output, log, "--set", "train.output_name=headless")
     environment = os.environ | {"COMFYUI_PATH": str(server.comfyui)}
-    with held(server, 5):
+    with paused_at(server, 5):
         process = started(command, environment, log, 3)
         process.send_signal(signal.SIGTERM)
         _, told = process.communicate(timeout=PATIENCE)
@@ -108,7 +108,7 @@ def test_two_processes_train_it_together_and_one_goes_on_from_where_another_was_
     output, log = tmp_path / "output", tmp_path / "log.jsonl"
     many = ["--set", "train.output_name=many", "--set", "train.save_every=2"]
     environment = os.environ | {"COMFYUI_PATH": str(server.comfyui)}
-    with held(server, 7):
+    with paused_at(server, 7):
         command = line(server, workflow, output, log, *many, "--launch", "2")
         launcher = started(command, environment, log, 5)
         trained = processes_of(launcher)
@@ -123,7 +123,7 @@ def test_two_processes_train_it_together_and_one_goes_on_from_where_another_was_
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "--max-restarts", "1", "--"]
     command += line(server, workflow, output, log, *many, "--result", str(tmp_path / "result"))[1:]
-    with held(server, 9):
+    with paused_at(server, 9):
         launcher = started(command, environment, log, 8)
         processes_of(launcher)[1].kill()  # and torchrun starts both again
     output_of, errors_of = launcher.communicate(timeout=PATIENCE)

@@ -15,7 +15,7 @@ from PIL import Image
 from tessera.nodes.train import run_deletion, run_files, run_routes
 from tiny.prompt import awaited, node
 from tiny.routes import ask
-from tiny.server_runs import held, newest_step, put_pictures, training_graph, wait_for_step
+from tiny.server_runs import newest_step, paused_at, put_pictures, training_graph, wait_for_step
 
 
 def listed(server, name):
@@ -48,7 +48,7 @@ def status_of(server, path, method="GET", **headers):
 def test_a_run_that_is_queued_over_the_api_is_seen_killed_and_gone_on_with(own_server, tiny_loaders):
     put_pictures(own_server.base)
     own_server.start()
-    with held(own_server, 20):
+    with paused_at(own_server, 20):
         prompt_id = own_server.queue(training_graph(tiny_loaders, "seen"))
         wait_for_step(own_server, "seen", 18, prompt_id)
         found = wait_for(own_server, "seen", lambda run: run["step"] >= 19)
@@ -103,7 +103,7 @@ def test_only_a_page_of_this_server_stops_the_run_that_trains_and_queued_again_i
     (other / "run.json").write_text("{}")
     graph = training_graph(tiny_loaders, "kept", save_every=0)
     graph["saved"] = node("TesseraSaveLora", lora=["train", 0], filename_prefix="kept", format="kohya", dtype="fp16")
-    with held(server, 9):
+    with paused_at(server, 9):
         prompt_id = server.queue(graph)
         wait_until(lambda: listed(server, "kept"))
         wait_for(server, "kept", lambda run: run["step"] >= 8)
@@ -192,12 +192,12 @@ def test_a_run_that_is_deleted_while_it_is_looked_for_is_no_run(tmp_path, monkey
 
     monkeypatch.setattr(run_routes, "runs_folder", lambda: tmp_path)
     monkeypatch.setattr(run_routes, "own_file", deleted_after)
-    assert [run["folder"] for run in run_routes.Runs().named("fading")] == ["fading (002)"]
+    assert [run["folder"] for run in run_routes.Runs().by_output_name("fading")] == ["fading (002)"]
 
 
 def test_cancel_is_told_with_the_step_that_was_saved(server, tiny_loaders):
     put_pictures(server.base)
-    with held(server, 10):
+    with paused_at(server, 10):
         prompt_id = server.queue(training_graph(tiny_loaders, "stopped"))
         wait_for_step(server, "stopped", 4, prompt_id)
         (newer := server.base / "output" / "loras" / "stopped-1234abcd").mkdir()

@@ -1,7 +1,7 @@
 """Several devices make the previews of a run together, and rank 0 has the sheet of all."""
 
 import pytest
-from tiny.ranks import STEP, told
+from tiny.ranks import STEP, errors_of
 
 SHORT = STEP | {"steps": 2, "gradient_accumulation": 1, "batch_size": 2}
 
@@ -13,7 +13,7 @@ def test_the_pictures_are_those_of_one_device(shard, ranks, tiny_files, tmp_path
     files, sheets, sampled = [], [], []
     for size in (1, 2):
         answers = ranks.train(size, tmp_path / str(size), SHORT | {"memory": memory}, **job)
-        assert not any(told(answers)), answers
+        assert not any(errors_of(answers)), answers
         sampled.append([answer["sampled"] for answer in answers])
         files.append(answers[0]["summary"]["previews"]["files"])
         (folder,) = (tmp_path / str(size)).iterdir()
@@ -29,7 +29,7 @@ def test_the_pictures_are_those_of_one_device(shard, ranks, tiny_files, tmp_path
 
 def test_a_preview_that_fails_on_one_device_is_told_once(ranks, tiny_files, tmp_path):
     answers = ranks.train(2, tmp_path, SHORT, previews=2, vae=str(tiny_files["vae"]), fails=1)
-    assert not any(told(answers)), answers
+    assert not any(errors_of(answers)), answers
     (note,) = (note for note in answers[0]["notes"] if "preview" in note)
     assert "no colours left" in note and "step 1" in note
     assert [name[9:20] for name in answers[0]["summary"]["previews"]["files"]] == 2 * ["step000000_"] + 2 * [

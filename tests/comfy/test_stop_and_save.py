@@ -88,12 +88,12 @@ def test_what_is_asked_of_a_run_is_done_once_and_by_no_later_run(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     training_now.begin(first, "6", "prompt 1")
     assert not training_now.ask(second, "prompt 1", STOP) and not training_now.ask(first, "prompt 2", STOP)
-    assert training_now.take_asked() == set()
+    assert training_now.take_requests() == set()
     assert training_now.ask(first, "prompt 1", SAVE)
-    assert [training_now.take_asked() for _ in range(2)] == [{SAVE}, set()]
+    assert [training_now.take_requests() for _ in range(2)] == [{SAVE}, set()]
     assert training_now.ask(first, "prompt 1", STOP)  # behind its last step
     training_now.end()
     assert not training_now.ask(first, "prompt 1", STOP)
     training_now.begin(second, "6", "prompt 2")
-    assert training_now.take_asked() == set()
+    assert training_now.take_requests() == set()
     training_now.end()

@@ -103,7 +103,7 @@ def test_what_a_block_keeps_is_what_autograd_holds_for_it(deep_flux: Path, tmp_p
         return out
 
     trainer.placed.runner = run
-    samples = [(trainer.data.samples[0], trainer.batches.reader.read(one)) for one in tiny.shown(0, 0)]
+    samples = [(trainer.data.samples[0], trainer.batches.reader.read(one)) for one in tiny.micro_batch(0, 0)]
     batch = auto.make_batch(
         trainer.patcher, trainer.family, samples, trainer.settings.objective, trainer.device, 3, (0, 0)
     )
@@ -146,7 +146,7 @@ def test_a_smaller_device_streams_what_it_has_to_and_trains_the_same(deep_flux, 
 
 def out_of_memory_at(trainer: Any, *steps: int) -> None:
     """Each of these steps breaks off once in the middle of its backward."""
-    failing, loss, hooks = list(steps), trainer.losses.of_batch, []
+    failing, loss, hooks = list(steps), trainer.losses.batch_loss, []
 
     def fail(grad: torch.Tensor) -> None:
         hooks.pop().remove()
@@ -160,7 +160,7 @@ def out_of_memory_at(trainer: Any, *steps: int) -> None:
             hooks.append(block.linears()["linear1"].adapter.up.register_hook(fail))
         return value
 
-    trainer.losses.of_batch = watched
+    trainer.losses.batch_loss = watched
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"], ids=["eager", "compiled"])

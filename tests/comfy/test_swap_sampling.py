@@ -91,7 +91,8 @@ def test_no_block_takes_cuda_graphs_while_some_stream(asked: str, tiny_flux: Any
         "DoubleStreamBlock",
         "SingleStreamBlock",
     ]
-    assert {(region.how.backend, region.how.mode) for region in compiled_model.regions.values()} == {(backend, mode)}
+    options = [region.options for region in compiled_model.regions.values()]
+    assert {(option.backend, option.mode) for option in options} == {(backend, mode)}
     said = [note for note in compiled_model.notes if "block swap" in note]
     assert said == [
         f"{asked}: blocks are compiled without CUDA graphs (backend {backend}, mode {mode}), because some stream from "
@@ -100,7 +101,7 @@ def test_no_block_takes_cuda_graphs_while_some_stream(asked: str, tiny_flux: Any
     # On the same model without swap the settings hold as they are.
     resident, same = compile_model(tiny_flux, settings)
     assert same is compiled_model and torch.equal(sample(resident, "flux"), picture)
-    assert [region.how for region in compiled_model.regions.values()][2:] == [settings.how()] * 2
+    assert [region.options for region in compiled_model.regions.values()][2:] == [settings.options()] * 2
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 3])

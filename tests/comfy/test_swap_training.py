@@ -203,7 +203,7 @@ def test_the_tensors_of_a_block_lie_aligned_in_one_buffer(deep_flux: Path, tmp_p
     )
     for block in trainer.placed.swap.blocks:
         tensors = {f"{owner}.{n}": t for owner, m in frozen_modules(block).items() for n, t in m._buffers.items()}
-        layout = Layout.of((name, tensor) for name, tensor in tensors.items() if tensor is not None)
+        layout = Layout.from_tensors((name, tensor) for name, tensor in tensors.items() if tensor is not None)
         assert layout in trainer.placed.swap.layouts and all(field.offset % 256 == 0 for field in layout.fields)
     assert all(slot.data_ptr() % 256 == 0 for slot in trainer.placed.swap.ring.slots)
 

@@ -111,11 +111,11 @@ def test_its_file_belongs_to_what_the_node_is_known_by(name, tmp_path, monkeypat
 def test_each_expert_trains_with_its_own():
     high, low = source({}), source({}, "low.safetensors")
     pair = NetworkOptions(training_adapter=high, training_adapter_strength=0.5)
-    assert pair.of_low_noise() == pair == pair.of_high_noise()
+    assert pair.for_low_noise() == pair == pair.for_high_noise()
     apart = replace(pair, training_adapter_low_noise=low, training_adapter_strength_low_noise=0.3)
-    assert apart.of_high_noise() == pair
-    assert apart.of_low_noise() == NetworkOptions(training_adapter=low, training_adapter_strength=0.3)
-    assert replace(apart, training_adapter_low_noise="none").of_low_noise() == NetworkOptions()
+    assert apart.for_high_noise() == pair
+    assert apart.for_low_noise() == NetworkOptions(training_adapter=low, training_adapter_strength=0.3)
+    assert replace(apart, training_adapter_low_noise="none").for_low_noise() == NetworkOptions()
     assert shared_lora_notes(run_settings(network=vars(pair))) == [
         f"training_adapter {ADAPTER} is used for both experts; to give the low noise one its own, set "
         "training_adapter_low_noise on LoRA Network."

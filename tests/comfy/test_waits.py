@@ -58,9 +58,13 @@ class PerStep(SilentObserver):
 
     def step(self, report: StepReport) -> None:
         devices = self.devices
-        for kept, counted in ((self.reads, devices.reads), (self.moved, devices.moved), (self.mixed, devices.mixed)):
+        for kept, counted in (
+            (self.reads, devices.reads),
+            (self.moved, devices.moved_count),
+            (self.mixed, devices.mixed),
+        ):
             kept.append(counted)
-        devices.reads, devices.moved, devices.mixed = Counter(), 0, Counter()
+        devices.reads, devices.moved_count, devices.mixed = Counter(), 0, Counter()
         self.reports.append(report)
 
 
@@ -128,11 +132,11 @@ def after_a_backward(tiny_files, tmp_path_factory) -> Any:
     network = NetworkOptions(rank=4, alpha=8.0, include=("single_blocks.0.*",), scale_weight_norms=0.1)
     trainer = tiny.make_trainer(model, tiny.make_data([(4, 4)], [16]), tmp_path_factory.mktemp("run"), network=network)
     tiny.fill_up_matrices(trainer)
-    trainer.batches.reader.prefetch(tiny.shown(0))
+    trainer.batches.reader.prefetch(tiny.micro_batch(0))
     devices = TwoDevices()
     devices.put_weights_of(trainer)
     with devices.watched():
-        loss = trainer.forward_backward([tiny.shown(0)])
+        loss = trainer.forward_backward([tiny.micro_batch(0)])
     yield trainer, devices, loss
     trainer.close()
 
@@ -160,12 +164,12 @@ def test_with_each_optimizer_a_step_waits_once_but_for_what_its_library_reads(na
     matrices = len(trainer.network.parameters())
     first, later, moved = OWN.get(name, (lambda p: {}, lambda p: {}, 0))
     for own, moves in ((first, moved), (later, 0)):
-        devices.reads, devices.moved, devices.mixed = Counter(), 0, Counter()
+        devices.reads, devices.moved_count, devices.mixed = Counter(), 0, Counter()
         with devices.watched():
             assert math.isfinite(trainer.finite(loss))
             trainer.optimizer_step()
         assert devices.reads == ONCE | own(matrices)
-        assert devices.moved == moves * matrices and not devices.mixed
+        assert devices.moved_count == moves * matrices and not devices.mixed
 
 
 @pytest.mark.parametrize(("what", "number"), [("loss", math.inf), ("loss", math.nan), ("gradient", math.inf)])
@@ -204,7 +208,7 @@ def test_the_stand_in_for_a_gpu_sees_what_a_gpu_waits_for() -> None:
             before = devices.reads.total()
             wait()
             assert devices.reads.total() > before
-        assert float(on_host.sum()) == 1.0 and devices.moved == 1 and not devices.mixed
+        assert float(on_host.sum()) == 1.0 and devices.moved_count == 1 and not devices.mixed
         there.copy_(on_host)
         there[:1] = on_host[:1]
         assert devices.mixed == {"copy_": 2}

@@ -30,7 +30,7 @@ def blocks(updates):
 
 
 def source(updates, layout="kohya", dtype="fp32"):
-    return LoraSource.of_model(convert(LoraModel.from_modules(updates), layout, dtype))
+    return LoraSource.from_lora(convert(LoraModel.from_modules(updates), layout, dtype))
 
 
 def started(model, root, network):
@@ -44,7 +44,7 @@ def started(model, root, network):
 def test_delta_w_at_the_start_is_what_comfyui_makes_of_the_file(layout, dtype, tiny_flux, tmp_path, caplog):
     file = convert(LoraModel.from_modules(blocks(random_updates(tiny_flux))), layout, dtype)
     expected = patched_deltas(tiny_flux, loaded_in_comfyui(tiny_flux, file, caplog))
-    result, notes = started(tiny_flux, tmp_path, {"rank": 6, "start_from": LoraSource.of_model(file)})
+    result, notes = started(tiny_flux, tmp_path, {"rank": 6, "start_from": LoraSource.from_lora(file)})
     found = result.lora.modules()
     assert found.keys() == expected.keys() and all(module.rank == 6 for module in found.values())
     for name, wanted in expected.items():
@@ -82,7 +82,7 @@ def test_an_update_of_a_rank_that_fits_loses_nothing_though_it_is_written_with_m
     twice = LowRank(torch.cat((small.down, small.down)), torch.cat((small.up, small.up), dim=1), small.alpha)
     fitted = fit_to_rank(twice, torch.ones(6, 30), 0.5)
     expected = delta(small)  # twice the product, half the scale
-    assert fitted.lost < 1e-7
+    assert fitted.relative_error < 1e-7
     # The rest can learn, as in a new LoRA.
     assert torch.equal(fitted.down[4:], torch.ones(2, 30)) and not fitted.up[:, 4:].any()
     torch.testing.assert_close(0.5 * fitted.up.double() @ fitted.down.double(), expected, rtol=1e-5, atol=1e-6)
@@ -93,7 +93,7 @@ def test_a_lower_rank_than_the_files_on_a_layer_that_is_narrower_than_both():
     update = LowRank(torch.cat([wide.down] * 3), torch.cat([wide.up] * 3, dim=1), wide.alpha)  # rank 12 of at most 5
     start = torch.ones(8, 5)
     fitted = fit_to_rank(update, start, 0.5)
-    assert fitted.down.shape == (8, 5) and fitted.up.shape == (20, 8) and fitted.lost < 1e-7
+    assert fitted.down.shape == (8, 5) and fitted.up.shape == (20, 8) and fitted.relative_error < 1e-7
     # Three times the product, a third of the scale.
     torch.testing.assert_close(0.5 * fitted.up.double() @ fitted.down.double(), delta(wide), rtol=1e-5, atol=1e-6)
 
@@ -105,13 +105,13 @@ def test_each_algorithm_begins_where_its_file_ended(name, tiny_flux, tmp_path):
     data = training_data(sample("one", 4, 4))
     first = train(tiny_flux, data, tmp_path / "first", steps=1, network=network)
     file = convert(first.lora, "kohya", "fp32")
-    second = train(tiny_flux, data, tmp_path, network=network | {"start_from": LoraSource.of_model(file)}, **NO_STEP)
+    second = train(tiny_flux, data, tmp_path, network=network | {"start_from": LoraSource.from_lora(file)}, **NO_STEP)
     assert second.lora.keys() == first.lora.keys() == file.keys()
     for key, tensor in first.lora.items():
         exactly = "dora_scale" not in key
         torch.testing.assert_close(second.lora[key], tensor, rtol=0 if exactly else 1e-6, atol=1e-20 if exactly else 0)
     kind = network["algorithm"]
-    other = {"algorithm": "oft" if kind == "loha" else "loha", "rank": 4, "start_from": LoraSource.of_model(file)}
+    other = {"algorithm": "oft" if kind == "loha" else "loha", "rank": 4, "start_from": LoraSource.from_lora(file)}
     told = f"is a {kind} .* and the network trains {other['algorithm']}; set algorithm to {kind}, or choose"
     with pytest.raises(ValueError, match=told):
         train(tiny_flux, data, tmp_path, network=other)
@@ -130,7 +130,7 @@ def test_a_lora_begins_from_the_largest_parts_of_what_is_none(name, tiny_flux, t
     trainer.close()
     expected = patched_deltas(tiny_flux, loaded_in_comfyui(tiny_flux, file, caplog))
     for rank in (3, 128):
-        options = targets | {"rank": rank, "alpha": 2.0, "start_from": LoraSource.of_model(file)}
+        options = targets | {"rank": rank, "alpha": 2.0, "start_from": LoraSource.from_lora(file)}
         result, notes = started(tiny_flux, tmp_path / str(rank), options)
         for layer, module in result.lora.modules().items():
             left, sizes, right = torch.linalg.svd(expected[layer], full_matrices=False)
@@ -181,7 +181,7 @@ def test_what_does_not_fit_is_one_sentence(tiny_flux, tiny_files):
     from tessera.models.registry import family_of
 
     def start(updates, targets=("single_blocks.0.linear2",), **changes):
-        options = NetworkOptions(start_from=LoraSource.of_model(updates), **changes)
+        options = NetworkOptions(start_from=LoraSource.from_lora(updates), **changes)
         return read_warm_start(options, family_of(tiny_flux), tiny_flux.model, targets)
 
     wan = convert(LoraModel.from_modules(random_updates(tiny.load_wan(tiny_files["wan"]))))
@@ -296,6 +296,6 @@ def test_a_base_lora_that_does_not_fit_is_one_sentence(tiny_flux, tiny_files, tm
     ):
         file = {f"diffusion_model.double_blocks.0.img_attn.qkv.{suffix}": t for suffix, t in tensors.items()}
         with pytest.raises(ValueError, match=rf"\(double_blocks.0.img_attn.qkv: {there} there, 384 x 128 here\)"):
-            train(tiny_flux, mixed_data(), tmp_path, network={"base_lora": LoraSource.of_model(file)})
+            train(tiny_flux, mixed_data(), tmp_path, network={"base_lora": LoraSource.from_lora(file)})
     with pytest.raises(ValueError, match="base_strength is 0, at which base_lora has no effect"):
         NetworkOptions(base_lora=larger, base_strength=0.0)

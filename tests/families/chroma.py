@@ -1,4 +1,4 @@
-"""Chroma, with captions of several lengths in a batch, and with a guidance where it is given."""
+"""Chroma, with captions of several lengths in a batch, and with a guidance if it is given."""
 
 import runpy
 from collections.abc import Mapping, Sequence
@@ -123,8 +123,8 @@ class ChromaCase(FluxCase):
     def core_velocity(
         self, model: Any, sample: Any, sigma: float, guidance: float = 1.0, x_t: Tensor | None = None
     ) -> Tensor:
-        given = sample.load().conditioning.get("guidance", 0.0)
-        return super().core_velocity(model, sample, sigma, given, x_t)
+        distilled_guidance = sample.load().conditioning.get("guidance", 0.0)
+        return super().core_velocity(model, sample, sigma, distilled_guidance, x_t)
 
 
 def _samples(grids: Sequence[tuple[int, int]], tokens: int | None = None) -> list[Any]:
@@ -134,11 +134,13 @@ def _samples(grids: Sequence[tuple[int, int]], tokens: int | None = None) -> lis
 
 def diffusers_rows(model: Any, native: dict[str, Tensor]) -> dict[str, Tensor]:
     """The blocks by ComfyUI's table of FLUX's names, the approximator by its own names, which differ in its layers."""
-    own = {name: tensor for name, tensor in native.items() if name.startswith(APPROXIMATOR)}
-    renamed = {name.replace("in_layer", "linear_1").replace("out_layer", "linear_2"): t for name, t in own.items()}
-    found = rows_by_table(model.model.model_config.unet_config, native) | renamed
+    approximator = {name: tensor for name, tensor in native.items() if name.startswith(APPROXIMATOR)}
+    renamed = {
+        name.replace("in_layer", "linear_1").replace("out_layer", "linear_2"): t for name, t in approximator.items()
+    }
+    rows = rows_by_table(model.model.model_config.unet_config, native) | renamed
     names = dict(_empty_diffusers_model().named_parameters())  # the table has the names of FLUX.2 as well
-    return {name: tensor for name, tensor in found.items() if name in names}
+    return {name: tensor for name, tensor in rows.items() if name in names}
 
 
 def diffusers_model(model: Any) -> Any:

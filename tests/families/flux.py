@@ -17,8 +17,8 @@ REFERENCE = runpy.run_path(str(Path(__file__).parents[1] / "reference" / "flux.p
 
 # References in latent cells: the samples of a batch agree in their tokens one by one, and in nothing else.
 WIDE, TALL, LONG = [(8, 4), (4, 6), (6, 6)], [(4, 8), (6, 4), (2, 18)], [(16, 2), (2, 12), (18, 2)]
-# Where ComfyUI's `offset` puts two of them, by hand: (1, first row, first column) in tokens. The second goes below the
-# first where both together are wider than high, else beside it.
+# Positions of two references by ComfyUI's `offset`, by hand: (1, first row, first column) in tokens. The second goes
+# below the first if both together are wider than high, else to its right.
 OFFSETS = {
     ((8, 4), (4, 6)): [(1, 0, 0), (1, 0, 2)],
     ((4, 8), (6, 4)): [(1, 0, 0), (1, 2, 0)],
@@ -61,20 +61,20 @@ class FluxCase(FamilyCase):
         comfy.model_management.load_models_gpu([model])
         core, read, patch = model.model.diffusion_model, sample.load(), model.model.diffusion_model.patch_size
         x = (read.latent[None] if x_t is None else x_t).to(model.load_device)
-        given = {**read.conditioning, "guidance": guidance}
-        conds = model.model.extra_conds(cross_attn=read.text, noise=x, device=x.device, **given)
+        conditioning = {**read.conditioning, "guidance": guidance}
+        conds = model.model.extra_conds(cross_attn=read.text, noise=x, device=x.device, **conditioning)
         args = {name: cond.process_cond(1, area=None, device=x.device).cond for name, cond in conds.items()}
-        own, keep = x.shape[-2] * x.shape[-1] // patch**2, sample.tokens
+        picture_tokens, keep = x.shape[-2] * x.shape[-1] // patch**2, sample.tokens
         whole = core.forward_orig
 
         def on_kept_tokens(img: Tensor, img_ids: Tensor, *rest: Any, **options: Any) -> Tensor:
-            there = torch.cat((torch.arange(keep), torch.arange(own, img.shape[1])))
+            indices = torch.cat((torch.arange(keep), torch.arange(picture_tokens, img.shape[1])))
             if options.get("timestep_zero_index") is not None:
-                assert options["timestep_zero_index"] == [[own, img.shape[1]]]
-                options["timestep_zero_index"] = [[keep, len(there)]]
-            kept = whole(img[:, there], img_ids[:, there], *rest, **options)
-            out = kept.new_zeros(1, img.shape[1], kept.shape[-1])
-            out[:, there] = kept
+                assert options["timestep_zero_index"] == [[picture_tokens, img.shape[1]]]
+                options["timestep_zero_index"] = [[keep, len(indices)]]
+            output = whole(img[:, indices], img_ids[:, indices], *rest, **options)
+            out = output.new_zeros(1, img.shape[1], output.shape[-1])
+            out[:, indices] = output
             return out
 
         core.forward_orig = on_kept_tokens
@@ -107,17 +107,17 @@ class Flux1Case(FluxCase):
 
     def batches(self) -> dict[str, Batch]:
         three = (WIDE, TALL, LONG)
-        one, two = ([given[:count] for given in three] for count in (1, 2))
+        single, pairs = ([sizes[:count] for sizes in three] for count in (1, 2))
         batches: dict[str, Batch] = {
             "shapes": partial(_samples, [(4, 12), (8, 6), (6, 8)]),
             "ragged": partial(_samples, [(4, 12), (8, 6), (6, 8)], tokens=45),
-            "references": partial(_samples, GRIDS, two),
-            "ragged references": partial(_samples, RAGGED, two, tokens=23),
+            "references": partial(_samples, GRIDS, pairs),
+            "ragged references": partial(_samples, RAGGED, pairs, tokens=23),
             "without pooled text": lambda: [_without_pooled(s) if i == 1 else s for i, s in enumerate(_samples(GRIDS))],
         }
         for method in METHODS:
             name = method or "by default"
-            batches[f"one {name}"] = partial(_samples, GRIDS, one, method)
+            batches[f"one {name}"] = partial(_samples, GRIDS, single, method)
             batches[f"three {name}"] = partial(_samples, GRIDS, three, method)
             batches[f"three {name}, ragged edge"] = partial(_samples, RAGGED, three, method, 23)
             batches[f"squares {name}"] = partial(_samples, [(4, 6)], [[(6, 6), (6, 6), (4, 4)]], method)
@@ -176,8 +176,8 @@ class Flux1Case(FluxCase):
         references = read.conditioning.get("reference_latents", ())
         places = OFFSETS[tuple(tuple(r.shape[-2:]) for r in references)] if references else []
         for reference, place in zip(references, places, strict=True):
-            more, more_ids = placed(self.in_model_space(reference[0].to(dtype)), 2, place)
-            tokens, ids = torch.cat([tokens, more], dim=1), torch.cat([ids, more_ids], dim=1)
+            reference_tokens, reference_ids = placed(self.in_model_space(reference[0].to(dtype)), 2, place)
+            tokens, ids = torch.cat([tokens, reference_tokens], dim=1), torch.cat([ids, reference_ids], dim=1)
         return REFERENCE["flux_forward"](
             {name: tensor.to(dtype) for name, tensor in tensors.items()},
             tokens,
@@ -199,30 +199,30 @@ def _samples(
 ) -> list[Any]:
     pairs = enumerate(zip(grids, references or [()] * len(grids), strict=True))
     return [
-        flux_sample(f"{i}", *grid, 9 if given else 16, given, family="flux", method=method, tokens=tokens)
-        for i, (grid, given) in pairs
+        flux_sample(f"{i}", *grid, 9 if sizes else 16, sizes, family="flux", method=method, tokens=tokens)
+        for i, (grid, sizes) in pairs
     ]
 
 
 def diffusers_rows(model: Any, native: dict[str, Tensor]) -> dict[str, Tensor]:
     """By ComfyUI's table, which has the names of FLUX.2 as well."""
-    own = _empty_diffusers_model(model).state_dict().keys()
-    found = rows_by_table(model.model.model_config.unet_config, native)
-    return {name: tensor for name, tensor in found.items() if name in own}
+    names = _empty_diffusers_model(model).state_dict().keys()
+    rows = rows_by_table(model.model.model_config.unet_config, native)
+    return {name: tensor for name, tensor in rows.items() if name in names}
 
 
 def rows_by_table(config: dict[str, Any], native: dict[str, Tensor]) -> dict[str, Tensor]:
     """By `comfy.utils.flux_to_diffusers`; config: of a FLUX as ComfyUI detects it."""
     import comfy.utils
 
-    found = {}
+    rows = {}
     for key, target in comfy.utils.flux_to_diffusers(config).items():
         source, offset, function = (target, None, None) if isinstance(target, str) else (*target, None)[:3]
         if source not in native:
             continue
         tensor = native[source] if offset is None else native[source].narrow(*offset)
-        found[key] = tensor if function is None else function(tensor)
-    return found
+        rows[key] = tensor if function is None else function(tensor)
+    return rows
 
 
 def _diffusers_model(model: Any) -> Any:
@@ -264,9 +264,9 @@ def _velocity(transformer: Any, sample: Any, x_t: Tensor, sigma: float, guidance
     read, dtype = sample.load(), x_t.dtype
     tokens, ids = packed(x_t)
     for reference in read.conditioning.get("reference_latents", ()):
-        more, more_ids = packed((reference[0].to(dtype) - 0.1159) * 0.3611)
-        more_ids[..., 0] = 1
-        tokens, ids = torch.cat((tokens, more), dim=1), torch.cat((ids, more_ids))
+        reference_tokens, reference_ids = packed((reference[0].to(dtype) - 0.1159) * 0.3611)
+        reference_ids[..., 0] = 1
+        tokens, ids = torch.cat((tokens, reference_tokens), dim=1), torch.cat((ids, reference_ids))
     return transformer(
         hidden_states=tokens,
         encoder_hidden_states=read.text.to(dtype),

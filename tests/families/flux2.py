@@ -73,7 +73,7 @@ class Flux2Case(FluxCase):
         return Captions(samples, 2, "1 captions have more than 512 tokens")
 
     def learning(self, folder: Path) -> Learning:
-        """One edit of one colour, on a model that carries its input through to its output beside quiet blocks."""
+        """One edit of one colour, on a model that carries its input through to its output past quiet blocks."""
         path = self.write(folder / "flux2.safetensors", depth=1, depth_single=1, hidden=256)
         tensors = load_file(path)
         identity = torch.eye(256, 128)
@@ -129,12 +129,12 @@ class Flux2Case(FluxCase):
     def reference_velocity(
         self, tensors: Any, sample: Any, x_t: Tensor, sigma: float, guidance: float = 1.0, lora: Any = None
     ) -> Tensor:
-        """Captions are padded left to 512 tokens; references stand at 10 and 20 of the first axis."""
+        """Captions are padded left to 512 tokens; references are at 10 and 20 of the first axis."""
         read, keep, dtype = sample.load(), sample.tokens, x_t.dtype
         tokens, ids = (part[:, :keep] for part in placed(x_t, 1, (0, 0, 0, 0)))
         for i, reference in enumerate(read.conditioning.get("reference_latents", ())):
-            more, more_ids = placed(reference[0].to(dtype), 1, (10 * (i + 1), 0, 0, 0))
-            tokens, ids = torch.cat([tokens, more], dim=1), torch.cat([ids, more_ids], dim=1)
+            reference_tokens, reference_ids = placed(reference[0].to(dtype), 1, (10 * (i + 1), 0, 0, 0))
+            tokens, ids = torch.cat([tokens, reference_tokens], dim=1), torch.cat([ids, reference_ids], dim=1)
         levels = torch.full(tokens.shape[:2], sigma, dtype=dtype)
         if read.conditioning.get("reference_latents_method") == ZERO:
             levels[:, keep:] = 0
@@ -202,7 +202,7 @@ def _velocity(transformer: Any, sample: Any, x_t: Tensor, sigma: float, guidance
 
 def _samples(grids: Any, references: Any = None, method: str | None = None, tokens: int | None = None) -> list[Any]:
     pairs = enumerate(zip(grids, references or [()] * 3, strict=True))
-    return [flux_sample(f"{i}", *grid, 5 + 40 * i, given, method=method, tokens=tokens) for i, (grid, given) in pairs]
+    return [flux_sample(f"{i}", *grid, 5 + 40 * i, sizes, method=method, tokens=tokens) for i, (grid, sizes) in pairs]
 
 
 CASES = [

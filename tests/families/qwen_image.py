@@ -133,8 +133,8 @@ class QwenImageCase(FamilyCase):
         """(latent − mean) / std of each channel, by the numbers that ComfyUI has of Wan 2.1's autoencoder."""
         import comfy.latent_formats
 
-        known = comfy.latent_formats.Wan21()
-        return (latent - known.latents_mean[0].to(latent)) / known.latents_std[0].to(latent)
+        latent_format = comfy.latent_formats.Wan21()
+        return (latent - latent_format.latents_mean[0].to(latent)) / latent_format.latents_std[0].to(latent)
 
     def shift(self, sample: Any) -> float:
         return 2.2  # musubi-tuner's
@@ -192,8 +192,8 @@ def _samples(references: Sequence[Sequence[tuple[int, int]]], tokens: int | None
     """Three aspect ratios of 24 tokens."""
     shapes = [(4, 6, 5), (6, 4, 40), (3, 8, 128)]
     return [
-        qwen_sample(f"{i}", *shape, given, tokens=tokens)
-        for i, (shape, given) in enumerate(zip(shapes, references, strict=True))
+        qwen_sample(f"{i}", *shape, sizes, tokens=tokens)
+        for i, (shape, sizes) in enumerate(zip(shapes, references, strict=True))
     ]
 
 
@@ -201,7 +201,7 @@ def _even_sides(references: Sequence[Sequence[tuple[int, int]]]) -> list[Any]:
     """Of 24 tokens."""
     shapes = [(4, 6, 5), (6, 4, 40), (2, 12, 128)]
     return [
-        qwen_sample(f"even {i}", *shape, given) for i, (shape, given) in enumerate(zip(shapes, references, strict=True))
+        qwen_sample(f"even {i}", *shape, sizes) for i, (shape, sizes) in enumerate(zip(shapes, references, strict=True))
     ]
 
 

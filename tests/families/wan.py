@@ -74,7 +74,7 @@ class WanCase(FamilyCase):
     def samples(
         self,
         grids: Sequence[tuple[int, int, int]],
-        kept: Sequence[int] | None = None,
+        kept_tokens: Sequence[int] | None = None,
         clean: bool = True,
         **options: Any,
     ) -> list[Any]:
@@ -89,7 +89,7 @@ class WanCase(FamilyCase):
                 clean_frames=int(clean and grid[0] > 1),
                 **options,
             )
-            for i, (grid, keep) in enumerate(zip(grids, kept or [None] * len(grids), strict=True))
+            for i, (grid, keep) in enumerate(zip(grids, kept_tokens or [None] * len(grids), strict=True))
         ]
 
     def mixed(self) -> list[Any]:
@@ -100,8 +100,8 @@ class WanCase(FamilyCase):
         samples = []
         for i, (grid, keep) in enumerate([(grid, grid[1] * grid[2]) for grid in whole] + ragged):
             clean = int(self.variant == "2.2-5b" and grid[0] > 1 and i % 2 == 0)
-            given = {"keep": keep, "text": 2 + i, "text_length": 16, "clean_frames": clean}
-            samples.append(tiny.wan_sample(f"sample {i}", grid, self.variant, **given))
+            options = {"keep": keep, "text": 2 + i, "text_length": 16, "clean_frames": clean}
+            samples.append(tiny.wan_sample(f"sample {i}", grid, self.variant, **options))
         return samples
 
     def mixed_keys(self) -> list[tuple[int, tuple[int, ...], int]]:
@@ -124,11 +124,11 @@ class WanCase(FamilyCase):
         """A clip of one colour: its text is no part of Wan's self-attention, so under noise a token would know its
         place from the edges of the clip alone, which takes longer to learn than a test may run."""
         clean = int(self.variant == "2.2-5b")
-        given = {"text": 40, "text_length": 512, "clean_frames": clean, "scale": scale}
-        sample = tiny.wan_sample(name, (2, 2, 3), self.variant, **given)
+        options = {"text": 40, "text_length": 512, "clean_frames": clean, "scale": scale}
+        sample = tiny.wan_sample(name, (2, 2, 3), self.variant, **options)
         read = sample.load()
-        same = replace(read, latent=read.latent[:, :1, :1, :1].expand_as(read.latent).contiguous())
-        return replace(sample, load=lambda *_: same)
+        still = replace(read, latent=read.latent[:, :1, :1, :1].expand_as(read.latent).contiguous())
+        return replace(sample, load=lambda *_: still)
 
     def core_text(self, sample: Any) -> Tensor:
         return padded_text(sample)
@@ -148,14 +148,14 @@ class WanCase(FamilyCase):
         from diffusers.loaders.lora_pipeline import WanLoraLoaderMixin
 
         layouts = {"diffusers": ALL, "kohya": TARGETS, "comfyui": TARGETS}
-        # diffusers takes the last 512 tokens of what is text and image for the text.
+        # diffusers takes the last 512 tokens of text and image for the text.
         batches = ("captions of 512",) if self.variant == "2.1-i2v" else ("shapes",)
         return Diffusers(
             WanLoraLoaderMixin, _diffusers_model, _diffusers_rows, layouts, self._velocity, batches, _sines_of_core
         )
 
     def _velocity(self, transformer: Any, sample: Any, x_t: Tensor, sigma: float, guidance: float) -> Tensor:
-        """As WanPipeline and WanImageToVideoPipeline call it: with a timestep for each token where a frame is clean."""
+        """As WanPipeline and WanImageToVideoPipeline call it: with a timestep for each token if a frame is clean."""
         read, dtype, vision = sample.load(), x_t.dtype, None
         x, timestep = x_t[None], torch.tensor([1000 * sigma], dtype=dtype)
         if sample.clean_frames:
@@ -164,8 +164,8 @@ class WanCase(FamilyCase):
             timestep[:, :clean] = 0
         if "concat_latent_image" in read.conditioning:
             picture = self.in_model_space(read.conditioning["concat_latent_image"][0].to(dtype))[None]
-            given = 1 - read.conditioning["concat_mask"].to(dtype).repeat(1, 4, 1, 1, 1)
-            x = torch.cat((x, given, picture), dim=1)
+            start_mask = 1 - read.conditioning["concat_mask"].to(dtype).repeat(1, 4, 1, 1, 1)
+            x = torch.cat((x, start_mask, picture), dim=1)
         if self.variant == "2.1-i2v":
             vision = read.conditioning["clip_vision_output"].penultimate_hidden_states.to(dtype)
         return self.tokens(transformer(x, timestep, padded_text(sample).to(dtype), vision).sample[0], sample)
@@ -177,8 +177,8 @@ class WanCase(FamilyCase):
         """(latent − mean) / std of each channel, by the numbers that ComfyUI has of Wan's autoencoders."""
         import comfy.latent_formats
 
-        known = comfy.latent_formats.Wan22() if self.variant == "2.2-5b" else comfy.latent_formats.Wan21()
-        return (latent - known.latents_mean[0].to(latent)) / known.latents_std[0].to(latent)
+        latent_format = comfy.latent_formats.Wan22() if self.variant == "2.2-5b" else comfy.latent_formats.Wan21()
+        return (latent - latent_format.latents_mean[0].to(latent)) / latent_format.latents_std[0].to(latent)
 
     def shift(self, sample: Any) -> float:
         return 3.0
@@ -191,8 +191,8 @@ class WanCase(FamilyCase):
         x = x_t
         if "concat_latent_image" in read.conditioning:
             picture = self.in_model_space(read.conditioning["concat_latent_image"][0].to(dtype))
-            given = (1 - read.conditioning["concat_mask"][0].to(dtype)).repeat(4, 1, 1, 1)
-            x = torch.cat((x, given, picture))
+            start_mask = (1 - read.conditioning["concat_mask"][0].to(dtype)).repeat(4, 1, 1, 1)
+            x = torch.cat((x, start_mask, picture))
         axes = torch.meshgrid(torch.arange(frames), torch.arange(height), torch.arange(width), indexing="ij")
         positions = torch.stack(axes, dim=-1).reshape(frames, -1, 3)[:, : sample.tokens // frames].reshape(1, -1, 3)
         timestep = torch.where(positions[..., 0] < sample.clean_frames, 0.0, 1000 * torch.tensor(sigma, dtype=dtype))
@@ -249,20 +249,19 @@ def _diffusers_model(model: Any) -> Any:
 
 
 def _sines_of_core(transformer: Any) -> None:
-    """Core raises 10,000 to its powers in fp32, where diffusers takes exponentials: sines of up to 1000 tell them
-    apart."""
+    """Core raises 10,000 to its powers in fp32, diffusers uses exponentials: sines of arguments up to 1000 differ."""
     from comfy.ldm.wan.model import sinusoidal_embedding_1d
 
-    known = transformer.condition_embedder.timesteps_proj
-    known.forward = partial(sinusoidal_embedding_1d, known.num_channels)
+    projection = transformer.condition_embedder.timesteps_proj
+    projection.forward = partial(sinusoidal_embedding_1d, projection.num_channels)
 
 
 def _core_conds(model: Any, sample: Any, x: Tensor) -> dict[str, Any]:
     """Conditioning that core's `extra_conds` makes of a sample whose noisy latent is x (1, C, T, H, W)."""
     read = sample.load()
     copied = {k: v.clone() if isinstance(v, Tensor) else v for k, v in read.conditioning.items()}
-    made = model.model.extra_conds(noise=x, device=x.device, cross_attn=padded_text(sample), **copied)
-    conds = {name: cond.cond for name, cond in made.items()}
+    core_conds = model.model.extra_conds(noise=x, device=x.device, cross_attn=padded_text(sample), **copied)
+    conds = {name: cond.cond for name, cond in core_conds.items()}
     if sample.clean_frames:
         # What core's sampler passes on of a latent's noise mask.
         mask = torch.ones(1, 1, *x.shape[2:])
@@ -280,9 +279,9 @@ def _core_on_kept_tokens(model: Any, sample: Any, sigma: float, x: Tensor) -> Te
     if "c_concat" in conds:
         x = torch.cat((x, conds["c_concat"]), dim=1)
     frames, height, width = sample.grid
-    kept = torch.arange(frames * height * width).reshape(frames, -1)[:, : sample.tokens // frames].flatten()
-    h = core.patch_embedding(x).flatten(2).transpose(1, 2)[:, kept]
-    freqs = core.rope_encode(*x.shape[2:], device=x.device, dtype=x.dtype)[:, kept]
+    indices = torch.arange(frames * height * width).reshape(frames, -1)[:, : sample.tokens // frames].flatten()
+    h = core.patch_embedding(x).flatten(2).transpose(1, 2)[:, indices]
+    freqs = core.rope_encode(*x.shape[2:], device=x.device, dtype=x.dtype)[:, indices]
     t = torch.full((frames,), 1000 * sigma)
     t[: sample.clean_frames] = 0
     t = t.repeat_interleave(sample.tokens // frames)

@@ -162,19 +162,19 @@ def flux(of: dict[str, Any]) -> list[Case]:
 
 
 def test_all_of_flux_fits_an_h100_but_what_eager_keeps():
-    missing = {c.name: c.missing for c in flux(H100) if c.missing or "blocks" in c.how}
+    missing = {c.name: c.missing for c in flux(H100) if c.missing or "blocks" in c.settings}
     assert missing == {"flux, eager, none, swapped to fit": ""}
 
 
 def test_what_does_not_fit_is_swapped_and_what_still_does_not_is_left_out_with_a_sentence():
     of = {c.name: c for c in flux(machine(24.0))}
-    assert of["flux, compiled, full, swapped to fit"].how["blocks"] == -1
+    assert of["flux, compiled, full, swapped to fit"].settings["blocks"] == -1
     assert of["flux, compiled, none"].missing == "needs about 45 GB, this card has 26"
 
 
 def test_a_card_of_8_gb_trains_on_smaller_pictures_with_swap():
     case = flux(machine(8.0))[0]
-    assert case.name == "flux, compiled, full, swapped to fit" and case.how["side"] == 512 and not case.missing
+    assert case.name == "flux, compiled, full, swapped to fit" and case.settings["side"] == 512 and not case.missing
 
 
 def test_a_machine_with_little_ram_says_so():

@@ -59,7 +59,7 @@ def test_a_case_is_told_all_of_its_row():
     row |= {"checkpointing": "full with offload", "delay": "delay both", "ahead": "2 ahead", "dropout": "dropout"}
     row |= {"batch": "batch 2", "evicted": "evicted between the steps"}
     case = training_case(row)
-    assert case.how == {
+    assert case.settings == {
         "do": "train",
         "compiled": True,
         "swap": SWAPS["some swapped"],

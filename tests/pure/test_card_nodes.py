@@ -88,7 +88,7 @@ def test_a_report_without_graphs_or_with_eager_calls_fails():
 
 
 def told(name: str) -> list[dict[str, Any]]:
-    return [case.how[name] for group in nodes("cuda") for case in group.cases if name in case.how]
+    return [case.settings[name] for group in nodes("cuda") for case in group.cases if name in case.settings]
 
 
 def test_each_mode_and_scope_of_compile_model_runs_and_graphs_have_their_allocator():
@@ -101,7 +101,7 @@ def test_each_mode_and_scope_of_compile_model_runs_and_graphs_have_their_allocat
     assert {how.get("scope", "blocks") for how in told("compiled")} == {"blocks", "stack", "model"}
     default, graphs_ = nodes("cuda")
     assert (default.spec["option"], graphs_.spec["option"]) == ("", OWN_MALLOC)
-    assert {case.how["compiled"]["mode"] for case in graphs_.cases} == {"reduce-overhead", "max-autotune"}
+    assert {case.settings["compiled"]["mode"] for case in graphs_.cases} == {"reduce-overhead", "max-autotune"}
 
 
 def test_the_kit_pins_every_wheel_that_comfyui_does_not_pin_itself():

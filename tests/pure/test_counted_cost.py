@@ -19,17 +19,18 @@ def test_kernels_take_their_flop_or_their_bytes() -> None:
 
 
 def test_full_computes_the_forward_again_and_selective_never_attention() -> None:
-    assert BLOCK.again("none", 0.5) == KernelWork()
-    assert BLOCK.again("full", 0.5) == BLOCK.forward
-    half, least = BLOCK.again("selective", 0.5), BLOCK.again("selective", 0.01)
+    assert BLOCK.recompute_work("none", 0.5) == KernelWork()
+    assert BLOCK.recompute_work("full", 0.5) == BLOCK.forward
+    half, least = BLOCK.recompute_work("selective", 0.5), BLOCK.recompute_work("selective", 0.01)
     assert half.products == half.attention == least.attention == 0 < half.bytes < least.bytes < BLOCK.forward.bytes
     assert least.products == pytest.approx(200.0 * 0.98)
-    assert BLOCK.again("selective", 0.0).attention == 100.0
+    assert BLOCK.recompute_work("selective", 0.0).attention == 100.0
 
 
 @pytest.mark.parametrize("budget", [0.1, 0.3, 0.7])
 def test_a_larger_budget_computes_less_again(budget: float) -> None:
-    assert RATES.seconds(BLOCK.again("selective", budget)) > RATES.seconds(BLOCK.again("selective", budget + 0.1))
+    less, more = (BLOCK.recompute_work("selective", b) for b in (budget + 0.1, budget))
+    assert RATES.seconds(more) > RATES.seconds(less)
 
 
 COUNTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "counted.json"
@@ -66,7 +67,7 @@ def test_what_is_reckoned_without_lowering_is_near_what_was_counted(row: str) ->
                 eager_flop(eager["backward"]["kernels"]),
                 eager["forward"]["kept"],
             )
-            again = work.again(checkpointing, float(budget or 0.0))
+            again = work.recompute_work(checkpointing, float(budget or 0.0))
             reckoned += block["count"] * H100_RATES.seconds(work.forward + again + work.backward)
             graphs = block["graphs"]["none" if way == "full" else way]
             forward, backward = (counted_work(graphs[name]["kernels"]) for name in ("forward", "backward"))

@@ -184,7 +184,7 @@ def test_what_a_device_lacks_is_told_by_it_and_to_the_others_unless_one_has_told
     with pytest.raises(UsageError, match="Value not in list. no such model") as error:
         run_of(Rank(1, 2, 1)).execute(output, [])
     loop.close()
-    assert error.value.of_this_device is not known
+    assert error.value.is_local is not known
     assert told == ([] if known else ["TesseraTrainLora (4): Value not in list. no such model"])
 
 
@@ -340,18 +340,18 @@ def test_a_process_that_finds_no_gpu_is_told_in_a_sentence(rank, there, said, mo
     with pytest.raises(RuntimeError if said is None else UsageError) as error:
         run_of(rank).execute(tmp_path, [])
     assert str(error.value).startswith(said or "No CUDA GPUs")
-    assert said is None or error.value.of_this_device
+    assert said is None or error.value.is_local
 
 
 def test_a_device_is_one_of_several_where_torchrun_says_so(monkeypatch):
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "here"}.items():
         monkeypatch.setenv(name, value)
-    assert Rank.of_environment() == (3, 4, 1)
+    assert Rank.from_environment() == (3, 4, 1)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert Rank.of_environment() == (0, 1, 0)
+    assert Rank.from_environment() == (0, 1, 0)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.delenv("MASTER_ADDR")
-    assert Rank.of_environment() == (0, 1, 0)
+    assert Rank.from_environment() == (0, 1, 0)
 
 
 @pytest.mark.parametrize(

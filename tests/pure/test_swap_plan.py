@@ -455,4 +455,4 @@ def test_devices_that_share_blocks_hold_a_part_of_each_beside_the_slots() -> Non
     made = [plan(blocks, 100, Hardware(10**9, 1e9, 10**9, shards=n), (), SearchSpace((6,), (1,))) for n in (1, 2, 3)]
     assert [one.device_bytes for one in made] == [100 + 2 * 1000, 100 + 2 * 1024 + 6 * 512, 100 + 2 * 1536 + 6 * 512]
     assert "6 of 6 blocks are shared by 2 devices, 1 gathered ahead at 1.0 GB/s" in made[1].text
-    assert SwapPlan.of(made[1].plain()) == made[1]
+    assert SwapPlan.from_plain(made[1].plain()) == made[1]

@@ -1,22 +1,23 @@
 """Values of strangers in messages."""
 
 import pytest
-from tessera.common.text import cut, one_of, shortlist, shown
+from tessera.common.text import cut, one_of, quoted, shortlist
 
 
 def test_a_short_value_is_quoted_as_it_is():
-    assert [shown(value) for value in ("fox", 1.5, ["a", None], float("nan"))] == ["'fox'", "1.5", "['a', None]", "nan"]
+    values = ("fox", 1.5, ["a", None], float("nan"))
+    assert list(map(quoted, values)) == ["'fox'", "1.5", "['a', None]", "nan"]
     assert cut("x" * 100) == "x" * 100
 
 
 def test_a_long_value_is_cut():
     for value in ("a" * 10**6, "\0" * 10**6, ["a" * 200], 10**200, 10**5000, [10**5000], -(10**5000)):
-        assert 20 < len(shown(value)) <= 2 + 4 * 101
+        assert 20 < len(quoted(value)) <= 2 + 4 * 101
 
 
 def test_the_ends_of_a_long_text_stay():
-    assert shown("begin" + "x" * 10**6 + "end").startswith("'beginx")
-    assert shown("begin" + "x" * 10**6 + "end").endswith("…" + "x" * 27 + "end'")
+    assert quoted("begin" + "x" * 10**6 + "end").startswith("'beginx")
+    assert quoted("begin" + "x" * 10**6 + "end").endswith("…" + "x" * 27 + "end'")
 
 
 def test_names_in_a_list_and_unknown_choices_are_cut():

@@ -107,7 +107,7 @@ def test_files_move_between_open_folders(tmp_path):
         folder_below(tmp_path / "to", Path("x/y"), make=True) as target,
     ):
         source.move("a.txt", target)
-        assert target.has("a.txt") and not source.has("a.txt")
+        assert target.contains("a.txt") and not source.contains("a.txt")
         with pytest.raises(FileExistsError):
             target.move("a.txt", target)
     assert (tmp_path / "to" / "x" / "y" / "a.txt").read_text() == "a"

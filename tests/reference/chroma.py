@@ -1,6 +1,6 @@
 """Chroma's transformer written out from its formulas: the independent value that tests compare with.
 
-Blocks, norms and rotary positions are FLUX.1's (flux.py beside this file); what is Chroma's own stands here. The
+Blocks, norms and rotary positions are FLUX.1's (flux.py in this folder); this file has only Chroma's own parts. The
 semantics are those of lodestones' Chroma (https://huggingface.co/lodestones/Chroma1-HD) as ComfyUI runs it: no pooled
 text, no mask, and in place of each block's own modulation one network, the approximator, that gives all of them.
 
@@ -67,10 +67,10 @@ def chroma_forward(
 
 
 def approximator(w: Any, sigma: Tensor, guidance: Tensor) -> Tensor:
-    """Every modulation vector, (B, 344, D), of a sigma and a guidance, (B,) each: five residual layers on what tells
-    time, guidance and the number of the vector."""
+    """Every modulation vector, (B, 344, D), of a sigma and a guidance, (B,) each: five residual layers on the
+    embeddings of time, guidance and the number of the vector."""
     batch = len(sigma)
-    # In float32, whatever the dtype of the rest: at 1000·343 its rounding is a part of what the model was trained on.
+    # In float32, whatever the dtype of the rest: at 1000·343 the model was trained with its rounding.
     index = sinusoid(torch.arange(VECTORS, dtype=torch.float32, device=sigma.device), 32).to(sigma.dtype)
     level = torch.cat([sinusoid(sigma, 16), sinusoid(guidance, 16)], dim=-1)
     x = torch.cat([level[:, None].expand(-1, VECTORS, -1), index.expand(batch, -1, -1)], dim=-1)  # (B, 344, 64)

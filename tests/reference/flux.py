@@ -26,14 +26,14 @@ QK_NORM_EPS = torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True)
 class Weights:
-    """A checkpoint with a LoRA beside it, cast to one dtype as it is read."""
+    """A checkpoint and a LoRA, cast to one dtype as they are read."""
 
     tensors: Mapping[str, Tensor]
     lora: Lora
     dtype: torch.dtype
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        """x W^T + b, and scale · (x down^T) up^T where the LoRA has the layer."""
+        """x W^T + b, and scale · (x down^T) up^T if the LoRA has the layer."""
         y = x @ self.tensors[f"{name}.weight"].to(self.dtype).T
         if f"{name}.bias" in self.tensors:
             y = y + self.tensors[f"{name}.bias"].to(self.dtype)
@@ -109,8 +109,8 @@ def flux2_forward(
 ) -> Tensor:
     """FLUX.2's velocity, (B, N, 128), in the dtype of `latent_tokens`.
 
-    latent_tokens: (B, N, 128). img_ids: (B, N, 4). txt: (B, L, text width), padded as the model is to see it. sigma:
-    (B, N), what each picture token sees: text sees what the first one does. The rest as in `flux_forward`.
+    latent_tokens: (B, N, 128). img_ids: (B, N, 4). txt: (B, L, text width), padded as the model takes it. sigma: (B,
+    N), of each picture token; text has the sigma of the first one. The rest as in `flux_forward`.
     """
     dtype = latent_tokens.dtype
     w = Weights(sd, lora or {}, dtype)
@@ -163,14 +163,14 @@ def double_block(
         qkv[s] = (w.qk_norm(f"{norm}.query_norm", q), w.qk_norm(f"{norm}.key_norm", k), v)
     joint = [torch.cat(pair, dim=2) for pair in zip(qkv["txt"], qkv["img"], strict=True)]
     attended = attention(*joint, angles)
-    seen = {"txt": attended[:, : txt.shape[1]], "img": attended[:, txt.shape[1] :]}
+    attended_by_stream = {"txt": attended[:, : txt.shape[1]], "img": attended[:, txt.shape[1] :]}
 
     out = {}
     for s, x in streams.items():
         _, _, gate_attn, shift, scale, gate_mlp = parts[s]
-        x = x + gate_attn * w.linear(f"{name}.{s}_attn.proj", seen[s])
-        hidden = activation(w.linear(f"{name}.{s}_mlp.0", modulate(x, shift, scale)))
-        out[s] = x + gate_mlp * w.linear(f"{name}.{s}_mlp.2", hidden)
+        x = x + gate_attn * w.linear(f"{name}.{s}_attn.proj", attended_by_stream[s])
+        activated = activation(w.linear(f"{name}.{s}_mlp.0", modulate(x, shift, scale)))
+        out[s] = x + gate_mlp * w.linear(f"{name}.{s}_mlp.2", activated)
     return out["img"], out["txt"]
 
 

@@ -22,14 +22,14 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Weights:
-    """A checkpoint with a LoRA beside it, cast to one dtype as it is read."""
+    """A checkpoint and a LoRA, cast to one dtype as they are read."""
 
     tensors: Mapping[str, Tensor]
     lora: Lora
     dtype: torch.dtype
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        """x W^T + b, and scale · (x down^T) up^T where the LoRA has the layer."""
+        """x W^T + b, and scale · (x down^T) up^T if the LoRA has the layer."""
         y = x @ self.tensors[f"{name}.weight"].to(self.dtype).T + self.tensors[f"{name}.bias"].to(self.dtype)
         if name in self.lora:
             down, up, scale = self.lora[name]
@@ -61,10 +61,10 @@ def qwen_image_forward(
     w = Weights(sd, lora or {}, dtype)
     tokens, ids = to_tokens(latent)
     tokens, ids = tokens[:keep], ids[:keep]
-    own = len(tokens)
+    picture_tokens = len(tokens)
     for place, reference in zip(places(references, method), references, strict=True):
-        more, more_ids = to_tokens(reference.to(dtype), *place)
-        tokens, ids = torch.cat([tokens, more]), torch.cat([ids, more_ids])
+        reference_tokens, reference_ids = to_tokens(reference.to(dtype), *place)
+        tokens, ids = torch.cat([tokens, reference_tokens]), torch.cat([ids, reference_ids])
 
     # The caption goes on along the diagonal from half the longer side of the picture.
     start = max(latent.shape[-2] // 2, latent.shape[-1] // 2) // 2
@@ -77,9 +77,9 @@ def qwen_image_forward(
     temb, temb_ref = (time_embedding(w, s) for s in (sigma, reference_sigma))
 
     for i in range(len({name.split(".")[1] for name in sd if name.startswith("transformer_blocks.")})):
-        img, txt = block(w, f"transformer_blocks.{i}", img, txt, temb, temb_ref, own, angles, heads)
+        img, txt = block(w, f"transformer_blocks.{i}", img, txt, temb, temb_ref, picture_tokens, angles, heads)
     scale, shift = w.linear("norm_out.linear", silu(temb)).chunk(2)
-    return w.linear("proj_out", modulate(img[:own], shift, scale))
+    return w.linear("proj_out", modulate(img[:picture_tokens], shift, scale))
 
 
 def block(
@@ -89,14 +89,14 @@ def block(
     txt: Tensor,
     temb: Tensor,
     temb_ref: Tensor,
-    own: int,
+    picture_tokens: int,
     angles: Tensor,
     heads: int,
 ) -> tuple[Tensor, Tensor]:
     """Pictures and text with their own weights that meet in one attention, text first."""
     # Six values for each token, (T, 6·D).
     of_picture, of_reference = (w.linear(f"{name}.img_mod.1", silu(t)) for t in (temb, temb_ref))
-    is_own = (torch.arange(len(img)) < own)[:, None]
+    is_own = (torch.arange(len(img)) < picture_tokens)[:, None]
     mods = {
         "img": torch.where(is_own, of_picture, of_reference).chunk(6, dim=-1),
         "txt": w.linear(f"{name}.txt_mod.1", silu(temb))[None].chunk(6, dim=-1),
@@ -122,8 +122,8 @@ def block(
     for s, x in streams.items():
         _, _, gate, shift, scale, gate_mlp = mods[s]
         x = x + gate * w.linear(f"{name}.attn.{'to_out.0' if s == 'img' else 'to_add_out'}", parts[s])
-        hidden = gelu_tanh(w.linear(f"{name}.{s}_mlp.net.0.proj", modulate(x, shift, scale)))
-        out[s] = x + gate_mlp * w.linear(f"{name}.{s}_mlp.net.2", hidden)
+        activated = gelu_tanh(w.linear(f"{name}.{s}_mlp.net.0.proj", modulate(x, shift, scale)))
+        out[s] = x + gate_mlp * w.linear(f"{name}.{s}_mlp.net.2", activated)
     return out["img"], out["txt"]
 
 
@@ -143,13 +143,13 @@ def places(references: Sequence[Tensor], method: str) -> list[tuple[int, int, in
         return [(i + 1, 0, 0) for i in range(len(references))]
     if method == "negative_index":
         return [(-i - 1, 0, 0) for i in range(len(references))]
-    found, tall, wide = [], 0, 0  # side by side: below what is there, or right of it where that is shorter
+    positions, tall, wide = [], 0, 0  # side by side: below the others, or right of them if that is shorter
     for reference in references:
         h, w = reference.shape[-2] // 2, reference.shape[-1] // 2
         place = (0, wide) if h + tall > w + wide else (tall, 0)
-        found.append((1, *place))
+        positions.append((1, *place))
         tall, wide = max(tall, h + place[0]), max(wide, w + place[1])
-    return found
+    return positions
 
 
 def time_embedding(w: Weights, sigma: float) -> Tensor:

@@ -25,7 +25,7 @@ IMAGE_NORM_EPS = 1e-5
 
 @dataclass(frozen=True)
 class Weights:
-    """A checkpoint with a LoRA beside it, cast to one dtype as it is read."""
+    """A checkpoint and a LoRA, cast to one dtype as they are read."""
 
     tensors: Mapping[str, Tensor]
     lora: Lora
@@ -35,7 +35,7 @@ class Weights:
         return self.tensors[name].to(self.dtype)
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        """x W^T + b, and scale · (x down^T) up^T where the LoRA has the layer."""
+        """x W^T + b, and scale · (x down^T) up^T if the LoRA has the layer."""
         y = x @ self[f"{name}.weight"].T + self[f"{name}.bias"]
         if name in self.lora:
             down, up, scale = self.lora[name]
@@ -99,10 +99,13 @@ def block(
 ) -> Tensor:
     shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (w[f"{name}.modulation"] + projected).unbind(2)
 
-    own, y = f"{name}.self_attn", layer_norm(x, EPS) * (1 + scale) + shift
-    q, k = (rotate(heads(w.rms_norm(f"{own}.norm_{n}", w.linear(f"{own}.{n}", y)), num_heads), angles) for n in "qk")
-    v = heads(w.linear(f"{own}.v", y), num_heads)
-    x = x + gate * w.linear(f"{own}.o", attention(q, k, v))
+    self_attention, y = f"{name}.self_attn", layer_norm(x, EPS) * (1 + scale) + shift
+    q, k = (
+        rotate(heads(w.rms_norm(f"{self_attention}.norm_{n}", w.linear(f"{self_attention}.{n}", y)), num_heads), angles)
+        for n in "qk"
+    )
+    v = heads(w.linear(f"{self_attention}.v", y), num_heads)
+    x = x + gate * w.linear(f"{self_attention}.o", attention(q, k, v))
 
     cross, y = f"{name}.cross_attn", w.layer_norm(f"{name}.norm3", x, EPS)
     q = heads(w.rms_norm(f"{cross}.norm_q", w.linear(f"{cross}.q", y)), num_heads)
@@ -120,9 +123,9 @@ def block(
 def image_embedding(w: Weights, image: Tensor) -> Tensor:
     if "img_emb.emb_pos" in w.tensors:
         image = image + w["img_emb.emb_pos"][:, : image.shape[1]]
-    hidden = w.linear("img_emb.proj.1", w.layer_norm("img_emb.proj.0", image, IMAGE_NORM_EPS))
-    hidden = 0.5 * hidden * (1 + torch.erf(hidden / math.sqrt(2)))
-    return w.layer_norm("img_emb.proj.4", w.linear("img_emb.proj.3", hidden), IMAGE_NORM_EPS)
+    features = w.linear("img_emb.proj.1", w.layer_norm("img_emb.proj.0", image, IMAGE_NORM_EPS))
+    features = 0.5 * features * (1 + torch.erf(features / math.sqrt(2)))
+    return w.layer_norm("img_emb.proj.4", w.linear("img_emb.proj.3", features), IMAGE_NORM_EPS)
 
 
 def sinusoid(t: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Puts ComfyUI on the path, sets it up for tests and brings the fixtures of all tests that need it.
+"""Put ComfyUI on the path, set it up for tests and bring the fixtures of all tests that need it.
 
 A folder of tests gets them by `from with_comfyui import pytest_configure as pytest_configure` in its conftest. The test
 tools in tests/tiny are imported as `tiny`, the rows of tests/families as `family_cases`.
@@ -17,8 +17,8 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 _CPU_FACTS = Path("/proc/cpuinfo")
 if _CPU_FACTS.is_file() and "AuthenticAMD" in _CPU_FACTS.read_text():
-    # Else MKL's products depend on how their operands are aligned there, and what streams through a slot differs in the
-    # last digit from what lies in a file's memory. See oneMKL's "Conditional Numerical Reproducibility".
+    # Else MKL's matmuls depend on the alignment of their operands, and a block streamed through a slot differs in the
+    # last digit from one in a file's memory. See oneMKL's "Conditional Numerical Reproducibility".
     os.environ.setdefault("MKL_CBWR", "AUTO")
 
 import psutil  # noqa: E402
@@ -28,7 +28,7 @@ from with_pack import ROOT, TESTS, comfy_server, dev, load  # noqa: E402
 
 
 def _set_up_comfyui(path: Path, base: Path) -> None:
-    """Sets ComfyUI's options before the modules that read them at import are there."""
+    """Set ComfyUI's options before the modules that read them at import are there."""
     sys.path[:] = [str(path)] + [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
     from comfy.cli_args import args
 
@@ -70,7 +70,8 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def enough_memory() -> Iterator[None]:
-    """64 GB of RAM are free unless a test says otherwise: where blocks stream from, and what is said, goes by that."""
+    """Report 64 GB of free RAM unless a test says otherwise: the place of streamed blocks and the notes depend on
+    it."""
     memory = psutil.virtual_memory()._replace(available=64 * 2**30)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(psutil, "virtual_memory", lambda: memory)
@@ -102,15 +103,15 @@ def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def case_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The tiny checkpoint of a FamilyCase: `case_file(case, dtype=…, …)` with what its `write` takes, made once."""
+    """The tiny checkpoint of a FamilyCase: `case_file(case, dtype=…, …)` with arguments of its `write`, made once."""
     folder = tmp_path_factory.mktemp("cases")
-    made: dict[tuple[Any, ...], Path] = {}
+    files: dict[tuple[Any, ...], Path] = {}
 
     def file_of(case: Any, **changes: Any) -> Path:
         key = (case.name, *sorted(changes.items()))
-        if key not in made:
-            made[key] = case.write(folder / f"{len(made)}.safetensors", **changes)
-        return made[key]
+        if key not in files:
+            files[key] = case.write(folder / f"{len(files)}.safetensors", **changes)
+        return files[key]
 
     return file_of
 
@@ -162,7 +163,7 @@ def lora_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def fresh_graphs() -> Iterator[None]:
-    """No MODEL is loaded, and nothing that was compiled before is found again; nor is what this test compiles."""
+    """Unload all MODELs, and drop earlier compiled code before the test and its own after it."""
     import comfy.model_management
 
     torch._dynamo.reset()
@@ -173,7 +174,7 @@ def fresh_graphs() -> Iterator[None]:
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Inductor finds neither a C++ compiler nor what it compiled before."""
+    """Inductor finds neither a C++ compiler nor its cache."""
     import torch._inductor.config as inductor_config
 
     monkeypatch.setenv("CXX", "/nonexistent/compiler")

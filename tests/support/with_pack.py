@@ -14,7 +14,7 @@ ROOT = TESTS.parent
 
 
 def load(name: str, file: Path) -> ModuleType:
-    """Import `file` as `name`; an `__init__.py` becomes a package whose submodules lie beside it."""
+    """Import `file` as `name`; an `__init__.py` becomes a package with the submodules of its folder."""
     folders = [str(file.parent)] if file.name == "__init__.py" else None
     spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
     assert spec is not None and spec.loader is not None

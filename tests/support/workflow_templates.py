@@ -39,23 +39,23 @@ def files_of(template: str) -> dict[str, tuple[str, str]]:
 
 
 def steps_of(template: str) -> set[int]:
-    found = {row[2] for row in values(template, "KSampler")} | {row[3] for row in values(template, "KSamplerAdvanced")}
-    found |= {row[1] for row in values(template, "BasicScheduler")}
+    steps = {row[2] for row in values(template, "KSampler")} | {row[3] for row in values(template, "KSamplerAdvanced")}
+    steps |= {row[1] for row in values(template, "BasicScheduler")}
     kinds = ("LTXVScheduler", "BetaSamplingScheduler", "SDTurboScheduler", "Ideogram4Scheduler")
-    return found | {row[0] for row in values(template, *kinds)}
+    return steps | {row[0] for row in values(template, *kinds)}
 
 
 def cfg_of(template: str) -> set[float]:
-    found = {row[3] for row in values(template, "KSampler")} | {row[4] for row in values(template, "KSamplerAdvanced")}
-    found |= {row[3] for row in values(template, "SamplerCustom")} | {1.0 for _ in values(template, "BasicGuider")}
-    return found | {row[0] for row in values(template, "CFGGuider", "DualCFGGuider", "DualModelGuider")}
+    scales = {row[3] for row in values(template, "KSampler")} | {row[4] for row in values(template, "KSamplerAdvanced")}
+    scales |= {row[3] for row in values(template, "SamplerCustom")} | {1.0 for _ in values(template, "BasicGuider")}
+    return scales | {row[0] for row in values(template, "CFGGuider", "DualCFGGuider", "DualModelGuider")}
 
 
 def samplers_of(template: str) -> set[str]:
-    found = {row[4] for row in values(template, "KSampler")} | {row[5] for row in values(template, "KSamplerAdvanced")}
-    return found | {row[0] for row in values(template, "KSamplerSelect")}
+    names = {row[4] for row in values(template, "KSampler")} | {row[5] for row in values(template, "KSamplerAdvanced")}
+    return names | {row[0] for row in values(template, "KSamplerSelect")}
 
 
 def schedulers_of(template: str) -> set[str]:
-    found = {row[5] for row in values(template, "KSampler")} | {row[6] for row in values(template, "KSamplerAdvanced")}
-    return found | {row[0] for row in values(template, "BasicScheduler")}
+    names = {row[5] for row in values(template, "KSampler")} | {row[6] for row in values(template, "KSamplerAdvanced")}
+    return names | {row[0] for row in values(template, "BasicScheduler")}

@@ -28,7 +28,7 @@ from .qwen_image import QWEN_TEXT_WIDTH, load_qwen_image, write_qwen_image
 from .sampling import INPUTS, conditioning, empty_latent, sample
 from .sdxl import SDXL_TEXT_WIDTH, load_sdxl, write_sdxl
 from .taesd import load_vae, write_taesd
-from .training import fill_up_matrices, make_data, make_trainer, reference_masters, shown
+from .training import fill_up_matrices, make_data, make_trainer, micro_batch, reference_masters
 from .wan import WAN_CHANNELS, load_wan, wan_sample, write_wan
 from .wan_vae import write_wan_vae
 
@@ -63,7 +63,7 @@ __all__ = [
     "make_trainer",
     "reference_masters",
     "sample",
-    "shown",
+    "micro_batch",
     "tiny_detection",
     "wan_sample",
     "write_chroma",

@@ -46,30 +46,30 @@ def adapted_weight(options: Any, weight: Tensor, masters: Mapping[str, Tensor]) 
 
 
 def numbers(adapter: torch.nn.Module) -> dict[str, Tensor]:
-    """Tensors of an adapter, in fp64: leaves of what is trained, and what it began from."""
-    held = {name: b.double() for name, b in adapter.named_buffers()}
-    return held | {name: p.detach().double().requires_grad_() for name, p in adapter.named_parameters()}
+    """Return the tensors of an adapter in fp64: leaves for its parameters, and its buffers."""
+    tensors = {name: b.double() for name, b in adapter.named_buffers()}
+    return tensors | {name: p.detach().double().requires_grad_() for name, p in adapter.named_parameters()}
 
 
 def fill(adapter: torch.nn.Module, seed: int, size: float = 0.05) -> None:
-    """Moves every master away from its start, where some have no gradient."""
+    """Move every master away from its start, at which some have no gradient."""
     with torch.no_grad():
         for index, p in enumerate(adapter.parameters()):
             p.add_(size * torch.randn(p.shape, generator=torch.Generator().manual_seed(97 * seed + index)))
 
 
 def fp64_model(trainer: Any, tensors: Mapping[str, Tensor]) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
-    """A stand-in for the trainer without adapters, the model's fp64 weights with the adapters in them, and the masters
-    that their gradient reaches, by their names in a state."""
+    """Return a stand-in for the trainer without adapters, the model's fp64 weights with the adapters in them, and the
+    masters that their gradient reaches, by their names in a state."""
     from dataclasses import replace
 
     merged, leaves = {name: tensor.double() for name, tensor in tensors.items()}, {}
     options = trainer.settings.network
     for name, adapter in trainer.network.adapters.items():
-        own = numbers(adapter)
+        tensors_of_layer = numbers(adapter)
         spec = replace(options, rank=adapter.spec.rank, alpha=adapter.spec.alpha)
-        merged[f"{name}.weight"] = adapted_weight(spec, merged[f"{name}.weight"], own)
-        leaves |= {f"{name}.{n}": p for n, p in own.items() if p.requires_grad}
+        merged[f"{name}.weight"] = adapted_weight(spec, merged[f"{name}.weight"], tensors_of_layer)
+        leaves |= {f"{name}.{n}": p for n, p in tensors_of_layer.items() if p.requires_grad}
     bare = SimpleNamespace(
         settings=trainer.settings, data=trainer.data, patcher=trainer.patcher, network=SimpleNamespace(pairs={})
     )
@@ -78,5 +78,5 @@ def fp64_model(trainer: Any, tensors: Mapping[str, Tensor]) -> tuple[Any, dict[s
 
 def gradients(trainer: Any) -> dict[str, Tensor]:
     """The masters' gradients by their names in a state."""
-    named = zip(trainer.network.master_weights(), trainer.network.parameters(), strict=True)
-    return {name: torch.zeros_like(p).double() if p.grad is None else p.grad.double() for name, p in named}
+    named_parameters = zip(trainer.network.master_weights(), trainer.network.parameters(), strict=True)
+    return {name: torch.zeros_like(p).double() if p.grad is None else p.grad.double() for name, p in named_parameters}

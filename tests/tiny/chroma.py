@@ -51,9 +51,9 @@ def write_chroma(
     tensors = fill(chroma_shapes(hidden, depth, depth_single, context_dim), seed)
     tensors[f"{APPROXIMATOR}.out_proj.weight"] *= 0.5  # the vectors are of the size of FLUX's tiny modulations
     if quiet:
-        through = torch.eye(hidden, len(tensors["final_layer.linear.bias"]))
-        tensors["img_in.weight"] = 0.02 * tensors["img_in.weight"] + through
-        tensors["final_layer.linear.weight"] = 0.02 * tensors["final_layer.linear.weight"] + through.T
+        identity = torch.eye(hidden, len(tensors["final_layer.linear.bias"]))
+        tensors["img_in.weight"] = 0.02 * tensors["img_in.weight"] + identity
+        tensors["final_layer.linear.weight"] = 0.02 * tensors["final_layer.linear.weight"] + identity.T
         for name in tensors:
             if name.endswith(
                 ("_attn.proj.weight", "_mlp.2.weight", "linear2.weight", f"{APPROXIMATOR}.out_proj.weight")

@@ -27,7 +27,7 @@ class Ops(TorchDispatchMode):
 
 class Graphs:
     """Counts the graphs that dynamo made since this was made, and their breaks. Dynamo's own counters are never reset:
-    they hold what every test before has compiled."""
+    they include the compilations of earlier tests."""
 
     def __init__(self) -> None:
         self._graphs, self._breaks = self._counted()
@@ -45,7 +45,7 @@ class Graphs:
 
 
 def graphs_after_each_step(trainer: Any, graphs: Graphs) -> tuple[list[int], list[tuple[int, int]]]:
-    """Trains to the end; (the count after each step, what each micro-batch ran on: tokens of picture and of text)."""
+    """Train to the end. Return (the count after each step, the tokens of picture and of text of each micro-batch)."""
     counts: list[int] = []
     keys: list[tuple[int, int]] = []
     velocity = trainer.placed.velocity
@@ -111,15 +111,15 @@ def with_lora(model: Any, lora: dict[str, Tensor], strength: float) -> Any:
 
 @contextmanager
 def memory_for_weights(size: float) -> Iterator[None]:
-    """ComfyUI loads models as on a GPU where this many bytes are free for weights: what does not fit is cast at each
-    use, and its LoRA applied there."""
+    """Let ComfyUI load models as on a GPU with this many bytes free for weights: weights that do not fit are cast at
+    each use, with their LoRA applied then."""
     from comfy.model_management import LoadedModel
 
     load = LoadedModel.model_load
 
     def model_load(self: Any, lowvram_model_memory: float = 0, force_patch_weights: bool = False) -> Any:
-        more = size - self.model_loaded_memory()
-        return load(self, more or 0.1, force_patch_weights)
+        free_bytes = size - self.model_loaded_memory()
+        return load(self, free_bytes or 0.1, force_patch_weights)
 
     LoadedModel.model_load = model_load
     try:

@@ -1,7 +1,8 @@
-"""Rows of the tests in tests/comfy/every_family: what a variant of a model family gives to them.
+"""Rows of the tests in tests/comfy/every_family: the data of one variant of a model family.
 
 To add a family, write `tests/families/<name>.py` with a subclass of FamilyCase, and its rows as `CASES`. Nothing lists
-them: every module of that folder is read. What raises NotImplementedError here is to be given, or its axis left out.
+them: every module of that folder is read. Methods that raise NotImplementedError here must be implemented, or their
+axis left out.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-# What a row may leave out, by name and with the reason.
+# Axes that a row may leave out, by name and with the reason.
 AXES = {
     "forward": "velocities equal ComfyUI's in fp32",
     "16 bit": "velocities equal ComfyUI's in bf16 and fp16",
@@ -32,9 +33,9 @@ AXES = {
     "learning": "a trained LoRA lowers the loss of ComfyUI's forward and draws its sample",
 }
 
-# What says nothing of a variant whose blocks are those of another row.
+# Axes without new information for a variant whose blocks are those of another row.
 SAME_BLOCKS = ("compiled gradients", "inductor", "compiled swap")
-# The same where even the sizes around the blocks are those of another row.
+# The same if even the sizes around the blocks are those of another row.
 SAME_SIZES = (*SAME_BLOCKS, "16 bit", "bf16 gradients", "graphs", "swap", "resume")
 
 Batch = Callable[[], list[Any]]
@@ -43,7 +44,7 @@ Batch = Callable[[], list[Any]]
 @dataclass(frozen=True)
 class Captions:
     """Samples of one shape with captions of many lengths: the text lengths that they are padded to, each a graph for
-    every kind of block, and a note that training tells of them."""
+    every kind of block, and a note of training about them."""
 
     samples: list[Any]
     text_lengths: int
@@ -98,7 +99,7 @@ ALL, TARGETS = "all", "targets"
 class Learning:
     """A run whose LoRA has to learn its samples.
 
-    model: the MODEL. samples: what is trained on. options: changes of the run. near, far: how far from a sample the
+    model: the MODEL. samples: its data. options: changes of the run. near, far: how far from a sample the
     sampler lands at most with the LoRA and at least without it, in parts of the sample's norm.
     """
 
@@ -182,8 +183,8 @@ class FamilyCase:
     def batches(self) -> dict[str, Batch]:
         """Lists of samples that can share a batch, by name: at most four of one shape key.
 
-        "shapes": three samples of unlike aspect ratios, without references. "ragged" where the family has ragged
-        edges: three samples with fewer tokens than their grids. Others by what they show.
+        "shapes": three samples of unlike aspect ratios, without references. "ragged", if the family has ragged edges:
+        three samples with fewer tokens than their grids. Others by their purpose.
         """
         raise NotImplementedError
 
@@ -196,7 +197,7 @@ class FamilyCase:
         raise NotImplementedError
 
     def captions(self) -> Captions | None:
-        """None where captions are padded before they come into the training data."""
+        """Return captions of many lengths, None if captions are padded before they enter the training data."""
         return None
 
     def learning(self, folder: Path) -> Learning:
@@ -244,7 +245,7 @@ class FamilyCase:
         self, model: Any, sample: Any, sigma: float, guidance: float = 1.0, x_t: Tensor | None = None
     ) -> Tensor:
         """(N, C), fp32, from ComfyUI's `apply_model` on this sample alone, unpadded; x_t: the noisy latent in the
-        model's space with a batch axis, the sample's latent itself where none is given."""
+        model's space with a batch axis, the sample's latent itself by default."""
         raise NotImplementedError
 
     # LoRA files
@@ -258,7 +259,7 @@ class FamilyCase:
         raise NotImplementedError
 
     def diffusers(self) -> Diffusers | None:
-        """None where diffusers has no such model."""
+        """Return the family's model in diffusers, None if it has none."""
         return None
 
 
@@ -303,7 +304,7 @@ def noisy(sample: Any) -> Any:
     )
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     """|found − expected| / |expected|, by the Frobenius norm."""
-    assert found.shape == expected.shape
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+    assert actual.shape == expected.shape
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())

@@ -1,4 +1,4 @@
-"""Video files whose frames tell which they are."""
+"""Video files whose frames identify themselves by their grey."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,7 +31,7 @@ def write_film(
     caption: str | None = None,
     set_up: Callable[[Any], None] = lambda stream: None,
 ) -> Path:
-    """Writes a film of `size` (height, width) with PyAV, with a key frame every ten frames and frames out of order as
+    """Write a film of `size` (height, width) with PyAV, with a key frame every ten frames and frames out of order as
     encoders make them.
 
     stamps: when each frame is shown, in units of 1 / fps seconds; one after the other without it.

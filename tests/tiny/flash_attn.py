@@ -1,5 +1,5 @@
 """Stand-ins for the packages of FlashAttention 2, 3 and 4, which need a GPU: modules of the same names whose functions
-have the same signatures and compute attention written out, on real tensors only, as the kernels do."""
+have the same signatures and compute attention by its formula, on real tensors only, like the kernels."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -90,8 +90,8 @@ def _package_2(kernels: FakeKernels) -> dict[str, Callable[..., Any]]:
         causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
         return_attn_probs=False, block_table=None,
     ):  # fmt: skip
-        given = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        out, lse = kernels.forward("flash_attn_varlen_func", q, k, v, *given)
+        ragged = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        out, lse = kernels.forward("flash_attn_varlen_func", q, k, v, *ragged)
         return (out, lse, None) if return_attn_probs else out
 
     def _flash_attn_backward(
@@ -109,9 +109,9 @@ def _package_2(kernels: FakeKernels) -> dict[str, Callable[..., Any]]:
     ):  # fmt: skip
         assert (dropout_p, softmax_scale, causal) == (0.0, q.shape[-1] ** -0.5, False)
         assert (window_size_left, window_size_right, softcap, alibi_slopes) == (-1, -1, 0.0, None)
-        given = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        found = kernels.backward("_flash_attn_varlen_backward", dout, q, k, v, out, softmax_lse, *given)
-        _fill((dq, dk, dv), found)
+        ragged = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        grads = kernels.backward("_flash_attn_varlen_backward", dout, q, k, v, out, softmax_lse, *ragged)
+        _fill((dq, dk, dv), grads)
 
     return locals()
 
@@ -131,8 +131,8 @@ def _package_3(kernels: FakeKernels) -> dict[str, Callable[..., Any]]:
         window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
         sm_margin=0, return_attn_probs=False,
     ):  # fmt: skip
-        given = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        out, lse = kernels.forward("flash_attn_varlen_func", q, k, v, *given)
+        ragged = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        out, lse = kernels.forward("flash_attn_varlen_func", q, k, v, *ragged)
         return (out, lse) if return_attn_probs else out
 
     def _flash_attn_backward(
@@ -141,9 +141,9 @@ def _package_3(kernels: FakeKernels) -> dict[str, Callable[..., Any]]:
         deterministic=False, sm_margin=0,
     ):  # fmt: skip
         assert (sequed_q, sequed_k, softmax_scale, is_causal) == (None, None, q.shape[-1] ** -0.5, False)
-        given = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        ragged = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         name = "_flash_attn_backward" if cu_seqlens_q is None else "_flash_attn_backward of sequences"
-        _fill((dq, dk, dv), kernels.backward(name, dout, q, k, v, out, softmax_lse, *given))
+        _fill((dq, dk, dv), kernels.backward(name, dout, q, k, v, out, softmax_lse, *ragged))
 
     return locals()
 
@@ -166,8 +166,8 @@ def _package_4(kernels: FakeKernels) -> dict[str, Callable[..., Any]]:
         block_sparse_tensors=None, aux_tensors=None, aux_scalars=None, return_lse=False, scheduler_metadata=None,
         seqlen_k_per_split=None, disable_scheduler_metadata=False,
     ):  # fmt: skip
-        given = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        out, lse = kernels.forward("flash_attn_varlen_func", q, k, v, *given)
+        ragged = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        out, lse = kernels.forward("flash_attn_varlen_func", q, k, v, *ragged)
         return out, lse if return_lse else None
 
     def _flash_attn_bwd(
@@ -180,15 +180,15 @@ def _package_4(kernels: FakeKernels) -> dict[str, Callable[..., Any]]:
         learnable_sink=None,
     ):  # fmt: skip
         assert softmax_scale == q.shape[-1] ** -0.5
-        given = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        ragged = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         name = "_flash_attn_bwd" if cu_seqlens_q is None else "_flash_attn_bwd of sequences"
-        return tuple(kernels.backward(name, dout, q, k, v, out, lse, *given))
+        return tuple(kernels.backward(name, dout, q, k, v, out, lse, *ragged))
 
     return locals()
 
 
-def _fill(given: tuple[Tensor, ...], found: list[Tensor]) -> None:
-    for tensor, value in zip(given, found, strict=True):
+def _fill(targets: tuple[Tensor, ...], grads: list[Tensor]) -> None:
+    for tensor, value in zip(targets, grads, strict=True):
         assert tensor.is_contiguous()
         tensor.copy_(value)
 
@@ -209,8 +209,8 @@ def installed(*versions: str, scale: float = 1.0) -> Iterator[dict[str, FakeKern
     for version in kernels:
         for name in _parents(NAMES[version]):
             monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    for version, own in kernels.items():
-        functions = {name: f for name, f in _MADE_BY[version](own).items() if name != "kernels"}
+    for version, fake in kernels.items():
+        functions = {name: f for name, f in _MADE_BY[version](fake).items() if name != "kernels"}
         vars(sys.modules[NAMES[version]]).update(functions)
     monkeypatch.setattr(flash_attention, "DEVICES", ("cpu",))
     monkeypatch.setattr(flash_attention, "DTYPES", (torch.float32, torch.bfloat16, torch.float16))

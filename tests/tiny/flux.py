@@ -22,7 +22,7 @@ FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 SAMPLE_SHAPES = {"flux": (16, 2, 0), "flux2": (128, 1, 512)}
 
 
-# By name: ComfyUI's format, what its layer's description says beside it, and what its layout is told to quantise with.
+# By name: ComfyUI's format, further fields of its layer's description, and options of its layout for quantising.
 QUANTISED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "fp8": ("float8_e4m3fn", {}, {}),
     "fp8 by rows": ("float8_e4m3fn", {}, {}),
@@ -40,24 +40,24 @@ QUANTISED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def quantise_layer(weight: Tensor, how: str, seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A weight as a file of `how` (one of QUANTISED) holds it: (its tensors by what follows the layer's name, the
-    layer's description)."""
-    kind, described, settings = QUANTISED[how]
+def quantise_layer(weight: Tensor, kind_name: str, seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Quantise a weight as a file of `kind_name` (one of QUANTISED) holds it: (its tensors by suffix of the layer's
+    name, the layer's description)."""
+    kind, described, settings = QUANTISED[kind_name]
     conf = {"format": kind, **described}
     if kind == "float8_e4m3fn":
-        scale = weight.abs().amax(dim=1, keepdim=True) if how == "fp8 by rows" else weight.abs().max()
+        scale = weight.abs().amax(dim=1, keepdim=True) if kind_name == "fp8 by rows" else weight.abs().max()
         scale = (scale / FP8_MAX).float()
         return {".weight": (weight / scale).to(torch.float8_e4m3fn), ".weight_scale": scale}, conf
     from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
 
-    held = {}
-    if how == "nvfp4 smoothed":
+    tensors = {}
+    if kind_name == "nvfp4 smoothed":
         source = torch.Generator().manual_seed(seed)
-        held[".pre_quant_scale"] = 0.5 + torch.rand(weight.shape[1], generator=source)
-        weight = weight / held[".pre_quant_scale"]
+        tensors[".pre_quant_scale"] = 0.5 + torch.rand(weight.shape[1], generator=source)
+        weight = weight / tensors[".pre_quant_scale"]
     quantised = QuantizedTensor.from_float(weight, QUANT_ALGOS[kind]["comfy_tensor_layout"], **settings)
-    return held | {f".weight{name}": _bytes_of(t) for name, t in quantised.state_dict().items()}, conf
+    return tensors | {f".weight{name}": _bytes_of(t) for name, t in quantised.state_dict().items()}, conf
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -65,15 +65,17 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e8m0fnu else tensor
 
 
-def quantised_blocks(tensors: dict[str, Tensor], how: str, inside: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(what stands for the block matrices in a file of `how`, the metadata that says so). inside: for those whose names
-    have this."""
-    held, layers = {}, {}
+def quantised_blocks(
+    tensors: dict[str, Tensor], kind_name: str, inside: str
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return (the tensors of the block matrices in a file of `kind_name`, the metadata about them). inside: for those
+    with this in their names."""
+    stored, layers = {}, {}
     for number, name in enumerate(n for n in tensors if n.endswith(".weight") and "_blocks." in n and inside in n):
         layer = name.removesuffix(".weight")
-        made, layers[layer] = quantise_layer(tensors[name], how, number)
-        held.update({f"{layer}{suffix}": tensor for suffix, tensor in made.items()})
-    return held, {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
+        layer_tensors, layers[layer] = quantise_layer(tensors[name], kind_name, number)
+        stored.update({f"{layer}{suffix}": tensor for suffix, tensor in layer_tensors.items()})
+    return stored, {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
 
 
 def write_flux(
@@ -92,7 +94,7 @@ def write_flux(
     denoiser: bool = False,
     seed: int = 0,
 ) -> Path:
-    """Writes a FLUX.1 checkpoint: dev-like, or schnell-like with `guidance=False`.
+    """Write a FLUX.1 checkpoint: dev-like, or schnell-like with `guidance=False`.
 
     `dtype` is stored for every tensor (torch.float8_e4m3fn gives a plain fp8 file). `fp8` gives ComfyUI's scaled fp8:
     the block matrices in fp8 with a scale each, the rest in `dtype`; `quantised` another of QUANTISED, for those whose
@@ -105,8 +107,8 @@ def write_flux(
     metadata = {"format": "pt"}
     stored = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     if fp8 or quantised:
-        held, described = quantised_blocks(tensors, quantised or "fp8", quantised_inside)
-        stored, metadata = stored | held, metadata | described
+        blocks, described = quantised_blocks(tensors, quantised or "fp8", quantised_inside)
+        stored, metadata = stored | blocks, metadata | described
     save_file(stored, path, metadata)
     return path
 

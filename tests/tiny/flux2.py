@@ -63,7 +63,7 @@ def write_flux2(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Path:
-    """Writes a FLUX.2 checkpoint: dev-like, or klein-like with `guidance=False`."""
+    """Write a FLUX.2 checkpoint: dev-like, or klein-like with `guidance=False`."""
     tensors = fill(flux2_shapes(hidden, depth, depth_single, context_dim, guidance), seed)
     save_file({name: t.to(dtype) for name, t in tensors.items()}, path, {"format": "pt"})
     return path

@@ -1,8 +1,8 @@
-"""Weights of GGUF files, and a MODEL of such weights as a loader of that format puts them in.
+"""Weights of GGUF files, and a MODEL of such weights as a loader of that format makes it.
 
 The loader is a stand-in for ComfyUI-GGUF's with the same attributes in the same places: tensors whose `shape` is that
-of the values, layers that widen them at each use, and a patcher that lays LoRAs on the tensors. Its numbers are those
-of the package `gguf`.
+of the values, layers that dequantise them at each use, and a patcher that attaches LoRAs to the tensors. Its numbers
+are those of the package `gguf`.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-# Formats with a reader of ours: where in a block its fp16 scales stand.
+# Formats that the pack reads: offsets of the fp16 scales in a block.
 SCALES = {
     "Q4_0": (0,),
     "Q4_1": (0, 2),
@@ -59,7 +59,7 @@ def dequantised(stored: Tensor, name: str) -> Tensor:
 
 
 class StoredTensor(Tensor):
-    """A tensor of a GGUF file: bytes in rows, and the shape of what they stand for."""
+    """A tensor of a GGUF file: bytes in rows, and the shape of their values."""
 
     tensor_type: Any
     tensor_shape: torch.Size
@@ -70,9 +70,9 @@ class StoredTensor(Tensor):
         return self.tensor_shape if "tensor_shape" in vars(self) else self.size()
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        moved = super().to(*args, **kwargs)
+        memory = super().to(*args, **kwargs)
         kind, patches = (vars(self).get(name) for name in ("tensor_type", "patches"))
-        return stored_tensor(moved, kind, self.shape, list(patches or ()))
+        return stored_tensor(memory, kind, self.shape, list(patches or ()))
 
     def clone(self, *args: Any, **kwargs: Any) -> Any:
         return self
@@ -82,9 +82,9 @@ class StoredTensor(Tensor):
 
 
 def stored_tensor(memory: Tensor, kind: Any, shape: Any, patches: list[Any] | None = None) -> StoredTensor:
-    made = memory.as_subclass(StoredTensor)
-    made.tensor_type, made.tensor_shape, made.patches = kind, torch.Size(shape), patches or []
-    return made
+    stored = memory.as_subclass(StoredTensor)
+    stored.tensor_type, stored.tensor_shape, stored.patches = kind, torch.Size(shape), patches or []
+    return stored
 
 
 def in_blocks(weight: Any) -> bool:
@@ -94,17 +94,17 @@ def in_blocks(weight: Any) -> bool:
 def stored_state(
     tensors: Mapping[str, Tensor], name: str, plain: str, is_matrix: Callable[[str], bool]
 ) -> dict[str, Tensor]:
-    """A state dict as the loader reads it from a file: the matrices in the format `name` where their width allows it,
+    """A state dict as the loader reads it from a file: the matrices in the format `name` if their width allows it,
     other ones `plain`, the rest in fp32."""
     values, _ = gguf.GGML_QUANT_SIZES[kind_of(name)]
     state = {}
     for seed, (key, tensor) in enumerate(tensors.items()):
-        kind, held = "F32", tensor
+        kind, stored = "F32", tensor
         if is_matrix(key) and tensor.shape[1] % values == 0:
-            kind, held = name, random_blocks(name, *tensor.shape, seed)
+            kind, stored = name, random_blocks(name, *tensor.shape, seed)
         elif tensor.dim() == 2 and key.endswith(".weight"):
-            kind, held = plain, tensor.half() if plain == "F16" else tensor.bfloat16().view(torch.uint8)
-        state[key] = stored_tensor(held, kind_of(kind), tensor.shape)
+            kind, stored = plain, tensor.half() if plain == "F16" else tensor.bfloat16().view(torch.uint8)
+        state[key] = stored_tensor(stored, kind_of(kind), tensor.shape)
     return state
 
 
@@ -117,12 +117,12 @@ def values_of(stored: Any) -> Tensor:
 
 
 def _layers() -> Any:
-    """Classes of layers for `custom_operations`, made where ComfyUI is there."""
+    """Classes of layers for `custom_operations`, made once ComfyUI is imported."""
     import comfy.lora
     import comfy.ops
 
     class Linear(comfy.ops.manual_cast.Linear):
-        """Takes the state dict's tensors as they are, and widens them at each use."""
+        """Takes the state dict's tensors as they are, and dequantises them at each use."""
 
         def __init__(self, in_features, out_features, bias=True, device=None, dtype=None):
             nn.Module.__init__(self)
@@ -152,16 +152,16 @@ def _patcher() -> Any:
     from comfy.model_patcher import ModelPatcher
 
     class LayingPatcher(ModelPatcher):
-        """Lays the patches of a weight in blocks on its tensor, and takes them off when the model is unloaded."""
+        """Attaches the patches of a weight in blocks to its tensor, and removes them when the model is unloaded."""
 
         def patch_weight_to_device(self, key, device_to=None, inplace_update=False):
             weight = comfy.utils.get_attr(self.model, key)
             if not in_blocks(weight):
                 return super().patch_weight_to_device(key, device_to, inplace_update)
             if key in self.patches:
-                laid = weight.to(device_to)
-                laid.patches = [(self.patches[key], key)]
-                comfy.utils.set_attr_param(self.model, key, laid)
+                patched = weight.to(device_to)
+                patched.patches = [(self.patches[key], key)]
+                comfy.utils.set_attr_param(self.model, key, patched)
 
         def load(self, *args, force_patch_weights=False, **kwargs):
             super().load(*args, force_patch_weights=True, **kwargs)
@@ -174,9 +174,9 @@ def _patcher() -> Any:
 
         def clone(self, *args, **kwargs):
             kind, self.__class__ = self.__class__, LayingPatcher
-            made = super().clone(*args, **kwargs)
-            self.__class__, made.__class__ = kind, LayingPatcher
-            return made
+            copy = super().clone(*args, **kwargs)
+            self.__class__, copy.__class__ = kind, LayingPatcher
+            return copy
 
     return LayingPatcher
 

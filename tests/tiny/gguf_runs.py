@@ -12,17 +12,17 @@ HEIGHT, WIDTH, TEXT = 4, 6, 10
 
 
 def memory_of(model: Any) -> dict[str, Tensor]:
-    """Of each weight: a copy of its bytes."""
-    held = model.model.diffusion_model.named_parameters()
-    return {name: weight.as_subclass(torch.Tensor).detach().clone() for name, weight in held}
+    """Return a copy of the bytes of each weight."""
+    weights = model.model.diffusion_model.named_parameters()
+    return {name: weight.as_subclass(torch.Tensor).detach().clone() for name, weight in weights}
 
 
-def copy_values(model: Any, into: Any) -> None:
-    """Give a MODEL of fp32 weights the values that another's stand for."""
+def copy_values(model: Any, target: Any) -> None:
+    """Copy the dequantised values of a MODEL to a MODEL of fp32 weights."""
     with torch.inference_mode():
         for key, weight in model.model.diffusion_model.named_parameters():
             values = values_of(weight) if hasattr(weight, "tensor_type") else weight
-            into.model.diffusion_model.get_parameter(key).copy_(values)
+            target.model.diffusion_model.get_parameter(key).copy_(values)
 
 
 def plain_lora(rank: int = 2) -> dict[str, Tensor]:
@@ -32,9 +32,9 @@ def plain_lora(rank: int = 2) -> dict[str, Tensor]:
     def normal(*shape: int) -> Tensor:
         return 0.2 * torch.randn(*shape, generator=generator)
 
-    of = {"double_blocks_0_img_mlp_0": (512, 128), "single_blocks_1_linear2": (128, 640)}
+    shapes = {"double_blocks_0_img_mlp_0": (512, 128), "single_blocks_1_linear2": (128, 640)}
     tensors = {}
-    for name, (rows, columns) in of.items():
+    for name, (rows, columns) in shapes.items():
         tensors[f"lora_unet_{name}.lora_up.weight"] = normal(rows, rank)
         tensors[f"lora_unet_{name}.lora_down.weight"] = normal(rank, columns)
         tensors[f"lora_unet_{name}.alpha"] = torch.tensor(1.0)
@@ -95,5 +95,9 @@ def both_forwards(model: Any) -> tuple[Tensor, Tensor, Any]:
         guidance=guidance,
     )
     with torch.no_grad():
-        ours = transformer.forward(lambda block, *rest: block(*rest, {}), inputs)
-    return torch.stack([family.patchify(latent, HEIGHT * WIDTH).tokens for latent in reference]), ours, transformer
+        our_output = transformer.forward(lambda block, *rest: block(*rest, {}), inputs)
+    return (
+        torch.stack([family.patchify(latent, HEIGHT * WIDTH).tokens for latent in reference]),
+        our_output,
+        transformer,
+    )

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from .family_case import FamilyCase, block_count, computing_in
 from .reference_gradients import Gradients, lora_gradients, reference_gradients
 from .runs import training_data
-from .training import fill_up_matrices, make_trainer, shown
+from .training import fill_up_matrices, make_trainer, micro_batch
 
 SWAPPED = 3
 # Largest relative error of one matrix's gradient. fp32: the sines of the timestep alone, whose arguments reach 1000,
@@ -21,7 +21,8 @@ class GradientCheck:
     """Compares the gradients of a batch of a case's samples with the reference's."""
 
     def __init__(self, files: Any, folder: Path, references: dict[Any, Any]) -> None:
-        """references: what the reference gave before, the same in every mode that starts from the same LoRA."""
+        """references: earlier results of the reference, which are the same in every mode that starts from the same
+        LoRA."""
         self.files, self.folder, self.references = files, folder, references
 
     def __call__(
@@ -50,24 +51,24 @@ class GradientCheck:
         trainer = make_trainer(model, data, self.folder, backend=backend, batch_size=count, **settings)
         fill_up_matrices(trainer)
         expected_loss, expected = self.expected(case, trainer, file, (batch, count, dtype, network))
-        loss = trainer.forward_backward([shown(*range(count))])
-        found = lora_gradients(trainer)
+        loss = trainer.forward_backward([micro_batch(*range(count))])
+        gradients = lora_gradients(trainer)
         assert abs(loss - expected_loss) < bound * expected_loss
-        assert found.keys() == expected.keys()
+        assert gradients.keys() == expected.keys()
         for name, value in expected.items():
-            assert float((found[name] - value).norm()) <= bound * float(value.norm()), name
+            assert float((gradients[name] - value).norm()) <= bound * float(value.norm()), name
         unreached = {name.rpartition(".")[0] for name, value in expected.items() if not value.norm()}
         last = list(trainer.placed.transformer.blocks())[-1][0]
         assert unreached <= {f"{last}.{name}" for name in case.unused}
         trainer.close()
-        return found
+        return gradients
 
     def expected(self, case: FamilyCase, trainer: Any, file: Path, key: tuple[Any, ...]) -> tuple[float, Gradients]:
         start = {n: p.detach().clone() for n, p in trainer.network.master_weights().items()}
         key = (case.name, *key)
         if key not in self.references:
-            made = reference_gradients(case, trainer, load_file(file), range(key[2]))
-            self.references[key] = start, made
-        before, made = self.references[key]
-        assert before.keys() == start.keys() and all(torch.equal(before[n], start[n]) for n in start)
-        return made
+            reference = reference_gradients(case, trainer, load_file(file), range(key[2]))
+            self.references[key] = start, reference
+        reference_start, reference = self.references[key]
+        assert reference_start.keys() == start.keys() and all(torch.equal(reference_start[n], start[n]) for n in start)
+        return reference

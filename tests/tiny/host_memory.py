@@ -36,6 +36,6 @@ class Peak:
 
 
 def settle() -> None:
-    """Gives what was freed back to the system."""
+    """Return freed memory to the system."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)

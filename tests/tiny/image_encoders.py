@@ -34,7 +34,7 @@ VISION_CONFIG = {
 
 @contextmanager
 def replaced(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Put something in place of what a module has under this name."""
+    """Replace an attribute of a module."""
     original = getattr(owner, name)
     setattr(owner, name, replacement)
     try:
@@ -74,7 +74,7 @@ def load_mistral_clip() -> Any:
 
     options = {"mistral3_24b_model_config": MISTRAL_CONFIG}
     tokenizer: Any = _byte_tokenizer()
-    # Newer releases hand on what they get; older ones make transformers' class of it.
+    # Newer releases pass it on; older ones make transformers' class of it.
     if "tokenizer_object" in signature(flux.MistralTokenizerClass.from_pretrained).parameters:
         tokenizer = LlamaTokenizerFast(tokenizer_object=tokenizer, legacy=False)
     with replaced(flux, "load_mistral_tokenizer", lambda data: {"tokenizer_object": tokenizer}):

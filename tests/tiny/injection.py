@@ -14,12 +14,12 @@ SIZES = "tessera_tiny_unet"
 
 
 def sizes_metadata(family: str, unet_config: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """`family` is a class of comfy.supported_models; `unet_config` goes over what is read from the weights."""
+    """`family` is a class of comfy.supported_models; `unet_config` overrides the sizes read from the weights."""
     return {SIZES: json.dumps({"family": family, "unet_config": dict(unet_config or {})})}
 
 
 def tiny_detection(detect: Callable[..., Any]) -> Callable[..., Any]:
-    """comfy.model_detection.model_config_from_unet, with what tiny files say about themselves."""
+    """comfy.model_detection.model_config_from_unet, with the sizes in the metadata of tiny files."""
 
     def model_config_from_unet(
         state_dict: Any, prefix: str, use_base_if_no_match: bool = False, metadata: Mapping[str, str] | None = None
@@ -50,11 +50,11 @@ def injected_sizes() -> Iterator[None]:
 
 
 def load_injected(path: str | Path, model_options: dict[str, Any] | None = None, **options: Any) -> Any:
-    """The MODEL that `UNETLoader` gives for this file, and gives again where ComfyUI loads it anew by itself."""
+    """Return the MODEL that `UNETLoader` gives for this file, also when ComfyUI reloads it by itself."""
     import comfy.sd
 
-    chosen = model_options or {}
+    model_options = model_options or {}
     with injected_sizes():
-        model = comfy.sd.load_diffusion_model(str(path), model_options=chosen, **options)
-    model.cached_patcher_init = (load_injected, (str(path), chosen))
+        model = comfy.sd.load_diffusion_model(str(path), model_options=model_options, **options)
+    model.cached_patcher_init = (load_injected, (str(path), model_options))
     return model

@@ -1,4 +1,4 @@
-"""Test of what a LoRA has learned, by ComfyUI's own forward and sampler with its own loader of LoRAs."""
+"""Tests of whether a LoRA has learned, by ComfyUI's own forward and sampler with its own loader of LoRAs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,14 +19,15 @@ def with_lora(model: Any, result: Any) -> Any:
 
 def assert_loss_falls(loss: Callable[[Any, float], float], model: Any, learned: Any) -> None:
     """loss(model, sigma) falls to less than a fifth at each of SIGMAS."""
-    before, after = ([loss(m, sigma) for sigma in SIGMAS] for m in (model, learned))
-    assert all(a < b / 5 for a, b in zip(after, before, strict=True)), (before, after)
+    base_losses, lora_losses = ([loss(m, sigma) for sigma in SIGMAS] for m in (model, learned))
+    assert all(a < b / 5 for a, b in zip(lora_losses, base_losses, strict=True)), (base_losses, lora_losses)
 
 
-def assert_draws(drawn: Callable[[Any], Tensor], wanted: Tensor, models: tuple[Any, Any], near: float, far: float):
-    """drawn(model) lies within `near` of `wanted`, in parts of its norm, with the LoRA, and `far` from it without.
+def assert_draws(draw: Callable[[Any], Tensor], expected: Tensor, models: tuple[Any, Any], near: float, far: float):
+    """Check that draw(model) is within `near` of `expected`, in parts of its norm, with the LoRA, and `far` from it
+    without.
     models: (without, with)."""
-    without, learned = ((drawn(model) - wanted).norm() / wanted.norm() for model in models)
+    without, learned = ((draw(model) - expected).norm() / expected.norm() for model in models)
     assert learned < near and without > far, (without, learned)
 
 

@@ -32,7 +32,7 @@ def open_graph(frontend: Any, prompt: dict[str, Any]) -> None:
 
 
 def press_run(frontend: Any) -> Any:
-    """Presses Run; returns the prompt's id, None where the server refuses it."""
+    """Press Run. Return the prompt's id, None if the server refuses it."""
     posts = lambda reply: reply.url.endswith("/prompt") and reply.request.method == "POST"  # noqa: E731
     with frontend.page.expect_response(posts) as answer:
         frontend.page.get_by_test_id("queue-button").first.click()

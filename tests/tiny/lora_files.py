@@ -52,8 +52,8 @@ def patched_deltas(model: Any, patched: Any) -> dict[str, Tensor]:
     return result
 
 
-def assert_same_deltas(found: Mapping[str, Tensor], modules: Mapping[str, Any], relative: float) -> None:
-    assert found.keys() == modules.keys()
+def assert_same_deltas(deltas: Mapping[str, Tensor], modules: Mapping[str, Any], relative: float) -> None:
+    assert deltas.keys() == modules.keys()
     for name, part in modules.items():
         expected = delta(part)
-        assert (found[name] - expected).norm() <= relative * expected.norm(), name
+        assert (deltas[name] - expected).norm() <= relative * expected.norm(), name

@@ -67,9 +67,9 @@ def load_ltx_2_3(row: NativeRow, folder: Path) -> tuple[Any, Any, Any, Any]:
             _write_encoder(encoder)
         clip = comfy.sd.load_clip([str(encoder), str(checkpoint)], clip_type=comfy.sd.CLIPType.LTXV)
     # As LTXVAudioVAELoader does, which takes a name in ComfyUI's folders.
-    tensors, told = comfy.utils.load_torch_file(str(checkpoint), return_metadata=True)
+    tensors, metadata = comfy.utils.load_torch_file(str(checkpoint), return_metadata=True)
     names = {"audio_vae.": "autoencoder.", "vocoder.": "vocoder."}
-    sound = comfy.sd.VAE(comfy.utils.state_dict_prefix_replace(tensors, names, filter_keys=True), metadata=told)
+    sound = comfy.sd.VAE(comfy.utils.state_dict_prefix_replace(tensors, names, filter_keys=True), metadata=metadata)
     sound.throw_exception_if_invalid()
     return model, clip, vae, sound
 
@@ -78,18 +78,18 @@ def write_checkpoint(row: NativeRow, path: Path) -> Path:
     """Write the transformer, both VAEs and the projection of the text, with the sizes of all in the metadata."""
     from comfy.ldm.lightricks.vae.audio_vae import AudioVAE
 
-    told = {"config": json.dumps({"transformer": dict(row.unet), "vae": LTX_CONFIG, **SOUND})}
+    metadata = {"config": json.dumps({"transformer": dict(row.unet), "vae": LTX_CONFIG, **SOUND})}
     weights = build(row).model.diffusion_model.state_dict()
     tensors = {f"model.diffusion_model.{name}": tensor.clone() for name, tensor in weights.items()}
     tensors |= {f"vae.{name}": tensor for name, tensor in ltx_vae_tensors().items()}
-    sound = AudioVAE(metadata=told).state_dict()
+    sound = AudioVAE(metadata=metadata).state_dict()
     for name, tensor in fill({name: tuple(tensor.shape) for name, tensor in sound.items()}, 0).items():
         tensors[name.replace("autoencoder.", "audio_vae.")] = tensor
     shapes = {}
     for part, width in zip(("video", "audio"), _text_widths(row), strict=True):
         name = f"text_embedding_projection.{part}_aggregate_embed"
         shapes |= {f"{name}.weight": (width, WIDTH * (LAYERS + 1)), f"{name}.bias": (width,)}
-    save_file(tensors | fill(shapes, 0), path, told)
+    save_file(tensors | fill(shapes, 0), path, metadata)
     return path
 
 
@@ -109,8 +109,8 @@ def _write_encoder(path: Path) -> None:
     import comfy.ops
     import comfy.text_encoders.llama as llama
 
-    made = llama.Gemma3_12B({}, torch.float32, "cpu", comfy.ops.disable_weight_init)
-    tensors = fill({name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}, 0)
+    encoder = llama.Gemma3_12B({}, torch.float32, "cpu", comfy.ops.disable_weight_init)
+    tensors = fill({name: tuple(tensor.shape) for name, tensor in encoder.state_dict().items()}, 0)
     tensors["spiece_model"] = torch.tensor(list(spiece_model(GEMMA)), dtype=torch.uint8)
     save_file(tensors, path)
 
@@ -132,7 +132,7 @@ def _small(row: NativeRow) -> ExitStack:
         vision_config = EYES
 
     real: Callable[..., Any] = lt.DualLinearProjection
-    projection = lambda *_, **named: real(WIDTH * (LAYERS + 1), *_text_widths(row), **named)  # noqa: E731
+    projection = lambda *_, **kwargs: real(WIDTH * (LAYERS + 1), *_text_widths(row), **kwargs)  # noqa: E731
     stack = ExitStack()
     stack.enter_context(replaced(llama, "Gemma3_12B_Config", Small))
     stack.enter_context(replaced(lt, "DualLinearProjection", projection))

@@ -1,4 +1,4 @@
-"""Puts the tiny models where ComfyUI's loaders look for them."""
+"""Write the tiny models into the folders of ComfyUI's loaders."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def _file(models: Path, names: dict[str, str], kind: str) -> Path:
 
 
 def write_models(models: Path) -> dict[str, str]:
-    """Puts a tiny FLUX, its text encoders and VAE below ComfyUI's models folder; returns the loaders' file names."""
+    """Put a tiny FLUX, its text encoders and VAE below ComfyUI's models folder; return the loaders' file names."""
     (models / "loras").mkdir(parents=True, exist_ok=True)
     write_flux(_file(models, FLUX_NAMES, "unet_name"), denoiser=True)
     write_clip_l(_file(models, FLUX_NAMES, "clip_name1"))
@@ -45,7 +45,7 @@ def write_models(models: Path) -> dict[str, str]:
 
 
 def write_wan_models(models: Path) -> dict[str, str]:
-    """Puts a tiny Wan, its text encoder and VAE below ComfyUI's models folder; returns the loaders' file names."""
+    """Put a tiny Wan, its text encoder and VAE below ComfyUI's models folder; return the loaders' file names."""
     write_wan(_file(models, WAN_NAMES, "unet_name"))
     write_umt5(_file(models, WAN_NAMES, "clip_name"))
     write_wan_vae(_file(models, WAN_NAMES, "vae_name"))
@@ -53,7 +53,7 @@ def write_wan_models(models: Path) -> dict[str, str]:
 
 
 def write_qwen_models(models: Path) -> dict[str, str]:
-    """Puts a tiny Qwen-Image, its text encoder and VAE below ComfyUI's models folder; returns the loaders' file names.
+    """Put a tiny Qwen-Image, its text encoder and VAE below ComfyUI's models folder; return the loaders' file names.
 
     The server needs the fixture pack, whose detection knows the model's width.
     """

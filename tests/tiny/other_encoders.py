@@ -1,4 +1,5 @@
-"""Tiny text encoders and VAEs of models without a family of ours, of core's own classes with their sizes handed in."""
+"""Tiny text encoders and VAEs of models without a family in the pack, of core's own classes with their sizes handed
+in."""
 
 from typing import Any
 
@@ -12,7 +13,7 @@ LLAMA_CONFIG = QWEN3_CONFIG | {"num_hidden_layers": 4}
 
 
 def load_sdxl_clip(width: int = 32, g_width: int = 64) -> Any:
-    """SDXL's CLIP: CLIP-L beside CLIP-G, the pooled text of the latter."""
+    """SDXL's CLIP: CLIP-L and CLIP-G, the pooled text of the latter."""
     import comfy.sdxl_clip as sdxl
 
     of_g = {"hidden_size": g_width, "projection_dim": g_width}
@@ -54,7 +55,7 @@ def load_anima_clip(width: int = 32) -> Any:
 
 
 def load_hidream_clip() -> Any:
-    """HiDream's CLIP with CLIP-L and Llama alone: each layer of Llama beside the text."""
+    """HiDream's CLIP with CLIP-L and Llama alone: with the output of each layer of Llama."""
     import comfy.text_encoders.hidream as hidream
 
     options = {"clip_l_model_config": CLIP_L_CONFIG, "llama_model_config": LLAMA_CONFIG}
@@ -112,9 +113,9 @@ def load_hunyuan_video_15_clip() -> Any:
 
     real = hunyuan_image.ByT5SmallModel
 
-    def byt5(model_options: dict[str, Any], **given: Any) -> Any:
+    def byt5(model_options: dict[str, Any], **kwargs: Any) -> Any:
         glyphs = {"_model_config": {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_heads": 2, "num_layers": 2}}
-        return real(model_options=model_options | glyphs, **given)
+        return real(model_options=model_options | glyphs, **kwargs)
 
     options = {"qwen25_7b_model_config": LLAMA_CONFIG}
     with (

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def covering(first: Sequence[Any], second: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
+def covering(first: Sequence[Any], second: Sequence[Any], *axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """List (first, second, *others): every pair of the first two, while each other axis goes round.
 
-    A value of another axis meets every value of the first two where it has no more values than either of them.
+    A value of another axis meets every value of the first two if that axis has no more values than either of them.
     """
     return [
-        (a, b, *(axis[(row + column) % len(axis)] for axis in others))
+        (a, b, *(axis[(row + column) % len(axis)] for axis in axes))
         for row, a in enumerate(first)
         for column, b in enumerate(second)
     ]

@@ -7,20 +7,20 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 
-def awaited(given: Any) -> Any:
-    """Result of a node, given at once or as a coroutine. A browser test of this process keeps a loop running on its
-    thread, on which no other can: then the coroutine is awaited on a thread of its own, in this one's context and grad
-    mode."""
+def awaited(result: Any) -> Any:
+    """Return the result of a node, which is a value or a coroutine. A browser test of this process keeps a loop running
+    on its thread, on which no other can: then the coroutine is awaited on a thread of its own, in this one's context
+    and grad mode."""
     import torch
 
-    if not inspect.iscoroutine(given):
-        return given
+    if not inspect.iscoroutine(result):
+        return result
     if asyncio._get_running_loop() is None:
-        return asyncio.run(given)
+        return asyncio.run(result)
 
     def run(inference: bool, grad: bool) -> Any:
         with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-            return asyncio.run(given)
+            return asyncio.run(result)
 
     modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
     with ThreadPoolExecutor(1) as pool:

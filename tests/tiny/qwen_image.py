@@ -50,7 +50,7 @@ def write_qwen_image(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Path:
-    """Writes a Qwen-Image checkpoint. `heads=24, head_size=128, text_dim=3584` is the real width; `timestep_zero` makes
+    """Write a Qwen-Image checkpoint. `heads=24, head_size=128, text_dim=3584` is the real width; `timestep_zero` makes
     it an Edit-2511, `layered` a Qwen-Image-Layered."""
     if head_size % 16:
         raise ValueError(f"head_size is {head_size}; take a multiple of 16, which the rotary axes divide as 2 : 7 : 7.")

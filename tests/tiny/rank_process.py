@@ -29,7 +29,7 @@ def act_at(job: dict[str, Any], world: Any) -> None:
     from comfy.model_management import InterruptProcessingException
     from tessera.train.step.losses import StepLosses
 
-    of_batch, act = StepLosses.of_batch, job["act"]
+    batch_loss, act = StepLosses.batch_loss, job["act"]
 
     def interrupted() -> None:
         world.check_interrupted = lambda: None
@@ -38,7 +38,7 @@ def act_at(job: dict[str, Any], world: Any) -> None:
     def acting(losses: Any, batch: Any, rng_key: tuple[int, int]) -> torch.Tensor:
         if act["do"] == "more":
             losses.placed.velocity_without(batch.inputs)
-        loss = of_batch(losses, batch, rng_key)
+        loss = batch_loss(losses, batch, rng_key)
         if act["do"] == "slow":
             time.sleep(act["seconds"])
         elif rng_key[0] == act.get("step"):
@@ -65,11 +65,11 @@ def act_at(job: dict[str, Any], world: Any) -> None:
         return loss
 
     if world.rank == act["rank"] or act["do"] == "cancel waiting":
-        StepLosses.of_batch = acting  # type: ignore[method-assign]
+        StepLosses.batch_loss = acting  # type: ignore[method-assign]
 
 
 def act_in_forward(act: dict[str, Any], world: Any) -> Any:
-    """Let something go wrong on one rank where it has brought a shared block to its slot for the `at`th time."""
+    """Make one rank fail after it has gathered a shared block into its slot for the `at`th time."""
     from comfy.model_management import InterruptProcessingException
     from tessera.memory.swap.sharded import ShardedRing
 
@@ -106,17 +106,17 @@ def previewer(job: dict[str, Any], world: Any, model: Any) -> Any:
     from tiny.runs import tiny_preview
 
     vae = tiny.load_vae(Path(job["vae"]))
-    made = module.Previewer([tiny_preview(vae, number) for number in range(job["previews"])], model)
+    preview_watcher = module.Previewer([tiny_preview(vae, number) for number in range(job["previews"])], model)
     if world.rank == job.get("fails"):
-        make = made._make
+        make = preview_watcher._make
 
         def failing(trainer: Any, step: int, due: Any) -> Any:
             if step == 1:
                 raise RuntimeError("no colours left")
             return make(trainer, step, due)
 
-        made._make = failing  # type: ignore[method-assign]
-    return made
+        preview_watcher._make = failing  # type: ignore[method-assign]
+    return preview_watcher
 
 
 class Unloading:
@@ -137,10 +137,10 @@ class Unloading:
 
 
 class Held:
-    """Watcher that looks at what a rank holds of shared blocks, before the first step."""
+    """Watcher that measures a rank's part of shared blocks, before the first step."""
 
     def __init__(self) -> None:
-        self.found: dict[str, Any] = {}
+        self.figures: dict[str, Any] = {}
 
     def between_steps(self, trainer: Any) -> None:
         from tessera.memory.swap.training import frozen_modules
@@ -148,12 +148,12 @@ class Held:
         swap = trainer.placed.swap
         if self.is_due(trainer.progress.step, 0) and hasattr(swap, "peers"):
             slots = {slot.untyped_storage().data_ptr() for slot in swap.ring.slots}
-            held = [b for one in swap.blocks for m in frozen_modules(one).values() for b in m.buffers()]
-            self.found = {
+            buffers = [b for block in swap.blocks for m in frozen_modules(block).values() for b in m.buffers()]
+            self.figures = {
                 "held": swap.held_bytes(),
                 "known": trainer.placed.resident.bytes,
                 "sizes": [layout.size for layout in swap.layouts],
-                "outside": sum(tensor.untyped_storage().data_ptr() not in slots for tensor in held),
+                "outside": sum(tensor.untyped_storage().data_ptr() not in slots for tensor in buffers),
             }
 
     def is_due(self, step: int, steps: int) -> bool:
@@ -164,12 +164,12 @@ class Held:
 
 
 def change(job: dict[str, Any], world: Any, counts: dict[str, int]) -> Any:
-    """Count what a rank measures and samples, and have it do something otherwise, as a job asks for.
+    """Count the measurements and samplings of a rank, and change its behaviour as a job asks for.
 
     slow_save: seconds that rank 0 takes for the last save. other_start: rank that begins with another LoRA.
     other_moments: rank whose optimizer alone differs after the step `moments_after`.
 
-    Returns what takes it all back.
+    Return a function that undoes all changes.
     """
     from tessera.train.learner import Learner
     from tessera.train.preview import previewer as module
@@ -178,8 +178,8 @@ def change(job: dict[str, Any], world: Any, counts: dict[str, int]) -> Any:
 
     changed = [(Validation, "_batch_losses"), (module, "decode"), (Trainer, "save_final"), (Trainer, "run")]
     changed += [(Learner, "step")]
-    before = [getattr(*one) for one in changed]
-    measure, decode, save_final, run, step = before
+    originals = [getattr(*attribute) for attribute in changed]
+    measure, decode, save_final, run, step = originals
 
     def counted(name: str, function: Any) -> Any:
         def counting(*args: Any) -> Any:
@@ -202,16 +202,18 @@ def change(job: dict[str, Any], world: Any, counts: dict[str, int]) -> Any:
         counts["stepped"] += 1
         if job.get("other_moments") == world.rank and counts["stepped"] == job["moments_after"]:
             (state, *_) = learner.optimizer.state.values()
-            next(one for one in state.values() if isinstance(one, torch.Tensor) and one.ndim).view(-1)[0] += 1e-3
+            next(value for value in state.values() if isinstance(value, torch.Tensor) and value.ndim).view(-1)[0] += (
+                1e-3
+            )
 
-    made = counted("measured", measure), counted("sampled", decode), saving, running, stepping
-    for one, function in zip(changed, made, strict=True):
-        setattr(*one, function)
-    return lambda: [setattr(*one, function) for one, function in zip(changed, before, strict=True)]
+    replacements = counted("measured", measure), counted("sampled", decode), saving, running, stepping
+    for attribute, function in zip(changed, replacements, strict=True):
+        setattr(*attribute, function)
+    return lambda: [setattr(*attribute, function) for attribute, function in zip(changed, originals, strict=True)]
 
 
 class Slow:
-    """Watcher that takes its time where it is called, after the second step."""
+    """Watcher that sleeps when it is called after the second step."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.calls = seconds, 0
@@ -242,17 +244,17 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
     import tiny
     from tiny.runs import Watcher, mixed_data, partly_without_gradient, run_settings
 
-    own = job.get("local", job["size"])  # as many of them are on one machine
-    world = worlds.World(job["rank"], job["size"], dist.PrefixStore(str(job["number"]), store), own)
+    local_size = job.get("local", job["size"])  # as many of them are on one machine
+    world = worlds.World(job["rank"], job["size"], dist.PrefixStore(str(job["number"]), store), local_size)
     world.wait_limit = job.get("wait_limit", 60.0)
     world.killing, meeting.GRACE = None, job.get("grace", 5.0)
     world.meets, world.gathers_by_gloo = job.get("meets", False), not job.get("nccl_only")
     world.step_limit = worlds.timedelta(seconds=job.get("step_limit", 240))  # half an hour would be that of the tests
-    sent: list[int] = []
-    others: list[str] = []
+    sent_bytes: list[int] = []
+    other_collectives: list[str] = []
     all_reduce = dist.all_reduce
-    kept = {name: getattr(dist, name) for name in OTHER_COLLECTIVES}
-    of_batch, begin, free = StepLosses.of_batch, BlockProducts.__init__, auto.free_memory
+    originals = {name: getattr(dist, name) for name in OTHER_COLLECTIVES}
+    batch_loss, begin, free = StepLosses.batch_loss, BlockProducts.__init__, auto.free_memory
     check = PlacedModel.check_forward
     memory, measure, planned = psutil.virtual_memory, auto.measure, list[int]()
 
@@ -262,43 +264,43 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
         return cost
 
     if "host" in job:  # free bytes of the host's memory, as each rank finds them
-        found = memory()._replace(available=job["host"][world.rank])
-        psutil.virtual_memory, auto.measure = lambda: found, measured
+        free_memory = memory()._replace(available=job["host"][world.rank])
+        psutil.virtual_memory, auto.measure = lambda: free_memory, measured
 
-    def having(products: str) -> Any:
+    def with_products_tried(products: str) -> Any:
         def init(self: Any, *args: Any) -> None:
             begin(self, *args)
-            self.tried = (products,)
+            self.precisions = (products,)
 
         return init
 
     def counted(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-        sent.append(tensor.numel() * tensor.element_size())
+        sent_bytes.append(tensor.numel() * tensor.element_size())
         return all_reduce(tensor, *args, **options)
 
     dist.all_reduce = counted
     for name in OTHER_COLLECTIVES:
-        setattr(dist, name, lambda *args, name=name, **options: others.append(name))
+        setattr(dist, name, lambda *args, name=name, **options: other_collectives.append(name))
     gathers: list[int] = []
     gather = node.gather_pieces
 
-    def counted_gather(into: torch.Tensor, piece: torch.Tensor, **options: Any) -> Any:
-        gathers.append(into.numel())
-        return gather(into, piece, **options)
+    def counted_gather(output: torch.Tensor, piece: torch.Tensor, **options: Any) -> Any:
+        gathers.append(output.numel())
+        return gather(output, piece, **options)
 
     node.gather_pieces = counted_gather
     if job.get("act"):
         act_at(job, world)
     if job.get("without_gradient"):
-        StepLosses.of_batch = partly_without_gradient(of_batch)  # type: ignore[method-assign]
+        StepLosses.batch_loss = partly_without_gradient(batch_loss)  # type: ignore[method-assign]
     if job.get("unchecked"):
         PlacedModel.check_forward = lambda *_: None  # type: ignore[method-assign]
     if products := job.get("products", {}).get(str(world.rank)):
-        BlockProducts.__init__ = having(products)  # type: ignore[method-assign]
-    watcher, held = Watcher(), Held()
+        BlockProducts.__init__ = with_products_tried(products)  # type: ignore[method-assign]
+    watcher, held_watcher = Watcher(), Held()
     # At the sum of a step its report is not there yet.
-    watcher.asks = {int(step) - 1: frozenset(asked) for step, asked in job.get("asks", {}).items()}
-    watchers = [held, *([Slow(job["slow_watcher"])] if "slow_watcher" in job else [])]
+    watcher.asks = {int(step) - 1: frozenset(requests) for step, requests in job.get("asks", {}).items()}
+    watchers = [held_watcher, *([Slow(job["slow_watcher"])] if "slow_watcher" in job else [])]
     watchers += [Unloading()] if job.get("unloads") else []
     ring_forward = act_in_forward(job.get("in_forward", {}), world)
     answer: dict[str, Any] = {}
@@ -329,18 +331,24 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
     finally:
         change_back()
         node.gather_pieces, ShardedRing.forward = gather, ring_forward  # type: ignore[method-assign]
-        dist.all_reduce, StepLosses.of_batch = all_reduce, of_batch
+        dist.all_reduce, StepLosses.batch_loss = all_reduce, batch_loss
         BlockProducts.__init__, auto.free_memory = begin, free  # type: ignore[method-assign]
         psutil.virtual_memory, auto.measure, PlacedModel.check_forward = memory, measure, check
         if world.killing is not None:
             world.killing.cancel()
-        for name, function in kept.items():
+        for name, function in originals.items():
             setattr(dist, name, function)
         if dist.is_initialized() and not job.get("ends"):  # it would wait for a sum that was given up
             dist.destroy_process_group()
-    notes = {"planned": planned, "notes": watcher.notes, "files": watcher.files, "done": watcher.done}
-    counted = {"sent": sent, "others": others, "gathers": gathers, "waited": world.waited, "sums": world.sums}
-    return answer | notes | counted | counts | held.found
+    notes = {"planned": planned, "notes": watcher.notes, "files": watcher.files, "done": watcher.steps_done}
+    counted = {
+        "sent": sent_bytes,
+        "others": other_collectives,
+        "gathers": gathers,
+        "waited": world.seconds_waited,
+        "sums": world.sums,
+    }
+    return answer | notes | counted | counts | held_watcher.figures
 
 
 def main() -> None:

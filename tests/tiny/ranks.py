@@ -34,7 +34,7 @@ class Ranks:
             assert self.starting.pop().stdout.readline() == "ready\n"
 
     def begin(self, size: int) -> None:
-        """Start what is missing of this many processes, which takes seconds, and wait for none."""
+        """Start the missing ones of this many processes, which takes seconds, without waiting."""
         self.processes = [process for process in self.processes if process.poll() is None]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         while len(self.processes) < size:
@@ -45,7 +45,8 @@ class Ranks:
             self.starting.append(self.processes[-1])
 
     def train(self, size: int, root: Path, settings: dict[str, Any] | None = None, **job: Any) -> list[dict[str, Any]]:
-        """Train on `size` ranks. Returns what each tells, an empty dict for one that was killed, or hangs and is."""
+        """Train on `size` ranks. Return the answer of each, an empty dict for one that was killed, or that hangs and is
+        killed."""
         self.start(size)
         self.number += 1
         job = {"model": str(self.model)} | job | {"number": self.number, "size": size, "root": str(root)}
@@ -76,17 +77,17 @@ class Ranks:
             process.wait()
 
 
-def near(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], part: float = 1e-5) -> None:
-    """Equal to a part of each tensor's norm."""
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert (found[name] - tensor).norm() <= part * tensor.norm(), (name, (found[name] - tensor).norm())
+def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], part: float = 1e-5) -> None:
+    """Check equality to a fraction of each tensor's norm."""
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (actual[name] - tensor).norm() <= part * tensor.norm(), (name, (actual[name] - tensor).norm())
 
 
-def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
-    """Equal to the bit."""
+def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    """Check bitwise equality."""
     assert first.keys() == second.keys() and not [n for n in first if not torch.equal(first[n], second[n])]
 
 
-def told(answers: list[dict[str, Any]]) -> list[str]:
+def errors_of(answers: list[dict[str, Any]]) -> list[str]:
     return [answer.get("error", "") for answer in answers]

@@ -28,8 +28,8 @@ def written_out_loss(
     total = torch.zeros((), dtype=torch.float64)
     for place, sample in enumerate(samples):
         x0 = case.in_model_space(sample.load().latent.double())
-        drawn = generator(settings.seed, "sigma", *rng_key, place)
-        sigma = sample_sigma(settings.objective, drawn, sample.tokens, case.shift(sample))
+        sigma_draw = generator(settings.seed, "sigma", *rng_key, place)
+        sigma = sample_sigma(settings.objective, sigma_draw, sample.tokens, case.shift(sample))
         sigma = float(torch.tensor(sigma, dtype=torch.float32))
         noise = sample_noise(x0.shape, generator(settings.seed, "noise", *rng_key, place)).double()
         x_t = (1 - sigma) * x0 + sigma * noise
@@ -58,7 +58,7 @@ def reference_gradients(
 
 
 def gradient(p: Tensor) -> Tensor:
-    """In fp64; zeros where none has come."""
+    """Return the gradient in fp64, zeros if there is none."""
     return torch.zeros_like(p).double() if p.grad is None else p.grad.double()
 
 

@@ -9,9 +9,9 @@ from comfy_server import DIRECT, PATIENCE
 
 
 def ask(server: Any, path: str, method: str = "GET", body: Any = None, **headers: str) -> tuple[int, Any]:
-    """Ask a route. Returns the status, and the answer: JSON as what it says, all else as bytes.
+    """Request a route. Return the status and the answer: JSON parsed, everything else as bytes.
 
-    body: what is sent as JSON, None for nothing.
+    body: sent as JSON, None for no body.
     """
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(server.url + path, data, headers, method=method)

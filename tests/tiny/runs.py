@@ -40,33 +40,35 @@ def masked_data() -> Any:
     """The same with masks, some of which leave out most."""
     from tessera.data.samples import SampleTensors
 
-    def masked(one: Any, left_out: int) -> Any:
-        read, weights = one.load(), torch.ones(one.grid[1] * one.grid[2])
+    def masked(source: Any, left_out: int) -> Any:
+        read, weights = source.load(), torch.ones(source.grid[1] * source.grid[2])
         weights[:left_out] = 0.0
         tensors = SampleTensors(read.latent, read.text, read.conditioning, weights)
-        return replace(one, load=lambda *_: tensors)
+        return replace(source, load=lambda *_: tensors)
 
     whole = mixed_data().samples
-    return training_data(*(masked(one, 6 * number) if 0 < number < 3 else one for number, one in enumerate(whole)))
+    return training_data(
+        *(masked(source, 6 * number) if 0 < number < 3 else source for number, source in enumerate(whole))
+    )
 
 
 def varied_data() -> Any:
     """The same with two images and two captions for each, captions that are dropped, class captions and weights."""
     from tessera.data.samples import FIRST_VARIANT, Prompt
 
-    def varied(one: Any, number: int) -> Any:
-        shape = one.grid[1:]
-        read = {(i, c): sample(f"{one.name} {i} {c}", *shape).load() for i in range(2) for c in (0, 1, None)}
-        of_class = sample(f"the class of {one.name}", *shape).load()
+    def varied(source: Any, number: int) -> Any:
+        shape = source.grid[1:]
+        read = {(i, c): sample(f"{source.name} {i} {c}", *shape).load() for i in range(2) for c in (0, 1, None)}
+        of_class = sample(f"the class of {source.name}", *shape).load()
 
         def load(choice: Any = FIRST_VARIANT) -> Any:
             prompt = Prompt(of_class.text, of_class.conditioning) if choice.class_caption else None
             return replace(read[choice.image, choice.caption], class_prompt=prompt)
 
-        drawn = {"image_variants": 2, "caption_variants": 2, "caption_dropout": 0.3}
-        return replace(one, load=load, loss_weight=1.0 + number, class_caption=number > 0, **drawn)
+        variants = {"image_variants": 2, "caption_variants": 2, "caption_dropout": 0.3}
+        return replace(source, load=load, loss_weight=1.0 + number, class_caption=number > 0, **variants)
 
-    return training_data(*(varied(one, number) for number, one in enumerate(mixed_data().samples)))
+    return training_data(*(varied(source, number) for number, source in enumerate(mixed_data().samples)))
 
 
 def planned_experts(files: Sequence[str], settings: Any) -> tuple[list[Any], Any]:
@@ -80,7 +82,7 @@ def planned_experts(files: Sequence[str], settings: Any) -> tuple[list[Any], Any
     return plan_experts(*(load_wan(Path(file)) for file in files), data, settings), data
 
 
-def partly_without_gradient(of_batch: Any) -> Any:
+def partly_without_gradient(batch_loss: Any) -> Any:
     """Losses in which one weight has no gradient in the first 6 micro-batches of a step, and another one in none."""
 
     def partly(losses: Any, batch: Any, rng_key: tuple[int, int]) -> Any:
@@ -89,7 +91,7 @@ def partly_without_gradient(of_batch: Any) -> Any:
         left_out = [first, second] if rng_key[1] < 6 else [second]
         for weight in left_out:
             weight.requires_grad_(False)
-        loss = of_batch(losses, batch, rng_key)
+        loss = batch_loss(losses, batch, rng_key)
         for weight in left_out:
             weight.requires_grad_(True)
         return loss
@@ -117,12 +119,13 @@ def run_settings(**changes: Any) -> Any:
     values |= {"compile": "off", "save_every": 2, "resume": "latest"}
     if isinstance(changes.get("validation"), dict):
         values["validation"] = ValidationOptions(**changes.pop("validation"))
-    given = {k: replace(base[k], **v) if k in base else v for k, v in changes.items()}
-    return TrainSettings(**(base | values | given))
+    options = {k: replace(base[k], **v) if k in base else v for k, v in changes.items()}
+    return TrainSettings(**(base | values | options))
 
 
 class Watcher:
-    """Keeps what a run tells. `at_step(done)` is called after each step, `before_step(done)` before it."""
+    """Observer that keeps the reports of a run. `at_step(done)` is called after each step, `before_step(done)` before
+    it."""
 
     def __init__(
         self, at_step: Callable[[int], None] | None = None, before_step: Callable[[int], None] | None = None
@@ -137,10 +140,10 @@ class Watcher:
         self.validations: list[tuple[int, float]] = []
         self.asks: dict[int, frozenset[str]] = {}  # by the step after which the user asks
         self.ends: list[tuple[str, str]] = []
-        self.done = 0
+        self.steps_done = 0
 
-    def asked(self) -> frozenset[str]:
-        return self.asks.pop(self.done, frozenset())
+    def take_requests(self) -> frozenset[str]:
+        return self.asks.pop(self.steps_done, frozenset())
 
     def began(self, folder: Path) -> None:
         self.folder = folder
@@ -154,14 +157,14 @@ class Watcher:
     def note(self, text: str) -> None:
         self.notes.append(text)
         if text.startswith("Resumed at step "):
-            self.done = int(text.removeprefix("Resumed at step ").rstrip("."))
+            self.steps_done = int(text.removeprefix("Resumed at step ").rstrip("."))
 
     def step(self, report: Any) -> None:
-        self.done = report.step
+        self.steps_done = report.step
         self.losses.append(report.loss)
         self.learning_rates.append(report.learning_rate)
         if self.at_step:
-            self.at_step(self.done)
+            self.at_step(self.steps_done)
 
     def saved(self, path: Path) -> None:
         self.files.append(path.name)
@@ -174,15 +177,15 @@ class Watcher:
 
     def check_interrupted(self) -> None:
         if self.before_step:
-            self.before_step(self.done)
+            self.before_step(self.steps_done)
 
 
 def cancel_at(step: int) -> Watcher:
     """A watcher that presses Cancel when `step` steps are done."""
     from comfy.model_management import InterruptProcessingException
 
-    def check(done: int) -> None:
-        if done == step:
+    def check(steps_done: int) -> None:
+        if steps_done == step:
             raise InterruptProcessingException
 
     return Watcher(before_step=check)

@@ -1,4 +1,5 @@
-"""A tiny SDXL UNet in Stability's names: three levels, transformers in the lower two, pooled text beside the tokens."""
+"""A tiny SDXL UNet in Stability's names: three levels, transformers in the lower two, pooled text in addition to the
+tokens."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from .weights import Shapes, fill, linear
 
 SDXL_TEXT_WIDTH = 64
 CHANNELS = 4
-SIZE_EMBEDDINGS = 6 * 256  # height, width, crop and target size, as SDXL embeds them beside the pooled text
+SIZE_EMBEDDINGS = 6 * 256  # height, width, crop and target size, as SDXL embeds them with the pooled text
 LEVELS = (1, 2, 4)  # widths of the levels in model_channels; the first has no transformers
 
 
@@ -103,7 +104,7 @@ def write_sdxl(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Path:
-    """Writes an SDXL UNet by itself, as `UNETLoader` reads it: 6 res_blocks + 5 ResBlocks and 4 res_blocks + 3
+    """Write an SDXL UNet by itself, as `UNETLoader` reads it: 6 res_blocks + 5 ResBlocks and 4 res_blocks + 3
     transformers of `depth` blocks, heads 64 wide."""
     if channels % 32:
         raise ValueError(f"channels is {channels}; the group norms need a multiple of 32.")

@@ -39,7 +39,7 @@ def training_graph(loaders: dict[str, Any], name: str = "run", **changes: Any) -
 
 
 @contextmanager
-def held(server: Any, step: int) -> Iterator[None]:
+def paused_at(server: Any, step: int) -> Iterator[None]:
     """No run goes on after this step meanwhile, so that what breaks in comes in time."""
     hold = server.base / "hold"
     (beside := server.base / "hold.new").write_text(str(step))

@@ -1,9 +1,9 @@
-"""Streams of a GPU on the CPU, for the order of copies: each comes as late as its events allow, and what reaches for it
-sooner finds other bytes.
+"""Simulate streams of a GPU on the CPU, to test the order of copies: each copy runs as late as its events allow, and
+earlier reads find other bytes.
 
-What the computing thread reads and writes is logged by storage. A copy on a stream that has not waited for the last
-access to its memory is an error, as a GPU might make it before that; and so is one whose memory was let go while it was
-under way. A wait can be left out by its place in the code, to see that it is needed.
+Reads and writes of the computing thread are logged by storage. A copy on a stream that has not waited for the last
+access to its memory is an error, as a GPU might run it before that; and so is one whose memory was freed while it was
+under way. A wait can be left out by its place in the code, to show that it is needed.
 """
 
 import sys
@@ -36,7 +36,7 @@ class Device:
     deferred: int = 0
     position: int = 0  # of the computing thread
     last: dict[int, int] = field(default_factory=dict)  # of each storage, the position of its last access
-    copies: threading.local = field(default_factory=threading.local)  # what each thread does on a stream
+    copies: threading.local = field(default_factory=threading.local)  # stream state of each thread
     sides: "list[Side]" = field(default_factory=list)
 
     def waits(self) -> bool:
@@ -89,15 +89,15 @@ class Side:
     def __init__(self, device: Device):
         self.device = device
         self.queue: list[Callable[[], Any] | None] = []
-        self.done = self.seen = 0
+        self.completed = self.awaited = 0
         self.lock = threading.RLock()
         device.sides.append(self)
 
     def run(self, position: int) -> None:
         with self.lock, _disable_current_modes():
-            while self.done < position:
-                copy, self.queue[self.done] = self.queue[self.done], None
-                self.done += 1
+            while self.completed < position:
+                copy, self.queue[self.completed] = self.queue[self.completed], None
+                self.completed += 1
                 assert copy is not None
                 copy()
 
@@ -106,7 +106,7 @@ class Side:
             self.run(len(self.queue))
 
     def record_event(self) -> Event:
-        copies: _Copies = self.device.copies.now
+        copies: _Copies = self.device.copies.current
         if copies.followed:
             with self.lock, _disable_current_modes():
                 self._show_late(copies.targets)
@@ -114,37 +114,37 @@ class Side:
 
     def wait_event(self, event: Event) -> None:
         if self.device.waits():
-            self.seen = max(self.seen, event.position)
+            self.awaited = max(self.awaited, event.position)
 
     def wait_stream(self, other: Computing) -> None:
         if self.device.waits():
-            self.seen = max(self.seen, other.record_event().position)
+            self.awaited = max(self.awaited, other.record_event().position)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         for tensor in (target, source):
-            if self.device.last.get(_storage(tensor), 0) > self.seen:
+            if self.device.last.get(_storage(tensor), 0) > self.awaited:
                 raise WrongOrder("a copy starts before what the computation does with its memory")
-        into, out_of = _alias(target), _alias(source)
-        _bytes_of(into).fill_(POISON)
+        destination, out_of = _alias(target), _alias(source)
+        _bytes_of(destination).fill_(POISON)
         self.device.deferred += 1
-        self.queue.append(partial(self._make, into, out_of))
+        self.queue.append(partial(self._make, destination, out_of))
 
     @staticmethod
-    def _make(into: Tensor, out_of: Tensor) -> None:
-        for tensor in (into, out_of):
+    def _make(destination: Tensor, out_of: Tensor) -> None:
+        for tensor in (destination, out_of):
             if _uses(tensor) <= UNHELD:
                 raise WrongOrder("memory is let go while a copy is under way")
         with torch.no_grad():
-            into.copy_(out_of)
+            destination.copy_(out_of)
 
     def _show_late(self, targets: list[Tensor]) -> None:
-        """What has been made of these on the stream comes when the events say so."""
+        """Delay the results computed from these on the stream until the events allow them."""
         self.run(len(self.queue))
         for target in targets:
-            into, made = _bytes_of(target), _bytes_of(target).clone()
-            into.fill_(POISON)
+            memory, result = _bytes_of(target), _bytes_of(target).clone()
+            memory.fill_(POISON)
             self.device.deferred += 1
-            self.queue.append(partial(into.copy_, made))
+            self.queue.append(partial(memory.copy_, result))
 
 
 class _Computes(TorchDispatchMode):
@@ -175,7 +175,7 @@ class _Copies(TorchDispatchMode):
                 self.side.copy(args[0], args[1])
                 self.targets.append(args[0])
                 return args[0]
-            if self.targets:  # else a slice of what is to be copied
+            if self.targets:  # else a slice of the tensor to copy
                 self.side.run(len(self.side.queue))
                 self.followed = True
             return function(*args, **kwargs)
@@ -187,15 +187,15 @@ def _storage(tensor: Tensor) -> int:
 
 def _alias(tensor: Tensor) -> Tensor:
     with torch.inference_mode(False):
-        made = torch.empty(0, dtype=tensor.dtype)
-        return made.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+        alias = torch.empty(0, dtype=tensor.dtype)
+        return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     with torch.inference_mode(False):
         size = tensor.element_size()
-        made = torch.empty(0, dtype=torch.uint8)
-        return made.set_(tensor.untyped_storage(), tensor.storage_offset() * size, (tensor.numel() * size,), (1,))
+        view = torch.empty(0, dtype=torch.uint8)
+        return view.set_(tensor.untyped_storage(), tensor.storage_offset() * size, (tensor.numel() * size,), (1,))
 
 
 def _uses(tensor: Tensor) -> int:
@@ -207,8 +207,8 @@ UNHELD = _uses(_alias(torch.empty(1)))  # of a storage that nothing but an alias
 
 @contextmanager
 def streams(monkeypatch: Any, staged: bool, without: str | None = None) -> Iterator[Device]:
-    """Rings and activation offload that are made in here copy as on a GPU; staged: through a stage, else from masters
-    that stand for page-locked ones; without: a place that does not wait, such as CopyStream.wait."""
+    """Let rings and activation offload that are made in here copy as on a GPU. staged: through a staging buffer, else
+    from masters that count as page-locked; without: a function that does not wait, such as CopyStream.wait."""
     from tessera.memory.activations import offload
     from tessera.memory.host.staging import CudaLink, StagedStream
     from tessera.memory.swap import slot_ring
@@ -228,8 +228,8 @@ def streams(monkeypatch: Any, staged: bool, without: str | None = None) -> Itera
         self.stream = Side(device)
 
     @contextmanager
-    def on(side: Side) -> Iterator[None]:
-        device.copies.now = copies = _Copies(side)
+    def use_stream(side: Side) -> Iterator[None]:
+        device.copies.current = copies = _Copies(side)
         with copies:
             yield
 
@@ -238,6 +238,6 @@ def streams(monkeypatch: Any, staged: bool, without: str | None = None) -> Itera
         patch.setattr(offload.ActivationOffload, "__init__", begin_offload)
         patch.setattr(torch.cuda, "Stream", lambda *_: Side(device))
         patch.setattr(torch.cuda, "current_stream", lambda *_: computing)
-        patch.setattr(torch.cuda, "stream", on)
+        patch.setattr(torch.cuda, "stream", use_stream)
         with _Computes(device):
             yield device

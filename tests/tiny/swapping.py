@@ -1,4 +1,4 @@
-"""Training runs that differ in where the weights lie, and seeing that they are one and the same run."""
+"""Training runs that differ in the place of the weights, and the check that they are the same run."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -30,13 +30,13 @@ def trained(
     return trainer
 
 
-def assert_same_run(one: Any, other: Any, unused: Collection[str] = ()) -> None:
+def assert_same_run(first: Any, second: Any, unused: Collection[str] = ()) -> None:
     """The losses of each step, the LoRA and the gradients of the last step are the same, bit for bit. `unused`: the
     layers that may get none, in both."""
-    assert one.progress.loss == other.progress.loss
-    assert one.network.pairs.keys() == other.network.pairs.keys()
-    for name, pair in one.network.pairs.items():
-        for a, b in zip(pair, other.network.pairs[name], strict=True):
+    assert first.progress.loss == second.progress.loss
+    assert first.network.pairs.keys() == second.network.pairs.keys()
+    for name, pair in first.network.pairs.items():
+        for a, b in zip(pair, second.network.pairs[name], strict=True):
             assert torch.equal(a, b), name
             if a.grad is not None or name not in unused:
                 assert torch.equal(a.grad, b.grad), name

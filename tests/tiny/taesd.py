@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 HIDDEN = 64
-CONTRAST = 2.0  # latent = CONTRAST * (mean - 0.5): within one, where the decoder's 3 * tanh(x / 3) is close to x
+# latent = CONTRAST * (mean - 0.5): within one, the range in which the decoder's 3 * tanh(x / 3) is close to x.
+CONTRAST = 2.0
 FLUX_SCALE, FLUX_SHIFT = 0.3611, 0.1159
 SD1_SCALE, SD1_SHIFT = 0.18215, 0.0
 ENCODER_BLOCKS, ENCODER_STRIDES, ENCODER_OUT = (1, 3, 4, 5, 7, 8, 9, 11, 12, 13), (2, 6, 10), 14
@@ -20,7 +21,7 @@ DECODER_BLOCKS, DECODER_CONVS = (3, 4, 5, 8, 9, 10, 13, 14, 15, 18), (7, 12, 17)
 
 
 def _latent_map(channels: int) -> Tensor:
-    """(channels, 12): what each latent channel takes of the quarters' colours (quarter-major: 3 * quarter + colour)."""
+    """(channels, 12): weights of the quarters' colours in each latent channel (quarter-major: 3 * quarter + colour)."""
     colours = torch.eye(12) if channels >= 12 else torch.eye(3).repeat(1, 4) / 4
     greys = torch.eye(4).repeat_interleave(3, dim=1) / 3 if channels >= 12 else torch.full((1, 12), 1 / 12)
     return torch.cat([colours, greys])
@@ -68,7 +69,7 @@ def taesd_tensors(channels: int) -> dict[str, Tensor]:
 
 
 def write_taesd(path: Path, *, channels: int = 16) -> Path:
-    """Writes FLUX's TAESD (16 latent channels) or Stable Diffusion 1's (4) as one file, as `VAELoader` reads it."""
+    """Write FLUX's TAESD (16 latent channels) or Stable Diffusion 1's (4) as one file, as `VAELoader` reads it."""
     scale, shift = (FLUX_SCALE, FLUX_SHIFT) if channels == 16 else (SD1_SCALE, SD1_SHIFT)
     tensors = {name: t.to(torch.float16) for name, t in taesd_tensors(channels).items()}
     tensors |= {"vae_scale": torch.tensor(scale), "vae_shift": torch.tensor(shift)}

@@ -28,7 +28,7 @@ def make_trainer(
     **changes: Any,
 ) -> Any:
     """A Trainer that has not trained yet. `backend` or `compile_settings` compile; `changes` are fields of
-    TrainSettings; `held_out` is what its `validation` measures on."""
+    TrainSettings; `held_out` is the data of its `validation`."""
     from tessera.compile.settings import CompileSettings
     from tessera.lora.options import NetworkOptions
     from tessera.lora.plan import choose_targets
@@ -43,14 +43,14 @@ def make_trainer(
     from tessera.train.trainer import Trainer
     from tessera.train.validation import Validation
 
-    chosen = compile_settings or (CompileSettings(backend) if backend else None)
+    compile_options = compile_settings or (CompileSettings(backend) if backend else None)
     defaults = {
         "output_name": "test",
         "steps": 4,
         "batch_size": 1,
         "gradient_accumulation": 1,
         "seed": 3,
-        "compile": "auto" if chosen else "off",
+        "compile": "auto" if compile_options else "off",
         "save_every": 0,
         "resume": "off",
         "network": NetworkOptions(rank=4, alpha=8.0),
@@ -63,20 +63,22 @@ def make_trainer(
     patcher, _ = trainable_model(model)
     targets = choose_targets(family, patcher.model, settings.network)
     run = RunFolder(folder, "test")
-    given = (patcher, family, data, targets, settings, run, "lineage", lambda *_: {})
+    context = (patcher, family, data, targets, settings, run, "lineage", lambda *_: {})
     watchers = [] if held_out is None else [Validation(settings.validation, held_out)]
-    return Trainer(RunContext(*given, compile_settings=chosen, validation=held_out), SilentObserver(), watchers)
+    return Trainer(
+        RunContext(*context, compile_settings=compile_options, validation=held_out), SilentObserver(), watchers
+    )
 
 
-def shown(*indices: int) -> list[Any]:
-    """The first form of these samples: a micro-batch as the trainer draws them."""
+def micro_batch(*indices: int) -> list[Any]:
+    """Return a micro-batch of these samples, as the trainer draws it, each in its first variant."""
     from tessera.data.samples import FIRST_VARIANT
 
     return [(index, FIRST_VARIANT) for index in indices]
 
 
 def fill_up_matrices(trainer: Any, size: float = 0.05) -> None:
-    """Moves the LoRA away from its start, where the down matrices have no gradient."""
+    """Move the LoRA away from its start, at which the down matrices have no gradient."""
     with torch.no_grad():
         for index, (_, up) in enumerate(trainer.network.pairs.values()):
             up.copy_(size * torch.randn(up.shape, generator=torch.Generator().manual_seed(index)))

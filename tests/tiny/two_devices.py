@@ -1,7 +1,7 @@
-"""A CPU as two devices: what waits for the device, and what goes there, can be counted without a GPU.
+"""A CPU as two devices, to count waits for the device and copies to it without a GPU.
 
-Tensors that `put` was told of lie on the device, and so does whatever is computed from them or made there by name; all
-others lie on the host. Where a GPU would raise or copy behind one's back, the op is kept too.
+Tensors passed to `put` are on the device, and so is everything computed from them or made there by name; all others are
+on the host. Ops that would raise or copy implicitly on a GPU are recorded too.
 """
 
 from collections import Counter
@@ -27,29 +27,29 @@ TO_HOST = {Tensor.tolist: "tolist", Tensor.cpu: "cpu", Tensor.numpy: "numpy"}
 
 
 class TwoDevices:
-    """reads: the ops by which the host waited for the device. moved: tensors that were moved to the device. mixed: ops
-    that had tensors of both, such as a copy of one to the other; a number, which goes along with the kernel, and
-    a tensor of no elements, which has no address, are no part of it."""
+    """reads: the ops by which the host waited for the device. moved_count: tensors that were moved to the device.
+    mixed: ops that had tensors of both, such as a copy of one to the other; a number, which goes along with the kernel,
+    and a tensor of no elements, which has no address, are no part of it."""
 
     def __init__(self) -> None:
         self.reads: Counter[str] = Counter()
-        self.moved = 0
+        self.moved_count = 0
         self.mixed: Counter[str] = Counter()
-        self._held: dict[int, Any] = {}  # by address; held, so that no address is used again
+        self._storages: dict[int, Any] = {}  # by address; held, so that no address is used again
 
     def put(self, tensors: Iterable[Any]) -> None:
         for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr():
-                self._held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+                self._storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
 
     def let_go(self, tensor: Tensor) -> None:
-        self._held.pop(tensor.untyped_storage().data_ptr(), None)
+        self._storages.pop(tensor.untyped_storage().data_ptr(), None)
 
     def holds(self, tensor: Any) -> bool:
-        return isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() in self._held
+        return isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() in self._storages
 
     def put_weights_of(self, trainer: Any) -> None:
-        """Put there what a run has on the device before its first step; it moves its batches there by name."""
+        """Put the tensors of a run that are on the device before its first step; it moves its batches there by name."""
         trainer.device = trainer.batches.device = DEVICE
         self.put(trainer.network.parameters())
         self.put(tensor for group in trainer.network.flat for tensor in (group.gradient, group.cast))
@@ -65,7 +65,10 @@ class TwoDevices:
 
         def by_device(lists: Any) -> Any:  # which finds the device out in C++
             groups = grouped(lists).items()
-            return {(DEVICE if self.holds(held[0][0]) else d, dtype): (held, i) for (d, dtype), (held, i) in groups}
+            return {
+                (DEVICE if self.holds(lists_of_group[0][0]) else d, dtype): (lists_of_group, i)
+                for (d, dtype), (lists_of_group, i) in groups
+            }
 
         clip_grad._group_tensors_by_device_and_dtype = by_device
         try:
@@ -83,26 +86,26 @@ class _Ops(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, devices = kwargs or {}, self.devices
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        there = [devices.holds(t) for t in tensors]
-        if any(there):
+        are_on_device = [devices.holds(t) for t in tensors]
+        if any(are_on_device):
             packet, name = func.overloadpacket, func.overloadpacket.__name__
             if packet in READS or (packet is _aten.index and any(t.dtype == torch.bool for t in tensors[1:])):
                 devices.reads[name] += 1
             elif any(
-                not at and t.numel() and (t.dim() or packet is _aten.copy_)
-                for t, at in zip(tensors, there, strict=True)
+                not is_on_device and t.numel() and (t.dim() or packet is _aten.copy_)
+                for t, is_on_device in zip(tensors, are_on_device, strict=True)
             ):
                 devices.mixed[name] += 1
         with torch._C.DisableTorchFunction():  # modes that watch functions have seen this one
-            made = func(*args, **kwargs)
+            result = func(*args, **kwargs)
         # In a backward autograd makes the zeros of outputs that nothing has used, in C++.
-        if any(there) or (not tensors and torch._C._current_graph_task_id() != -1):
-            devices.put(tree_leaves(made))
-        return made
+        if any(are_on_device) or (not tensors and torch._C._current_graph_task_id() != -1):
+            devices.put(tree_leaves(result))
+        return result
 
 
 class _Calls(TorchFunctionMode):
-    """Stand-ins for what no op tells: a tensor's device, copies between devices, numbers that are read in one go."""
+    """Stand-ins for calls without an op: a tensor's device, copies between devices, numbers that are read in one go."""
 
     def __init__(self, devices: TwoDevices):
         super().__init__()
@@ -110,28 +113,30 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, devices = kwargs or {}, self.devices
-        held = bool(args) and devices.holds(args[0])
-        if func == Tensor.device.__get__ and held:
+        is_on_device = bool(args) and devices.holds(args[0])
+        if func == Tensor.device.__get__ and is_on_device:
             return DEVICE
-        given = [*args[1:], *kwargs.values()]
-        named = [torch.device(a) for a in given if isinstance(a, torch.device) or (isinstance(a, str) and a == "cpu")]
+        arguments = [*args[1:], *kwargs.values()]
+        devices_named = [
+            torch.device(a) for a in arguments if isinstance(a, torch.device) or (isinstance(a, str) and a == "cpu")
+        ]
         if func is Tensor.to:
-            named += [DEVICE if devices.holds(a) else a.device for a in args[1:] if isinstance(a, Tensor)]
-        if func is Tensor.to and named and (named[0] == DEVICE) != held:
-            return self._moved(func(args[0].clone(), *args[1:], **kwargs), held)
-        made = func(*args, **kwargs)
-        if held and func in TO_HOST:
+            devices_named += [DEVICE if devices.holds(a) else a.device for a in args[1:] if isinstance(a, Tensor)]
+        if func is Tensor.to and devices_named and (devices_named[0] == DEVICE) != is_on_device:
+            return self._move(func(args[0].clone(), *args[1:], **kwargs), is_on_device)
+        result = func(*args, **kwargs)
+        if is_on_device and func in TO_HOST:
             devices.reads[TO_HOST[func]] += 1
-        if DEVICE in named:
-            devices.put(tree_leaves(made))
-        return made
+        if DEVICE in devices_named:
+            devices.put(tree_leaves(result))
+        return result
 
-    def _moved(self, made: Tensor, from_there: bool) -> Tensor:
-        """made: a copy, as on two devices; both lie in RAM, where torch would give the same tensor."""
+    def _move(self, copy: Tensor, from_there: bool) -> Tensor:
+        """copy: as on two devices; both are in RAM, for which torch would return the same tensor."""
         if from_there:
             self.devices.reads["to"] += 1
-            self.devices.let_go(made)
+            self.devices.let_go(copy)
         else:
-            self.devices.moved += 1
-            self.devices.put([made])
-        return made
+            self.devices.moved_count += 1
+            self.devices.put([copy])
+        return copy

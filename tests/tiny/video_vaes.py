@@ -39,20 +39,20 @@ def load_hunyuan_video_15_vae() -> Any:
 
     real = comfy.sd.AutoencodingEngine
 
-    def tiny(*, encoder_config: Any, decoder_config: Any, **named: Any) -> Any:
+    def tiny(*, encoder_config: Any, decoder_config: Any, **kwargs: Any) -> Any:
         for part in (encoder_config, decoder_config):
             part["params"] |= {"block_out_channels": [8, 8, 16, 64, 64], "num_res_blocks": 1}
-        return real(encoder_config=encoder_config, decoder_config=decoder_config, **named)
+        return real(encoder_config=encoder_config, decoder_config=decoder_config, **kwargs)
 
     module = "comfy.ldm.hunyuan_video.vae_refiner"
     sizes = {"in_channels": 3, "out_channels": 3, "z_channels": 32, "ffactor_spatial": 16, "ffactor_temporal": 4}
-    made = tiny(
+    model = tiny(
         regularizer_config={"target": "comfy.ldm.models.autoencoder.EmptyRegularizer"},
         encoder_config={"target": f"{module}.Encoder", "params": dict(sizes)},
         decoder_config={"target": f"{module}.Decoder", "params": dict(sizes)},
     )
     with replaced(comfy.sd, "AutoencodingEngine", tiny):
-        return make_vae(made)
+        return make_vae(model)
 
 
 def load_minimax_h3_vae() -> Any:

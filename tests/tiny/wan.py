@@ -1,4 +1,4 @@
-"""Tiny Wan models: 2.1 and 2.2, text and image to video, and with VACE's control blocks where asked for; samples for
+"""Tiny Wan models: 2.1 and 2.2, text and image to video, and optionally with VACE's control blocks; samples for
 them."""
 
 import json
@@ -80,7 +80,7 @@ def write_wan(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Path:
-    """Writes a Wan checkpoint. `vace_layers` (a divisor of `layers`) makes it a VACE model; two `pictures` make a 2.1
+    """Write a Wan checkpoint. `vace_layers` (a divisor of `layers`) makes it a VACE model; two `pictures` make a 2.1
     I2V model one for the first and the last frame."""
     if vace_layers and layers % vace_layers:
         raise ValueError(f"vace_layers is {vace_layers}; take a divisor of layers ({layers}), as ComfyUI spreads them.")
@@ -115,7 +115,8 @@ def wan_sample(
     pictures: int = 1,
 ) -> Any:
     """A sample whose numbers are a function of its name. grid: (frames, height, width) in tokens; keep: tokens kept of
-    each frame; text: tokens of the caption, text_length: what it is padded to; pictures: how many CLIP vision saw."""
+    each frame; text: tokens of the caption, text_length: its padded length; pictures: number of pictures that CLIP
+    vision encoded."""
     from tessera.data.samples import Sample, SampleTensors
 
     frames, height, width = grid

@@ -85,7 +85,7 @@ def wan_vae_shapes(width: int) -> Shapes:
 
 
 def write_wan_vae(path: Path, *, width: int = 8, seed: int = 0) -> Path:
-    """Writes a Wan 2.1 VAE, as `VAELoader` reads it. What it decodes is coloured noise that follows the latent."""
+    """Write a Wan 2.1 VAE, as `VAELoader` reads it. It decodes to coloured noise that follows the latent."""
     tensors = fill(wan_vae_shapes(width), seed)
     for name, tensor in tensors.items():
         if name.endswith("gamma"):

@@ -14,7 +14,7 @@ def views(size, **treatment):
 
 
 def boxes(size, found):
-    return [crop_box(size, GRID, 16, view.zoom, view.at)[0] for view in found]
+    return [crop_box(size, GRID, 16, view.zoom, view.position)[0] for view in found]
 
 
 def test_without_options_there_is_one_view_the_one_of_before():
@@ -29,8 +29,8 @@ def test_crops_spread_over_what_is_cropped_from_end_to_end():
 
 def test_the_first_crop_is_the_one_nearest_to_the_middle():
     assert views(WIDE, crops=3)[0] == PLAIN_VIEW
-    assert [view.at[0] for view in views(WIDE, crops=5)] == [0.5, 0.0, 0.25, 0.75, 1.0]
-    assert [view.at[0] for view in views(WIDE, crops=4)] == [1 / 3, 0.0, 2 / 3, 1.0]
+    assert [view.position[0] for view in views(WIDE, crops=5)] == [0.5, 0.0, 0.25, 0.75, 1.0]
+    assert [view.position[0] for view in views(WIDE, crops=4)] == [1 / 3, 0.0, 2 / 3, 1.0]
 
 
 def test_crops_are_a_token_apart_at_least():
@@ -58,5 +58,5 @@ def test_zoomed_crops_stay_within_the_picture_and_its_own_pixels():
 def test_a_flip_doubles_the_windows_and_the_first_is_not_mirrored():
     found = views(WIDE, crops=2, flip="horizontal")
     assert [view.flip for view in found] == [False, False, True, True]
-    assert [view.at for view in found[:2]] == [view.at for view in found[2:]]
+    assert [view.position for view in found[:2]] == [view.position for view in found[2:]]
     assert views(WIDE, flip="horizontal") == (PLAIN_VIEW, View(flip=True))

@@ -17,8 +17,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import train_step_figures as figures
 from families import FULL, TINY, Picture
 from infer_models import count_work
-from processes import HERE, Measured, Told
-from train_step import FAMILIES, arguments, chosen, measure
+from processes import HERE, CommandProcess, Measured
+from train_step import FAMILIES, arguments, contestant_specs, measure
 from train_step_contestant import CountedCopies, held_for_backward, make_trainer, train_core
 from train_step_data import for_core, random_data
 from train_step_report import report
@@ -134,10 +134,10 @@ def test_the_copies_of_the_dry_run_are_those_of_a_step(
     try:
         copies = CountedCopies(trainer)
         for index in (0, 1):
-            trainer.forward_backward([tiny.shown(index)])
+            trainer.forward_backward([tiny.micro_batch(index)])
             trainer.optimizer_step()
         first = copies.since(2)
-        trainer.forward_backward([tiny.shown(0)])
+        trainer.forward_backward([tiny.micro_batch(0)])
         step = copies.since(1)
         assert len(trainer.placed.swap.blocks) == counted.blocks
     finally:
@@ -185,7 +185,7 @@ def test_a_contestant_that_cannot_take_part_says_why(tmp_path: Path):
         "import sys\nprint('{\"ready\": true}', flush=True)\nsys.stdin.readline()\n"
         'print(\'{"skipped": "it does not train this model here (TypeError: no)"}\', flush=True)\n'
     )
-    told = Told("core", {}, script=str(script), log=tmp_path / "log")
+    told = CommandProcess("core", {}, script=str(script), log=tmp_path / "log")
     assert told.launch() == {"ready": True} and not told.ended
     assert told.ask(do="steps", count=1) == {} == told.ask(do="steps", count=1)
     told.stop()
@@ -195,7 +195,7 @@ def test_a_contestant_that_cannot_take_part_says_why(tmp_path: Path):
 def test_a_contestant_that_hangs_is_ended_when_its_time_is_over(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text("import sys, time\nprint('{}', flush=True)\nsys.stdin.readline()\ntime.sleep(60)\n")
-    told = Told("slow", {}, script=str(script), log=tmp_path / "log", limit=30.0)
+    told = CommandProcess("slow", {}, script=str(script), log=tmp_path / "log", limit=30.0)
     assert told.launch() == {} and not told.ended
     told.limit = 0.1
     assert told.ask(do="steps", count=1) == {} and told.ended == "no reply in 0 s"
@@ -238,19 +238,19 @@ def test_a_contestant_keeps_its_process_for_its_rounds(capsys: pytest.CaptureFix
 def test_percents_add_compiled_contestants_and_0_is_the_one_that_runs_anyway():
     args = arguments(["--swap", "50", "0", "25", "50", "--contestants", "compiled", "core"])
     names = ["ours, compiled, full", "ours, compiled, full, 25 % swapped", "ours, compiled, full, 50 % swapped"]
-    found = chosen(args)
+    found = contestant_specs(args)
     assert [name for name, _ in found] == [*names, "core TrainLoraNode"]
     assert [spec["swap"] for _, spec in found] == [0, 25, 50, 0]
 
 
 def test_either_path_or_both_train_in_each_mode():
     given = ["--path", "native", "own", "--contestants", "eager", "compiled", "--swap", "50"]
-    found = chosen(arguments(given))
+    found = contestant_specs(arguments(given))
     eager = [f"{name}, eager, {mode}" for mode in ("none", "selective", "full") for name in ("native", "ours")]
     compiled = [f"{name}, compiled, full{swap}" for swap in ("", ", 50 % swapped") for name in ("native", "ours")]
     assert [name for name, _ in found] == [*eager, *compiled]
     assert [spec["path"] for _, spec in found] == ["native", "own"] * 5
-    assert {spec.get("path") for _, spec in chosen(arguments([]))} == {"own", None}
+    assert {spec.get("path") for _, spec in contestant_specs(arguments([]))} == {"own", None}
 
 
 def test_the_native_contestant_trains_by_comfyui_s_forward_and_counts_its_calls(small_file: Any, tmp_path: Path):

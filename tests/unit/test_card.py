@@ -42,7 +42,7 @@ def cases(part: str) -> dict[str, Case]:
 
 
 def run(small: smoke.Smoke, name: str) -> dict[str, Any]:
-    how = dict(cases("smoke")[name].how)
+    how = dict(cases("smoke")[name].settings)
     checks = {"train": small.check_training, "sample": small.check_sample, "after a run": small.check_after_a_run}
     check = checks[how.pop("do")]
     how.pop("common", None)

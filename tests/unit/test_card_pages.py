@@ -75,7 +75,7 @@ def work(flux: tuple[list[BlockCost], int], way: str) -> KernelWork:
     total = KernelWork()
     for block in flux[0]:
         assert block.work is not None
-        total = total + block.work.forward + block.work.again(way, 0.5) + block.work.backward
+        total = total + block.work.forward + block.work.recompute_work(way, 0.5) + block.work.backward
     return total
 
 

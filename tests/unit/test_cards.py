@@ -69,9 +69,9 @@ def test_auto_asks_how_the_run_compiles(backend, tried, monkeypatch) -> None:
     monkeypatch.setattr(products, "card_of", lambda device: nvidia(9, 0, kernel=False))
     how = None if backend is None else CompileSettings(backend=backend)
     chosen = products.BlockProducts("auto", torch.device("cpu"), BF16, None, how)
-    assert chosen.tried == tried
+    assert chosen.precisions == tried
     asked = products.BlockProducts("fp8", torch.device("cpu"), BF16, None, how)
-    assert asked.tried == (FP8,)  # what is asked for is done
+    assert asked.precisions == (FP8,)  # what is asked for is done
     notes = list(chosen.notes())
     assert tried or notes == [
         "products is auto, but all layers multiply in full: without compiling by inductor, fp8 products take longer "

@@ -9,8 +9,8 @@ from tessera.compile.settings import (
     MODES,
     PRESETS,
     SCOPES,
+    CompileOptions,
     CompileSettings,
-    HowToCompile,
     Override,
     backends,
     check_backend,
@@ -71,8 +71,8 @@ def test_overrides_are_read_line_by_line_without_comments():
     """
     first, second, third = parse_overrides(text)
     assert first == Override("double_blocks.0-1", eager=True)
-    assert second.apply(HowToCompile()) == HowToCompile(mode="max-autotune", dynamic="false")
-    assert third.apply(HowToCompile(limit=3)) == HowToCompile(backend="aot_eager", fullgraph=True, limit=3)
+    assert second.apply(CompileOptions()) == CompileOptions(mode="max-autotune", dynamic="false")
+    assert third.apply(CompileOptions(limit=3)) == CompileOptions(backend="aot_eager", fullgraph=True, limit=3)
     assert parse_overrides("") == parse_overrides(" \n # nothing\n") == ()
 
 
@@ -98,9 +98,9 @@ def test_a_line_that_says_nothing_or_two_things_is_refused_by_its_number(line, s
 def test_the_last_line_that_matches_a_block_counts():
     overrides = parse_overrides("* mode=max-autotune\nsingle_blocks.* eager\nsingle_blocks.1 dynamic=True")
     settings = CompileSettings(cache_size_limit=5, overrides=overrides)
-    assert settings.how_for("double_blocks.0") == HowToCompile(mode="max-autotune", limit=5)
-    assert settings.how_for("single_blocks.0") is None
-    assert settings.how_for("single_blocks.1") == HowToCompile(dynamic="true", limit=5)
+    assert settings.options_for("double_blocks.0") == CompileOptions(mode="max-autotune", limit=5)
+    assert settings.options_for("single_blocks.0") is None
+    assert settings.options_for("single_blocks.1") == CompileOptions(dynamic="true", limit=5)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +215,6 @@ def test_settings_that_mean_the_same_are_the_same():
     ],
 )
 def test_without_cuda_graphs_what_comes_nearest_is_taken_and_the_rest_stays(backend, mode, without):
-    how = HowToCompile(backend, mode, "false", True, 7)
-    assert how.without_cuda_graphs() == HowToCompile(*without, "false", True, 7)
+    how = CompileOptions(backend, mode, "false", True, 7)
+    assert how.without_cuda_graphs() == CompileOptions(*without, "false", True, 7)
     assert not how.without_cuda_graphs().cuda_graphs()

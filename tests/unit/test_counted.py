@@ -93,7 +93,7 @@ def test_a_torch_that_adds_in_place_copies_the_addend_of_a_product_and_no_bias(i
         torch.addmm(rows, rows, weight)
     size = 4096 * 3072 * 4
     copies = [("copy", 2 * size)] * in_place
-    assert [(k.kind, k.moved) for k in seen.kernels[2:]] == [*copies, ("product", None)]
+    assert [(k.kind, k.bytes_moved) for k in seen.kernels[2:]] == [*copies, ("product", None)]
 
 
 def test_this_torch_adds_in_place_before_it_takes_an_addend_from_elsewhere():
@@ -129,12 +129,15 @@ def test_a_read_out_of_order_takes_a_pass_for_each_line(monkeypatch: pytest.Monk
     made = type("Kernel", (), {"triton_meta": meta, "configs": [config(type("Config", (), {}))]})
     monkeypatch.setattr(triton_work, "_loaded", lambda name, source: made)
     monkeypatch.setattr(triton_work, "_assembled", lambda *_: [" /*0000*/ EXIT ;"])
-    monkeypatch.setattr(triton_work, "_known", {})
+    monkeypatch.setattr(triton_work, "_work_cache", {})
     size, found = 4096 * 512 * 4, {}
     for order in ("xindex + 512*yindex", "xindex + 1024*yindex", "2*xindex + 1024*yindex", "4096*xindex + yindex"):
         found[order] = triton_work.work_by_kernel(TURNED.replace("ORDER", order))["triton_turned"]
     plain, apart, every_second, turned = found.values()
-    assert plain.moved == apart.moved == turned.moved == 2 * size and every_second.moved == 3 * size
+    assert (
+        plain.bytes_moved == apart.bytes_moved == turned.bytes_moved == 2 * size
+        and every_second.bytes_moved == 3 * size
+    )
     lines = size // 128 // triton_work.SMS
     assert plain.cycles == apart.cycles == pytest.approx(2 * lines, rel=0.02)
     assert turned.cycles == pytest.approx(2 * lines, rel=0.02)  # lanes run along the other axis
@@ -166,9 +169,9 @@ def test_blocks_have_the_kernels_and_bytes_of_the_page():
 @pytest.mark.parametrize("name", ["flux 1024²", "qwen_image 1024²", "wan"])
 def test_selective_keeps_half_in_at_most_a_third_more_time(name: str):
     blocks = ROWS_COUNTED[name]
-    whole = counted_page.seconds(blocks, "none")[-1], counted_page.kept(blocks, "none")
+    whole = counted_page.seconds(blocks, "none")[-1], counted_page.kept_bytes(blocks, "none")
     found = {
-        way: (counted_page.seconds(blocks, way)[-1] / whole[0], counted_page.kept(blocks, way) / whole[1])
+        way: (counted_page.seconds(blocks, way)[-1] / whole[0], counted_page.kept_bytes(blocks, way) / whole[1])
         for way in blocks[0]["graphs"]
     }
     assert any(kept <= 0.5 and time <= 1 / 0.75 for time, kept in found.values()), found

@@ -13,7 +13,7 @@ from tessera.compile.attach import compile_model
 from tessera.compile.cuda_graphs import memory_allocator, no_cuda_graphs
 from tessera.compile.region import CompileFailed, Region
 from tessera.compile.report import timing
-from tessera.compile.settings import CompileSettings, HowToCompile
+from tessera.compile.settings import CompileOptions, CompileSettings
 from tessera.compile.tune import results
 from tessera.compile.tune.inputs import StepSize, step_inputs
 from tessera.compile.tune.results import result_key
@@ -51,7 +51,7 @@ def cuda_malloc_async(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "memory_allocator", lambda device: "cudaMallocAsync")
 
 
-def uncompiled(body: Callable[..., Any], name: str, how: HowToCompile) -> Callable[..., Any]:
+def uncompiled(body: Callable[..., Any], name: str, how: CompileOptions) -> Callable[..., Any]:
     return body
 
 
@@ -95,7 +95,7 @@ def test_under_cuda_malloc_async_nothing_takes_cuda_graphs_and_the_node_says_why
     said = ours(compiled_model.notes)
     assert said == [sentence]  # before anything is sampled
     assert torch.equal(sample(compiled, "flux"), sample(flux, "flux"))
-    assert {(r.how.backend, r.how.mode) for r in compiled_model.regions.values()} == {(backend, mode)}
+    assert {(r.options.backend, r.options.mode) for r in compiled_model.regions.values()} == {(backend, mode)}
     assert ours(compiled_model.notes) == said
 
 
@@ -104,7 +104,7 @@ def test_tune_compile_leaves_them_out_and_remembers_for_this_allocator(tiny_file
     inputs = step_inputs(model, StepSize(64, 64, text_length=16, cfg=1.0))
     tried = [CompileSettings(mode="reduce-overhead"), CompileSettings(backend="cudagraphs", scope="model")]
     result = tune(model, inputs, 1000, tried, lambda done, text: None)
-    assert [(row.settings, row.why, row.failed) for row in result.unmeasured] == [
+    assert [(row.settings, row.reason, row.failed) for row in result.unmeasured] == [
         (s, f"{ASYNC}.", False) for s in tried
     ]
     assert result.measured == () and result.key["allocator"] == "cudaMallocAsync"
@@ -136,11 +136,11 @@ class Recording:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, at: int, fail: Callable[[], None]):
         self.at, self.fail = at, fail
-        self.hows: list[HowToCompile] = []
+        self.hows: list[CompileOptions] = []
         self.calls = 0
         monkeypatch.setattr(region_module, "compiled_function", self.compiled_function)
 
-    def compiled_function(self, body: Callable[..., Any], name: str, how: HowToCompile) -> Callable[..., Any]:
+    def compiled_function(self, body: Callable[..., Any], name: str, how: CompileOptions) -> Callable[..., Any]:
         self.hows.append(how)
 
         def run(*args: Any) -> Any:
@@ -157,7 +157,7 @@ def double(block: Any, x: Tensor) -> Tensor:
 
 
 def make_region(told: list[str], mode: str = "reduce-overhead") -> Region:
-    return Region("run", "Block", double, HowToCompile(mode=mode), told.append, CPU)
+    return Region("run", "Block", double, CompileOptions(mode=mode), told.append, CPU)
 
 
 def test_a_region_whose_cuda_graph_fails_goes_on_without_and_says_so_once(monkeypatch):
@@ -171,7 +171,7 @@ def test_a_region_whose_cuda_graph_fails_goes_on_without_and_says_so_once(monkey
         f"{UNSUPPORTED}"
     ]
     assert [how.mode for how in recording.hows] == ["reduce-overhead", "default"]
-    assert region.how == region.report.how == HowToCompile()
+    assert region.options == region.report.options == CompileOptions()
     assert (region.report.compiled_calls, region.report.eager_calls) == (3, 1) and not region.eager
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from tessera.compile.region import compiled_function, inductor_options
-from tessera.compile.settings import HowToCompile
+from tessera.compile.settings import CompileOptions
 from torch._inductor import compile_fx, config, list_mode_options
 
 FUSION = "triton.mix_order_reduction"
@@ -28,7 +28,7 @@ def test_forward_and_backward_are_compiled_with_the_options_of_the_mode_and_with
     monkeypatch.setattr(compile_fx, "_compile_fx_inner", noted)
     torch._dynamo.reset()
     with config.patch(force_disable_caches=True):
-        run = compiled_function(body, "body_0", HowToCompile(mode=mode, dynamic="false"))
+        run = compiled_function(body, "body_0", CompileOptions(mode=mode, dynamic="false"))
         run(torch.ones(4, requires_grad=True)).sum().backward()
     assert seen == [(False, wanted), (True, wanted)]
     assert before[FUSION] and config.get_config_copy() == before

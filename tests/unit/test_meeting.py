@@ -57,7 +57,7 @@ def test_all_go_on_or_none_whenever_one_leaves(store):
             try:
                 met[rank] = one.wait(rank * 10, max(0.0, waits - time.monotonic()), lambda: False, None)
             except Unmet as unmet:
-                met[rank] = unmet.left
+                met[rank] = unmet.leaving_rank
 
         threads = [threading.Thread(target=come, args=(rank,)) for rank in range(3)]
         [thread.start() for thread in threads]
@@ -76,7 +76,7 @@ def test_an_interrupt_is_raised_as_such_where_another_does_not_come_soon(store):
     timer.join()
     with pytest.raises(Unmet) as unmet:  # who comes then does not wait
         second.meet("sum", 1, None)
-    assert (unmet.value.left, unmet.value.comes) == (0, False)
+    assert (unmet.value.leaving_rank, unmet.value.comes) == (0, False)
 
 
 def test_an_interrupt_waits_where_the_other_comes_soon(store):
@@ -156,7 +156,7 @@ def test_nobody_waits_for_a_device_that_has_failed_and_its_error_is_told(at, sto
         try:
             first.meet("sum", 1, None)
         except Unmet as unmet:
-            found.append(first._lost(3, unmet.missing))
+            found.append(first._missing_rank_error(3, unmet.missing))
 
     thread = later(0.0, train)
     sync = GradientSync.__new__(GradientSync)
@@ -184,7 +184,7 @@ def test_the_cause_is_told_where_a_signal_came_with_it(store):
 def test_of_those_that_did_not_come_another_is_named(store):
     first = world_of(store, 0, 3)
     first.post("at/0", 3)
-    assert str(first._lost(3, [0, 2])).startswith("Device 2 did not get to the end of step 3")
+    assert str(first._missing_rank_error(3, [0, 2])).startswith("Device 2 did not get to the end of step 3")
 
 
 @pytest.mark.parametrize("late", ["gradients", "gather"])
@@ -271,4 +271,4 @@ def test_gathers_that_a_failed_device_does_not_take_part_in_are_ended_and_its_er
     assert aborted == [True] and "Device 1 on " in found[0] and "illegal memory access" in found[0]
     with pytest.raises(Unmet) as unmet:  # on another machine
         world_of(store, 2, 3).meet("sum", 1, None)
-    assert unmet.value.left == 1
+    assert unmet.value.leaving_rank == 1

@@ -398,7 +398,7 @@ def test_code_without_writes_hands_every_tensor_through():
     with mode:
         views = [x[0], x.t(), *x.chunk(2)]
         total = sum([view.sum() for view in views])
-    assert not mode.written and mode.current(views) == views and total == 15
+    assert not mode.has_writes and mode.current(views) == views and total == 15
 
 
 def test_parts_of_a_linear_s_result_are_followed_without_gradients():

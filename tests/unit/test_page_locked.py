@@ -87,8 +87,8 @@ def test_as_much_is_locked_as_is_asked_for_in_pages_of_its_own(registry: Registr
 
 def test_it_is_unlocked_once_and_only_with_the_last_tensor_over_it(registry: Registry) -> None:
     flat = empty_bytes(SIZE, torch.device("cpu"), pinned=True)
-    layout = Layout.of([("a", torch.zeros(100)), ("b", torch.zeros(7, 5))])
-    a, b = (field.on(flat) for field in layout.fields)
+    layout = Layout.from_tensors([("a", torch.zeros(100)), ("b", torch.zeros(7, 5))])
+    a, b = (field.tensor_in(flat) for field in layout.fields)
     b.fill_(2.0)
     del flat, a
     gc.collect()

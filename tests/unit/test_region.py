@@ -7,7 +7,7 @@ import pytest
 import torch
 from tessera.compile import region
 from tessera.compile.region import compiled_function, run_block
-from tessera.compile.settings import CompileSettings, HowToCompile, parse_overrides
+from tessera.compile.settings import CompileOptions, CompileSettings, parse_overrides
 from torch import nn
 
 
@@ -39,7 +39,7 @@ def older_torch(monkeypatch):
 def test_an_older_torch_takes_as_many_graphs_as_are_planned(older_torch, graphs):
     before = torch._dynamo.config.recompile_limit
     assert before < graphs
-    how = HowToCompile("eager", dynamic="false", fullgraph=True, limit=graphs)
+    how = CompileOptions("eager", dynamic="false", fullgraph=True, limit=graphs)
     run, block = compiled_function(run_block, "run_block", how), Block()
     for rows in range(2, 2 + graphs):
         assert run(block, torch.ones(rows)).shape == (rows,)
@@ -117,7 +117,7 @@ def positions(picture: torch.Tensor) -> torch.Tensor:
 def test_a_graph_that_a_cache_holds_for_one_size_is_not_taken_for_another(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
-    run = compiled_function(positions, "positions", HowToCompile("inductor", dynamic="auto", fullgraph=True))
+    run = compiled_function(positions, "positions", CompileOptions("inductor", dynamic="auto", fullgraph=True))
     for height, width in ((8, 8), (8, 12), (16, 12), (16, 20)):
         picture = torch.randn(1, 4, height, width, generator=torch.Generator().manual_seed(0))
         torch.testing.assert_close(run(picture), positions(picture))
@@ -176,7 +176,7 @@ def test_aotautograds_cache_is_off_while_a_graph_is_made_that_may_serve_other_si
         return graph.forward
 
     torch._dynamo.reset()
-    run = compiled_function(run_block, "run_block", HowToCompile(backend, dynamic=dynamic, fullgraph=True))
+    run = compiled_function(run_block, "run_block", CompileOptions(backend, dynamic=dynamic, fullgraph=True))
     with config.patch(enable_autograd_cache=True):
         for rows in (3, 5, 7):
             with pytest.raises(Exception, match="no compiler") if fails else nullcontext():

@@ -93,22 +93,22 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path):
     (tmp_path / "file").write_text("in the way")
     for is_new in (True, False):
         with pytest.raises(ValueError, match="output_name: the run's folder cannot be written"):
-            RunFolder(tmp_path / "file" / "run (001)", "run", is_new).taken()
+            RunFolder(tmp_path / "file" / "run (001)", "run", is_new).create()
     assert (tmp_path / "file").is_file()
 
 
 def test_a_new_run_takes_its_folder_and_leaves_nothing_else_in_it(tmp_path):
     folder = open_folder(tmp_path, "styles/face", KEY, None)
     assert folder.is_new and not list(tmp_path.iterdir())
-    taken = folder.taken()
+    taken = folder.create()
     assert taken == RunFolder(tmp_path / "styles" / "face (001)", "face") and not list(taken.path.iterdir())
-    assert taken.taken() == taken and not list(taken.path.iterdir())
+    assert taken.create() == taken and not list(taken.path.iterdir())
 
 
 def test_the_number_of_a_deleted_folder_is_not_given_again(tmp_path):
     """ComfyUI would show the LoRA of that name that it has in memory."""
     for number in (1, 2, 3):
-        taken = open_folder(tmp_path, "face", KEY, None).taken()
+        taken = open_folder(tmp_path, "face", KEY, None).create()
         assert taken.path.name == f"face (00{number})"
         taken.path.rmdir()
     assert open_folder(tmp_path, "other", KEY, None).path.name == "other (001)"
@@ -133,7 +133,7 @@ def test_a_folder_whose_longest_file_does_not_fit_is_refused_before_training(tmp
 
     monkeypatch.setattr(Path, "touch", short)
     with pytest.raises(ValueError, match="output_name: the run's folder cannot be written"):
-        folder.taken()
+        folder.create()
     assert not list(tmp_path.iterdir())
 
 
@@ -141,7 +141,7 @@ def test_no_two_runs_take_one_folder_however_many_begin_at_once(tmp_path):
     planned = [open_folder(tmp_path, "face", KEY, None) for _ in range(40)]
     assert len(set(planned)) == 1
     with ThreadPoolExecutor(8) as pool:
-        taken = list(pool.map(RunFolder.taken, planned))
+        taken = list(pool.map(RunFolder.create, planned))
     assert sorted(folder.path.name for folder in taken) == [f"face ({number:03})" for number in range(1, 41)]
 
 
@@ -217,7 +217,7 @@ def test_an_unchanged_folder_is_read_once(tmp_path, monkeypatch):
 
 
 def test_a_run_goes_on_in_its_folder_and_one_that_another_machine_may_be_at_gets_its_own(tmp_path):
-    folder = open_folder(tmp_path, "face", KEY, None).taken()
+    folder = open_folder(tmp_path, "face", KEY, None).create()
     facts = {"key": KEY, "machine": MACHINE}
     (folder.path / "run.json").write_text(json.dumps(facts))
     assert open_folder(tmp_path, "face", KEY, None) == folder  # killed before its first save

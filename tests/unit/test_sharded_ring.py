@@ -19,9 +19,9 @@ class Others:
         self.met, self.left, self.late = [], [], False
         self.pending = []
 
-    def gather(self, into, piece):
+    def gather(self, output, piece):
         def copy():
-            into[: len(piece)], into[len(piece) :] = piece, piece + 100
+            output[: len(piece)], output[len(piece) :] = piece, piece + 100
 
         self.pending.append(copy) if self.late else copy()
 
@@ -78,9 +78,9 @@ def test_the_blocks_ahead_are_asked_for_before_one_is_waited_for(prefetch, monke
     ring = ring_of(others, prefetch)
     brought, there, held = [], [], others.gather
 
-    def gather(into, piece):
+    def gather(output, piece):
         brought.append(int(piece[0]))
-        held(into, piece)
+        held(output, piece)
 
     monkeypatch.setattr(others, "gather", gather)
     monkeypatch.setattr(others, "meet", lambda wish, fresh: [(wish, fresh)])
@@ -102,7 +102,7 @@ def test_who_leaves_says_whether_the_others_get_the_sweep_that_is_under_way(fail
     ring = ring_of(others, 1)
     ring.forward(0)
 
-    def gather(into, piece):
+    def gather(output, piece):
         raise torch.AcceleratorError("planted")
 
     if fails:

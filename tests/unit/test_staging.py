@@ -283,7 +283,7 @@ def test_the_link_is_measured_with_less_on_a_card_that_is_full(monkeypatch) -> N
         return torch.zeros(size)
 
     monkeypatch.setattr(staging.torch, "empty", empty)
-    there = staging._there(16 * LEAST_TRIAL_BYTES, torch.device("cpu"))
+    there = staging._trial_buffer(16 * LEAST_TRIAL_BYTES, torch.device("cpu"))
     assert len(there) == 4 * LEAST_TRIAL_BYTES and asked == [16 * LEAST_TRIAL_BYTES, 4 * LEAST_TRIAL_BYTES]
 
 

@@ -255,7 +255,7 @@ def test_a_model_without_lists_of_blocks_is_only_compiled_whole(tiny_wan: Any, c
     model.model.diffusion_model.blocks = torch.nn.ModuleList([])
     result = run(model, [backend("fast"), backend("fast", "stack"), backend("fast", "model")], clock)
     assert [label(row.settings) for row in result.measured] == ["model, fast"]
-    assert {row.why for row in result.unmeasured} == {"the model has no repeated blocks."}
+    assert {row.reason for row in result.unmeasured} == {"the model has no repeated blocks."}
 
 
 # What goes wrong
@@ -267,7 +267,7 @@ def test_of_a_model_whose_blocks_stream_only_what_can_be_compiled_so_is_measured
     result = run(on_clock(swapped, clock), tried, clock)
     assert [row.settings for row in result.measured] == [tried[2]]
     assert [(row.settings, row.failed) for row in result.unmeasured] == [(tried[0], False), (tried[1], False)]
-    assert all(row.why.startswith("some blocks stream from RAM") for row in result.unmeasured)
+    assert all(row.reason.startswith("some blocks stream from RAM") for row in result.unmeasured)
 
 
 def test_a_candidate_that_fails_is_listed_with_its_cause_and_the_others_are_measured(
@@ -276,7 +276,7 @@ def test_a_candidate_that_fails_is_listed_with_its_cause_and_the_others_are_meas
     tried = [backend("broken"), backend("hungry"), backend("no_such"), backend("fast")]
     result = run(on_clock(tiny_wan, clock), tried, clock)
     assert [label(row.settings) for row in result.measured] == ["blocks, fast"]
-    failed = {row.settings.backend: row.why for row in result.unmeasured if row.failed}
+    failed = {row.settings.backend: row.reason for row in result.unmeasured if row.failed}
     assert "this machine has no compiler" in failed["broken"]
     assert failed["hungry"] == "out of memory."
     assert "backend 'no_such' is not installed" in failed["no_such"]
@@ -338,7 +338,7 @@ def test_a_model_that_cannot_leave_dynamic_vram_goes_out_as_it_came(tiny_wan: An
     model = on_clock(tiny_wan, clock)
     result = run(model, [backend("fast")], clock)
     (row,) = result.unmeasured
-    assert row.failed and "its loader can't load it without" in row.why
+    assert row.failed and "its loader can't load it without" in row.reason
     assert tuned_model(model, result) is model
 
 
@@ -621,8 +621,8 @@ def test_a_chart_of_all_that_a_gpu_tries_keeps_its_rows_apart() -> None:
 
 def test_cuda_graphs_are_tried_on_cuda_only() -> None:
     cpu, cuda = candidates(torch.device("cpu")), candidates(torch.device("cuda"))
-    assert not any(settings.how().cuda_graphs() for settings in cpu)
-    assert [settings.how().cuda_graphs() for settings in cuda] == [False] * 5 + [True] * 2
+    assert not any(settings.options().cuda_graphs() for settings in cpu)
+    assert [settings.options().cuda_graphs() for settings in cuda] == [False] * 5 + [True] * 2
     assert cpu[0] == cuda[0] == CompileSettings()
     assert {settings.dynamic for settings in cpu + cuda} == {"auto"}
 

@@ -34,13 +34,13 @@ def test_a_wait_ends_with_the_value_the_limit_or_a_cancel_and_is_counted(worlds)
     first.wait_limit = 0.2
     with pytest.raises(CannotContinue, match="Another device has not answered for 0 s"):
         first.wait("key")
-    waited = first.waited
+    waited = first.seconds_waited
     assert waited >= 0.2
     second.post("key", 3)
     assert first.wait("key") == 3
     with pytest.raises(CannotContinue):
         first.wait("key", lambda value: value > 3)
-    assert first.waited >= waited + 0.2
+    assert first.seconds_waited >= waited + 0.2
 
     def cancelled():
         raise InterruptProcessingException
@@ -49,7 +49,7 @@ def test_a_wait_ends_with_the_value_the_limit_or_a_cancel_and_is_counted(worlds)
     assert first.wait("key") == 3
     with pytest.raises(InterruptProcessingException):
         first.wait("other key")
-    assert first.facts() == {"world_size": 2, "seconds_waiting": round(first.waited, 3)}
+    assert first.facts() == {"world_size": 2, "seconds_waiting": round(first.seconds_waited, 3)}
 
 
 def test_a_value_that_came_before_the_end_is_taken(worlds, monkeypatch):
@@ -88,9 +88,9 @@ def test_a_run_reads_nothing_of_the_one_before(worlds):
     first, second = worlds
     second.post("key", 1)
     for one in worlds:
-        one.waited = one.sums = 5
+        one.seconds_waited = one.sums = 5
         one.begin_run(lambda: None)
-        assert (one.waited, one.sums) == (0, 0)
+        assert (one.seconds_waited, one.sums) == (0, 0)
     assert first.read("key") is None
     second.post("key", 2)
     assert first.read("key") == 2
@@ -225,4 +225,4 @@ def test_seconds_of_a_sum_on_the_device_are_counted_once(worlds):
     first._sum_events = Event(), Event()
     first.count_sum()
     first.count_sum()
-    assert first.waited == 1.5
+    assert first.seconds_waited == 1.5

@@ -43,17 +43,17 @@ def fuzz(readers: Sequence[Reader], seconds: float, seed: int, size: int, folder
     """
     end = time.monotonic() + seconds
     count, faults = 0, list[Fault]()
-    left = list(readers)
+    remaining = list(readers)
     for number in itertools.count():
-        for reader in tuple(left):
+        for reader in tuple(remaining):
             if number and time.monotonic() > end:
                 return count, faults
-            given, fault = search(reader, f"{seed} {number}", size, folder)
-            count += given
+            input_count, fault = search(reader, f"{seed} {number}", size, folder)
+            count += input_count
             if fault is not None:
-                left.remove(reader)
+                remaining.remove(reader)
                 faults.append(fault)
-        if not left:
+        if not remaining:
             return count, faults
     raise AssertionError
 
@@ -74,11 +74,11 @@ def main(arguments: Sequence[str]) -> int:
             served = Served(server)
             routes = [reader for reader in served.readers() if args.only in reader.name]
             seconds = args.seconds * SERVED_SHARE
-            given, found = fuzz(routes, seconds, args.seed, SERVED_ROUND, folder) if routes else (0, [])
-            print(f"{given:,} inputs to a server: {len(found)} faults; {served.summary()}", flush=True)
-    for fault in found:
+            input_count, server_faults = fuzz(routes, seconds, args.seed, SERVED_ROUND, folder) if routes else (0, [])
+            print(f"{input_count:,} inputs to a server: {len(server_faults)} faults; {served.summary()}", flush=True)
+    for fault in server_faults:
         print(f"\n{fault}", flush=True)
-    return 1 if faults or found else 0
+    return 1 if faults or server_faults else 0
 
 
 if __name__ == "__main__":

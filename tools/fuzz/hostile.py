@@ -72,7 +72,7 @@ def dumped(value: Any) -> str:
         return "0"
 
 
-def known(fields: dict[str, Sequence[Any]], keys: Sequence[str] = ()) -> st.SearchStrategy[dict[str, Any]]:
+def objects(fields: dict[str, Sequence[Any]], keys: Sequence[str] = ()) -> st.SearchStrategy[dict[str, Any]]:
     """Objects whose fields mostly have one of their usual values."""
     parts = {name: st.sampled_from(tuple(usual)) | values(keys) for name, usual in fields.items()}
     return st.fixed_dictionaries({}, optional=parts)
@@ -96,25 +96,25 @@ def safetensors_files(draw: st.DrawFn, keys: Sequence[str], metadata: st.SearchS
     header: Any = {
         "__metadata__": draw(st.dictionaries(st.sampled_from(("tessera", "ss_tag_frequency", "a")), metadata))
     }
-    at = 0
+    offset = 0
     for name in draw(st.lists(st.sampled_from(tuple(keys)) | texts(60), max_size=6)):
         rows, columns = draw(st.tuples(st.integers(0, 4), st.integers(0, 4)))
         size = 4 * rows * columns
-        header[name] = {"dtype": "F32", "shape": [rows, columns], "data_offsets": [at, at + size]}
+        header[name] = {"dtype": "F32", "shape": [rows, columns], "data_offsets": [offset, offset + size]}
         if draw(st.sampled_from((False, False, False, True))):
-            header[name] |= draw(known({"dtype": ("F8_E4M3", "I64", "BOOL"), "shape": ([], [2**40, 2**40], [-1])}))
-        at += size
+            header[name] |= draw(objects({"dtype": ("F8_E4M3", "I64", "BOOL"), "shape": ([], [2**40, 2**40], [-1])}))
+        offset += size
     text = (
         dumped(header).encode() if draw(st.sampled_from((True, True, True, False))) else draw(json_texts(keys)).encode()
     )
     length = draw(st.sampled_from((len(text),) * 4 + (0, len(text) + 1, 2**40, 2**63)))
-    return length.to_bytes(8, "little") + text + bytes(at)
+    return length.to_bytes(8, "little") + text + bytes(offset)
 
 
 @cache
 def pictures() -> list[bytes]:
     """A small picture in each format that folders hold."""
-    found = []
+    files = []
     for format, mode in (
         ("PNG", "RGBA"),
         ("PNG", "P"),
@@ -126,5 +126,5 @@ def pictures() -> list[bytes]:
     ):
         data = io.BytesIO()
         Image.linear_gradient("L").resize((40, 24)).convert(mode).save(data, format)
-        found.append(data.getvalue())
-    return found
+        files.append(data.getvalue())
+    return files

@@ -45,7 +45,7 @@ from tessera.train.preview.gallery import read_index
 class Reader:
     """A reader and its inputs.
 
-    read: takes one input; raises ValueError or OSError with a sentence for what it refuses.
+    read: takes one input; raises ValueError or OSError with a sentence for inputs that it refuses.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Reader:
 
 
 def empty_folder() -> Path:
-    """The same folder for each input, without what the one before left in it."""
+    """Return the folder of inputs, emptied."""
     folder = Path(with_comfyui._base) / "readers"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -89,8 +89,8 @@ def read_layer_texts(texts: tuple[str, str]) -> None:
     adapter_specs(options, choose_targets(family, model, options))
 
 
-def read_changes(given: tuple[Any, str]) -> None:
-    prompt, change = given
+def read_changes(prompt_and_change: tuple[Any, str]) -> None:
+    prompt, change = prompt_and_change
     file = empty_folder() / "workflow.json"
     file.write_text(prompt if isinstance(prompt, str) else hostile.dumped(prompt), encoding="utf-8")
     with suppress(UsageError):
@@ -99,7 +99,7 @@ def read_changes(given: tuple[Any, str]) -> None:
 
 NODES = st.dictionaries(
     st.sampled_from(("1", "2", "a.b")),
-    hostile.known(
+    hostile.objects(
         {
             "class_type": ("TesseraTrainLora", "KSampler"),
             "inputs": ({"steps": 3, "model": ["1", 0], "resume": "latest", "preview": True}, {}),
@@ -131,18 +131,18 @@ CAPTION_OPTIONS = st.fixed_dictionaries(
 )
 
 
-def read_captions(given: tuple[str, dict[str, Any], str]) -> None:
-    text, options, trigger = given
-    chosen = CaptionOptions(**options)
-    made = {"a.png": make_caption_variants(text, chosen, trigger, "a.txt")}
-    variant_notes(chosen, "folder", [text], made)
+def read_captions(caption_input: tuple[str, dict[str, Any], str]) -> None:
+    text, options, trigger = caption_input
+    caption_options = CaptionOptions(**options)
+    variants = {"a.png": make_caption_variants(text, caption_options, trigger, "a.txt")}
+    variant_notes(caption_options, "folder", [text], variants)
     read_class_word("dog", trigger)
 
 
 # Run folders
 
 KINDS = ("start", "begin", "step", "saved", "preview", "validation", "note", "end")
-RECORD_LINES = hostile.known(
+RECORD_LINES = hostile.objects(
     {
         "kind": KINDS,
         "step": (0, 1, 2, 10),
@@ -155,7 +155,7 @@ RECORD_LINES = hostile.known(
         "seconds": (3.5,),
     }
 )
-SUMMARY = hostile.known(
+SUMMARY = hostile.objects(
     {
         "loss": ([0.5, 0.4], []),
         "status": ("finished",),
@@ -165,7 +165,7 @@ SUMMARY = hostile.known(
     }
 )
 SHOTS = st.lists(
-    hostile.known({"step": (1,), "row": (0,), "title": ("a",), "settings": ({},), "frames": (1,)}), max_size=3
+    hostile.objects({"step": (1,), "row": (0,), "title": ("a",), "settings": ({},), "frames": (1,)}), max_size=3
 )
 
 
@@ -174,12 +174,12 @@ def run_folders(draw: st.DrawFn) -> dict[str, str]:
     """Texts of a run folder's files by name."""
     line = RECORD_LINES.map(hostile.dumped) | hostile.json_texts(KINDS)
     lines = draw(st.lists(st.tuples(line, st.sampled_from((1, 1, 1, 2000))), max_size=8))
-    found = {"progress.jsonl": "".join(f"{text}\n" * count for text, count in lines)}
-    run = hostile.known({"output_name": ("fox",), "steps": (2,), "id": ("x",), "begun": ("2026-01-01T00:00:00",)})
+    files = {"progress.jsonl": "".join(f"{text}\n" * count for text, count in lines)}
+    run = hostile.objects({"output_name": ("fox",), "steps": (2,), "id": ("x",), "begun": ("2026-01-01T00:00:00",)})
     for name, content in (("run.json", run), ("summary.json", SUMMARY), ("index.json", SHOTS)):
         if draw(st.booleans()):
-            found[name] = draw(content.map(hostile.dumped) | hostile.json_texts(("loss", "step")))
-    return found
+            files[name] = draw(content.map(hostile.dumped) | hostile.json_texts(("loss", "step")))
+    return files
 
 
 def write_run(folder: Path, files: dict[str, str]) -> None:
@@ -224,7 +224,7 @@ def read_lora_file(data: bytes) -> None:
     path = empty_folder() / "fox.safetensors"
     path.write_bytes(data)
     read_best(path)
-    read_tensors_of_lora(LoraSource.of_file(path, "base_lora").tensors())
+    read_tensors_of_lora(LoraSource.from_file(path, "base_lora").tensors())
 
 
 def read_tensors_of_lora(tensors: Any) -> None:

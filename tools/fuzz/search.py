@@ -28,12 +28,12 @@ class Fault:
     reader: str
     seed: str
     bound: str
-    given: Any
+    value: Any
 
     def __str__(self) -> str:
-        text = repr(self.given)
-        shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(text):,} characters)"
-        return f"{self.reader} (seed {self.seed}): {self.bound}\n  {shown}"
+        text = repr(self.value)
+        excerpt = text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(text):,} characters)"
+        return f"{self.reader} (seed {self.seed}): {self.bound}\n  {excerpt}"
 
 
 def search(reader: Reader, seed: str, size: int, folder: Path) -> tuple[int, Fault | None]:
@@ -69,7 +69,7 @@ def search(reader: Reader, seed: str, size: int, folder: Path) -> tuple[int, Fau
             except Broken as broken:
                 shrink_until = shrink_until or time.monotonic() + SHRINKING
                 failing[text] = str(broken)
-                if smallest is None or len(text) < len(repr(smallest.given)):
+                if smallest is None or len(text) < len(repr(smallest.value)):
                     smallest = Fault(reader.name, seed, str(broken), given_input)
         if text in failing:
             raise Broken(failing[text])

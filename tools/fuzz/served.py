@@ -36,7 +36,7 @@ class Served:
         self.server = server
         self.process = psutil.Process(server.process.pid)
         self.longest = 0.0  # seconds
-        self.grown = 0  # bytes
+        self.growth = 0  # bytes
         self.log_read = 0
 
     def readers(self) -> list[Reader]:
@@ -49,37 +49,37 @@ class Served:
         ]
 
     def summary(self) -> str:
-        memory = f"the most memory was {self.grown / 1e6:,.0f} MB more"
+        memory = f"the most memory was {self.growth / 1e6:,.0f} MB more"
         return f"the longest time without an answer was {self.longest:.2f} s of CPU, {memory}"
 
     @contextmanager
     def watched(self) -> Any:
         """Ask `/queue` meanwhile. Raises Broken for a freeze, and for a raw error in the log."""
-        done = threading.Event()
-        found = {"freeze": 0.0, "peak": 0}
-        before = self.process.memory_info().rss
+        stopped = threading.Event()
+        highest = {"freeze": 0.0, "peak": 0}
+        start_bytes = self.process.memory_info().rss
 
         def ask() -> None:
-            while not done.is_set():
-                begun = self._cpu()
+            while not stopped.is_set():
+                start = self._cpu()
                 self.server.get("/queue")
-                found["freeze"] = max(found["freeze"], self._cpu() - begun)
-                found["peak"] = max(found["peak"], self.process.memory_info().rss)
-                done.wait(0.02)
+                highest["freeze"] = max(highest["freeze"], self._cpu() - start)
+                highest["peak"] = max(highest["peak"], self.process.memory_info().rss)
+                stopped.wait(0.02)
 
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         try:
             yield
         finally:
-            done.set()
+            stopped.set()
             thread.join()
-        self.longest = max(self.longest, found["freeze"])
-        self.grown = max(self.grown, found["peak"] - before)
-        if found["freeze"] > FREEZE:
-            raise Broken(f"/queue had no answer for {found['freeze']:.1f} s of the server's CPU")
-        if found["peak"] - before > MEMORY:
-            raise Broken(f"the server took {(found['peak'] - before) / 1e6:,.0f} MB more")
+        self.longest = max(self.longest, highest["freeze"])
+        self.growth = max(self.growth, highest["peak"] - start_bytes)
+        if highest["freeze"] > FREEZE:
+            raise Broken(f"/queue had no answer for {highest['freeze']:.1f} s of the server's CPU")
+        if highest["peak"] - start_bytes > MEMORY:
+            raise Broken(f"the server took {(highest['peak'] - start_bytes) / 1e6:,.0f} MB more")
         self._check_log()
 
     def _cpu(self) -> float:
@@ -95,7 +95,7 @@ class Served:
             raise Broken(f"a request ended in an error: {new.strip()[-300:]}")
 
     def ask(self, path: str) -> None:
-        """GET a path. Raises Broken where the answer is a fault of the server, or no JSON."""
+        """GET a path. Raises Broken if the answer is a fault of the server, or no JSON."""
         try:
             self.server.get(path)
         except urllib.error.HTTPError as error:
@@ -129,8 +129,8 @@ class Served:
             self.ask("/tessera/folder?kind=pictures&folder=input/strangers&page=0")
             self.ask("/tessera/folder/thumbnail?kind=pictures&folder=input/strangers&file=0.png")
 
-    def execute_folder(self, given: tuple[list[str], dict[str, Any]]) -> None:
-        captions, options = given
+    def execute_folder(self, caption_input: tuple[list[str], dict[str, Any]]) -> None:
+        captions, options = caption_input
         self.write_captions(captions)
         images = copy.deepcopy(TRY_IT["5"])
         images["inputs"] |= {"folder": "input/strangers"} | options

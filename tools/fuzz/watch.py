@@ -12,7 +12,7 @@ import psutil
 
 CPU = 1.0  # seconds for one input …
 CPU_PER_MB = 0.05  # … and for each MB of it
-MEMORY = 512_000_000  # bytes above what the process had before
+MEMORY = 512_000_000  # bytes above those of the process before
 HANG = 60.0  # seconds, after which the process ends with its stack
 # Errors of a kind that users get sentences in, but which Python itself raises.
 RAW = (UnicodeError, json.JSONDecodeError)
@@ -22,24 +22,24 @@ class Broken(Exception):
     """A bound that an input broke; the message says which."""
 
 
-def watched(read: Callable[[Any], Any], given: Any, size: int) -> None:
+def watched(read: Callable[[Any], Any], value: Any, size: int) -> None:
     """Give an input of `size` bytes to a reader. Raises Broken if a bound breaks."""
     faulthandler.dump_traceback_later(HANG, exit=True)
     try:
-        before, peak = time.process_time(), peak_bytes(forget=True)
+        start_seconds, peak = time.process_time(), peak_bytes(forget=True)
         try:
-            read(given)
+            read(value)
         except Broken:
             raise
         except Exception as error:
             if not isinstance(error, ValueError | OSError) or isinstance(error, RAW):
                 raise Broken(f"{type(error).__name__}: {error}"[:400]) from error
             check_sentence(str(error))
-        seconds, grown = time.process_time() - before, peak_bytes() - peak
-        if seconds > (most := CPU + CPU_PER_MB * size / 1e6):
-            raise Broken(f"{seconds:.1f} s of CPU, more than {most:.1f}")
-        if grown > MEMORY:
-            raise Broken(f"{grown / 1e6:,.0f} MB of memory, more than {MEMORY / 1e6:,.0f}")
+        seconds, growth = time.process_time() - start_seconds, peak_bytes() - peak
+        if seconds > (limit := CPU + CPU_PER_MB * size / 1e6):
+            raise Broken(f"{seconds:.1f} s of CPU, more than {limit:.1f}")
+        if growth > MEMORY:
+            raise Broken(f"{growth / 1e6:,.0f} MB of memory, more than {MEMORY / 1e6:,.0f}")
     finally:
         faulthandler.cancel_dump_traceback_later()
 
@@ -53,8 +53,8 @@ def check_sentence(message: str) -> None:
 
 
 def forgets() -> bool:
-    """Have the system forget the process's peak of memory. False where it doesn't: elsewhere than on Linux, and in a
-    container that forbids it."""
+    """Reset the process's peak of memory. Return False if that fails: on other systems than Linux, and in a container
+    that forbids it."""
     try:
         Path("/proc/self/clear_refs").write_text("5")  # see proc(5)
     except OSError:
@@ -63,9 +63,9 @@ def forgets() -> bool:
 
 
 def peak_bytes(forget: bool = False) -> int:
-    """Most memory that this process held; what it holds now where the system does not count that.
+    """Return the peak memory of this process; its current memory if the system does not count peaks.
 
-    forget: begin with what it holds now. Only Linux can, elsewhere an earlier peak hides lower ones.
+    forget: reset the peak first. Only Linux can, elsewhere an earlier peak hides lower ones.
     """
     if sys.platform == "win32":
         return psutil.Process().memory_info().rss

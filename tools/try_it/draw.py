@@ -1,4 +1,4 @@
-"""Draws the pictures of the Try it workflow, with their captions, into `pictures/try_it`.
+"""Draw the pictures of the Try it workflow, with their captions, into `pictures/try_it`.
 
 Run: python tools/try_it/draw.py
 """

@@ -67,20 +67,20 @@ class Decoder(nn.Module):
 
 def photographs() -> list[Tensor]:
     """(3, H, W) in 0 to 1 each."""
-    found = []
+    tensors = []
     with tempfile.TemporaryDirectory() as folder:
         for file, _ in write_photos(Path(folder)).values():
             image = Image.open(file).convert("RGB")
             for side in SMALL_SIDES:
                 scale = side / min(image.size)
                 size = (round(image.width * scale), round(image.height * scale))
-                found.append(_tensor(image.resize(size, Image.Resampling.LANCZOS)))
-    return found
+                tensors.append(_tensor(image.resize(size, Image.Resampling.LANCZOS)))
+    return tensors
 
 
 def shapes(count: int = 60, side: int = 128) -> list[Tensor]:
     """Pictures of random ovals, boxes and triangles in random colours."""
-    found = []
+    tensors = []
     for _ in range(count):
         image = Image.new("RGB", (2 * side, 2 * side), _colour())
         pen = ImageDraw.Draw(image)
@@ -92,8 +92,8 @@ def shapes(count: int = 60, side: int = 128) -> list[Tensor]:
                 draw((x, y, x + width, y + height), fill=_colour())
             else:
                 pen.polygon([(x, y + height), (x + width, y + height), (x + random.random() * width, y)], _colour())
-        found.append(_tensor(image.resize((side, side), Image.Resampling.LANCZOS)))
-    return found
+        tensors.append(_tensor(image.resize((side, side), Image.Resampling.LANCZOS)))
+    return tensors
 
 
 def _colour() -> tuple[int, ...]:
@@ -106,13 +106,13 @@ def _tensor(image: Image.Image) -> Tensor:
 
 def crops(pictures: list[Tensor]) -> Tensor:
     """A batch of one colour each: (B, 1, H, W)."""
-    taken = []
+    pieces = []
     for _ in range(BATCH):
         picture = random.choice(pictures)
         y, x = (random.randrange(size - CROP + 1) for size in picture.shape[1:])
         crop = picture[random.randrange(3), y : y + CROP, x : x + CROP]
-        taken.append(crop.flip(1) if random.random() < 0.5 else crop)
-    return torch.stack(taken)[:, None]
+        pieces.append(crop.flip(1) if random.random() < 0.5 else crop)
+    return torch.stack(pieces)[:, None]
 
 
 def train(steps: int) -> None:
@@ -131,10 +131,10 @@ def train(steps: int) -> None:
     for step in range(steps):
         pictures = crops(kinds[step % 2])
         latent = encoder(pictures)
-        # A little noise, so that what a sampler leaves of it does no harm.
+        # A little noise, so that noise left by a sampler does no harm.
         decoded = decoder(latent + 0.1 * torch.randn_like(latent))
         error = F.mse_loss(decoded, pictures)
-        # Channels of mean 0 and variance 1 that do not go together are what a model of normal noise learns best.
+        # Uncorrelated channels of mean 0 and variance 1 are easiest to learn for a model of normal noise.
         by_channel = latent.permute(1, 0, 2, 3).flatten(1)
         centred = by_channel - by_channel.mean(1, keepdim=True)
         covariance = centred @ centred.T / centred.shape[1]

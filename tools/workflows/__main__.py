@@ -1,9 +1,8 @@
-"""Writes the shared workflows, `workflows/*.json` and `workflows/api/*.json`, from their descriptions beside this file.
+"""Write the shared workflows, `workflows/*.json` and `workflows/api/*.json`, from their descriptions in this folder.
 
 Run: python tools/workflows http://127.0.0.1:8188
-The address is that of a ComfyUI with this pack, such as `python dev.py serve` starts; it tells what inputs nodes have.
-A file with what its `/object_info` answered does as well.
-Thumbnails are drawn by `python tools/workflows/cards.py`.
+The address is that of a ComfyUI with this pack, such as `python dev.py serve` starts; it describes the inputs of nodes.
+A file with the answer of its `/object_info` works as well. Thumbnails are drawn by `python tools/workflows/cards.py`.
 """
 
 import json

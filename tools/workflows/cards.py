@@ -1,5 +1,5 @@
-"""Draws the thumbnails of the workflows, `workflows/*.jpg`, and writes their titles and descriptions into
-`locales/en/main.json`, where ComfyUI's frontend looks for them.
+"""Draw the thumbnails of the workflows, `workflows/*.jpg`, and writes their titles and descriptions into
+`locales/en/main.json`, from which ComfyUI's frontend reads them.
 
 Run: python tools/workflows/cards.py
 """
@@ -22,9 +22,9 @@ class Card:
     """Texts about a workflow.
 
     title: a sentence with the workflow's number in the list.
-    text: what it does, one sentence.
+    text: its purpose, one sentence.
     model: the name in large letters.
-    card: what is known of the GPU that it takes (README's table of cards is of FLUX.1 dev alone).
+    card: the GPU that it needs, as far as known (README's table of cards is of FLUX.1 dev alone).
     data: how many pictures or clips it takes.
     """
 
@@ -69,8 +69,8 @@ _ROWS = [
     ("qwen_image21_lora", "Train a Qwen Image 2.1 LoRA", "Qwen Image 2.1", STREAMS, PICTURES, "ComfyUI 0.37 or newer."),
 ]
 CARDS = {
-    name: Card(f"{number} {title}", f"{title}, on {model}. {more}".strip(), model, card, data)
-    for number, (name, title, model, card, data, more) in enumerate(_ROWS)
+    name: Card(f"{number} {title}", f"{title}, on {model}. {hint}".strip(), model, card, data)
+    for number, (name, title, model, card, data, hint) in enumerate(_ROWS)
 }
 
 

@@ -32,11 +32,11 @@ def _loaded(
     graph: Graph,
     files: tuple[ModelFile, str, Sequence[ModelFile], ModelFile],
     third: str,
-    what: str = "picture",
+    product: str = "picture",
     swapped: int = 0,
 ) -> tuple[Node, Node, Node]:
     model_file, kind, clips, vae_file = files
-    note(graph, [model_file, *clips, vae_file], PLAIN, second=TWICE.format(what=what), third=third)
+    note(graph, [model_file, *clips, vae_file], PLAIN, second=TWICE.format(what=product), third=third)
     model, clip, vae = load(graph, model_file, kind, list(clips), vae_file, swapped)
     graph.column("Compile", WIDE)
     return graph.node("TesseraCompileModel", model=model[0]), clip, vae
@@ -55,13 +55,13 @@ def _sampled(
     name: str,
     compiled: Output,
     model: Node,
-    given: tuple[Output, Output, Output],
+    inputs: tuple[Output, Output, Output],
     vae: Output,
     sampler: str = "euler",
     **settings: float,
 ) -> None:
     graph.column("Sample", WIDE)
-    latent = ksampler(graph, model, *given, sampler=sampler, seed_after="randomize", **settings)
+    latent = ksampler(graph, model, *inputs, sampler=sampler, seed_after="randomize", **settings)
     if name == "wan_compile":
         video(graph, latent[0], vae, name)
     else:
@@ -80,26 +80,26 @@ def flux_block_swap(graph: Graph) -> None:
 
 def qwen_image_compile(graph: Graph) -> None:
     files = (QWEN_IMAGE, "qwen_image", (QWEN_CLIP,), QWEN_VAE)
-    more = f"Prompts have lengths of their own here, so the first picture compiles twice. {SHORT}"
-    compiled, clip, vae = _loaded(graph, files, REPORT.format(more=more))
+    hint = f"Prompts have lengths of their own here, so the first picture compiles twice. {SHORT}"
+    compiled, clip, vae = _loaded(graph, files, REPORT.format(more=hint))
     words = 'the window of a small bookshop at dusk, with a painted sign that says "Tessera", warm light, rain on the '
     positive, negative = prompts(graph, clip[0], f"{words}pavement", title="Prompt")
     latent = graph.node("EmptySD3LatentImage", width=1328, height=1328)
     shifted = graph.node("ModelSamplingAuraFlow", model=compiled[0], shift=3.1)
-    given = (positive[0], negative[0], latent[0])
-    _sampled(graph, "qwen_image_compile", compiled[0], shifted, given, vae[0], steps=20, cfg=4)
+    inputs = (positive[0], negative[0], latent[0])
+    _sampled(graph, "qwen_image_compile", compiled[0], shifted, inputs, vae[0], steps=20, cfg=4)
 
 
 def wan_compile(graph: Graph) -> None:
     files = (WAN_T2V, "wan", (UMT5,), WAN_VAE)
-    more = f"The 14B models of Wan 2.1 work as well. {SHORT}"
-    compiled, clip, vae = _loaded(graph, files, REPORT.format(more=more), "video")
+    hint = f"The 14B models of Wan 2.1 work as well. {SHORT}"
+    compiled, clip, vae = _loaded(graph, files, REPORT.format(more=hint), "video")
     words = "a fox runs through deep snow between pine trees, the camera follows it"
     positive, negative = prompts(graph, clip[0], words, NEGATIVE_CLIP, title="Prompt")
     latent = graph.node("EmptyHunyuanLatentVideo", width=832, height=480, length=33)
     shifted = graph.node("ModelSamplingSD3", model=compiled[0], shift=8)
-    given = (positive[0], negative[0], latent[0])
-    _sampled(graph, "wan_compile", compiled[0], shifted, given, vae[0], "uni_pc", steps=30, cfg=6)
+    inputs = (positive[0], negative[0], latent[0])
+    _sampled(graph, "wan_compile", compiled[0], shifted, inputs, vae[0], "uni_pc", steps=30, cfg=6)
 
 
 DESCRIPTIONS = [flux_block_swap, flux_compile, qwen_image_compile, wan_compile]

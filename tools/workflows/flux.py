@@ -42,13 +42,13 @@ def flux_prompt(graph: Graph, clip: Output, text: str, title: str = "Prompt") ->
 
 
 def _sampled(
-    graph: Graph, model: Output, trained: Node, given: tuple[Output, Output], vae: Output, name: str, title: str
+    graph: Graph, model: Output, trained: Node, conditionings: tuple[Output, Output], vae: Output, name: str, title: str
 ) -> Node:
     """The last column: a picture with the LoRA."""
     graph.column(title, NARROW)
     latent = graph.node("EmptySD3LatentImage", width=1024, height=1024)
     with_lora = graph.node("LoraModelLoader", tall=LORA_TALL, model=model, lora=trained[0])
-    sampled = ksampler(graph, with_lora, *given, latent[0], steps=20, cfg=1)
+    sampled = ksampler(graph, with_lora, *conditionings, latent[0], steps=20, cfg=1)
     picture(graph, sampled[0], vae, name)
     return sampled
 
@@ -64,14 +64,14 @@ def flux_lora(graph: Graph) -> None:
     latent = graph.node("EmptySD3LatentImage", width=1024, height=1024)
     with_lora = graph.node("LoraModelLoader", tall=LORA_TALL, model=model[0], lora=trained[0])
     sampled = []
-    for words, chosen in (("Without", model), ("With", with_lora)):
+    for words, sampled_model in (("Without", model), ("With", with_lora)):
         title = f"{words} the LoRA"
         sampled.append(
-            (words.lower(), ksampler(graph, chosen, guided, negative, latent[0], steps=20, cfg=1, title=title))
+            (words.lower(), ksampler(graph, sampled_model, guided, negative, latent[0], steps=20, cfg=1, title=title))
         )
     graph.beside(NARROW)
-    for words, drawn in sampled:
-        images = graph.node("VAEDecode", samples=drawn[0], vae=vae[0])
+    for words, latent_node in sampled:
+        images = graph.node("VAEDecode", samples=latent_node[0], vae=vae[0])
         title = f"Picture {words} the LoRA"
         graph.node("SaveImage", title=title, tall=PICTURE_TALL, images=images[0], filename_prefix=f"my_lora_{words}")
 
@@ -108,8 +108,8 @@ def flux2_lora(graph: Graph) -> None:
     )
     clip_file = hub_file("flux2-klein/resolve/main/split_files/text_encoders/qwen_3_4b.safetensors", "text_encoders")
     vae_file = hub_file("flux2-dev/resolve/main/split_files/vae/flux2-vae.safetensors", "vae")
-    more = "FLUX.2 dev trains the same way, with its own text encoder, and samples with **cfg** 1."
-    training_note(graph, [model_file, clip_file, vae_file], more)
+    hint = "FLUX.2 dev trains the same way, with its own text encoder, and samples with **cfg** 1."
+    training_note(graph, [model_file, clip_file, vae_file], hint)
     model, clip, vae = load(graph, model_file, "flux2", [clip_file], vae_file)
     data = pictures(graph, vae[0], clip[0])
     positive, negative = prompts(graph, clip[0], FOX)
@@ -134,21 +134,25 @@ def flux2_lora(graph: Graph) -> None:
     picture(graph, sampled[0], vae[0], "my_flux2_lora")
 
 
-def _face(graph: Graph, clip: Output, vae: Output, **given: object) -> tuple[Node, Node, Output]:
+def _face(graph: Graph, clip: Output, vae: Output, **folder_inputs: object) -> tuple[Node, Node, Output]:
     """A folder of pictures of one person, and the prompt of the previews."""
     graph.column("Pictures and captions", DATA)
-    own = graph.node(
-        "TesseraImageFolder", tall=FOLDER_TALL + 30, folder="input/my_pictures", trigger_words="ohwx woman", **given
+    folder = graph.node(
+        "TesseraImageFolder",
+        tall=FOLDER_TALL + 30,
+        folder="input/my_pictures",
+        trigger_words="ohwx woman",
+        **folder_inputs,
     )
-    data = graph.node("TesseraPrepareDataset", tall=PLAN_TALL, dataset=own[0], vae=vae, clip=clip)
+    data = graph.node("TesseraPrepareDataset", tall=PLAN_TALL, dataset=folder[0], vae=vae, clip=clip)
     graph.column("Prompt and previews", MIDDLE)
     prompt = graph.node("CLIPTextEncode", title="Prompt", clip=clip, text="ohwx woman reading in a cafe by the window")
     return data, prompt, graph.node("FluxGuidance", conditioning=prompt[0], guidance=3.5)[0]
 
 
 def lora_with_everything(graph: Graph) -> None:
-    more = "Each node has settings for a face. Delete one around *Train LoRA*, and its defaults are used."
-    training_note(graph, FILES, more)
+    hint = "Each node has settings for a face. Delete one around *Train LoRA*, and its defaults are used."
+    training_note(graph, FILES, hint)
     model, clip, vae = load(graph, FLUX, "flux", [CLIP_L, T5], FLUX_VAE)
     data, _, guided = _face(graph, clip[0], vae[0], caption_dropout=0.05)
     options = preview(graph, vae[0], guided, width=768, height=768)
@@ -163,11 +167,11 @@ def lora_with_everything(graph: Graph) -> None:
 
 
 def lora_with_validation(graph: Graph) -> None:
-    more = (
+    hint = (
         "**Validation** sets a tenth of the pictures aside and saves the LoRA that does best on them. **class_word** "
         "keeps what the model makes of *woman* as it is, at the price of two more forward passes."
     )
-    training_note(graph, FILES, more)
+    training_note(graph, FILES, hint)
     model, clip, vae = load(graph, FLUX, "flux", [CLIP_L, T5], FLUX_VAE)
     data, prompt, guided = _face(graph, clip[0], vae[0], class_word="woman")
     negative = graph.node("ConditioningZeroOut", conditioning=prompt[0])[0]
@@ -182,8 +186,8 @@ def lora_with_validation(graph: Graph) -> None:
 
 
 def everything_at_once(graph: Graph) -> None:
-    more = "Swapped blocks are compiled too. Training and sampling use the same settings, so you set nothing twice."
-    training_note(graph, FILES, more)
+    hint = "Swapped blocks are compiled too. Training and sampling use the same settings, so you set nothing twice."
+    training_note(graph, FILES, hint)
     model, clip, vae = load(graph, FLUX, "flux", [CLIP_L, T5], FLUX_VAE)
     data = pictures(graph, vae[0], clip[0])
     graph.column("Compile, prompt and previews", MIDDLE)
@@ -216,12 +220,12 @@ def compare_loras(graph: Graph) -> None:
         prompt = graph.node("CLIPTextEncode", title=title, clip=clip[0], text=text)
         guided.append(graph.node("FluxGuidance", conditioning=prompt[0], guidance=3.5))
     graph.beside(320)
-    more: dict[str, Output] = {}
+    previous: dict[str, Output] = {}
     for number, positive in enumerate(guided[1:], start=2):
         chained = graph.node(
-            "TesseraPreview", title=f"Prompt {number}", vae=vae[0], positive=positive[0], seeds=2, **more
+            "TesseraPreview", title=f"Prompt {number}", vae=vae[0], positive=positive[0], seeds=2, **previous
         )
-        more = {"preview": chained[0]}
+        previous = {"preview": chained[0]}
     graph.column("Compare", 400)
     compared = graph.node(
         "TesseraCompareLoras",
@@ -231,7 +235,7 @@ def compare_loras(graph: Graph) -> None:
         positive=guided[0][0],
         loras="my_lora (*)/*",
         seeds=2,
-        more_prompts=more["preview"],
+        more_prompts=previous["preview"],
     )
     graph.beside(420)
     graph.node("SaveImage", title="The grid", tall=520, images=compared[0], filename_prefix="compare_loras")

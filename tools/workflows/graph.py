@@ -26,7 +26,7 @@ Output = tuple["Node", int]
 
 @dataclass(frozen=True)
 class ModelFile:
-    """A file that a loader names: where it is downloaded, and the folder below `models` that it goes to."""
+    """A file that a loader names: its address, and the folder below `models` that it belongs to."""
 
     url: str
     directory: str
@@ -38,15 +38,15 @@ class ModelFile:
 
 @dataclass
 class Node:
-    """kind: of the node; given: its inputs that are not defaults, an `Output` where it is linked; tall: its least
-    height in pixels, for what it shows beside its inputs."""
+    """kind: type of the node; inputs: those that are not defaults, an `Output` for a link; tall: its least height in
+    pixels, with room for what it shows below its inputs."""
 
     id: int
     kind: str
-    given: dict[str, Any]
+    inputs: dict[str, Any]
     title: str | None = None
     tall: int = 0
-    after: str = "fixed"  # what becomes of its seed after a run
+    seed_after: str = "fixed"  # of the seed after a run
     files: tuple[ModelFile, ...] = ()
 
     def __getitem__(self, output: int) -> Output:
@@ -55,7 +55,7 @@ class Node:
 
 @dataclass
 class Column:
-    """widths: of the rows of nodes beside one another."""
+    """widths: of the rows of nodes, from left to right."""
 
     title: str
     widths: list[int]
@@ -63,8 +63,8 @@ class Column:
 
 
 class Graph:
-    """`note` writes above the first column, `column` begins one, `beside` a second row of nodes in it (of another width
-    if one is given), `node` puts a node below the last one."""
+    """`note` writes above the first column, `column` begins one, `beside` a further row of nodes in it (of another
+    width if one is given), `node` puts a node below the last one."""
 
     def __init__(self, name: str, object_info: Mapping[str, Any]):
         self.name, self.info = name, object_info
@@ -96,14 +96,14 @@ class Graph:
         tall: int = 0,
         files: Sequence[ModelFile] = (),
         seed_after: str = "fixed",
-        **given: Any,
+        **inputs: Any,
     ) -> Node:
-        known = {name for name, _ in self._inputs(kind)}
-        assert given.keys() <= known, (kind, given.keys() - known)
+        names = {name for name, _ in self._inputs(kind)}
+        assert inputs.keys() <= names, (kind, inputs.keys() - names)
         self._last += 1
-        made = Node(self._last, kind, given, title, tall, seed_after, tuple(files))
-        self.columns[-1].nodes[self._row].append(made)
-        return made
+        node = Node(self._last, kind, inputs, title, tall, seed_after, tuple(files))
+        self.columns[-1].nodes[self._row].append(node)
+        return node
 
     def files(self) -> list[ModelFile]:
         return list(dict.fromkeys(file for node in self._nodes() for file in node.files))
@@ -113,8 +113,8 @@ class Graph:
 
     def _inputs(self, kind: str) -> list[tuple[str, list[Any]]]:
         """All inputs but those that grow: the frontend adds their places itself."""
-        found = self.info[kind]["input"]
-        listed = [*found.get("required", {}).items(), *found.get("optional", {}).items()]
+        inputs = self.info[kind]["input"]
+        listed = [*inputs.get("required", {}).items(), *inputs.get("optional", {}).items()]
         return [(name, spec) for name, spec in listed if spec[0] != "COMFY_AUTOGROW_V3"]
 
     def _is_widget(self, spec: Sequence[Any]) -> bool:
@@ -127,8 +127,8 @@ class Graph:
         return self.info[output[0].kind]["output"][output[1]]
 
     def _value(self, node: Node, name: str, spec: Sequence[Any]) -> Any:
-        if name in node.given:
-            return node.given[name]
+        if name in node.inputs:
+            return node.inputs[name]
         options = spec[1] if len(spec) > 1 else {}
         choices = spec[0] if isinstance(spec[0], list) else options.get("options", [])
         first = choices[0]["key"] if choices and isinstance(choices[0], dict) else choices[0] if choices else None
@@ -138,12 +138,12 @@ class Graph:
         return int(value) if isinstance(value, float) and value.is_integer() else value
 
     def api(self) -> dict[str, Any]:
-        """The API form: what is posted to `/prompt`."""
+        """Return the API form, which is posted to `/prompt`."""
         prompt = {}
         for node in self._nodes():
             inputs: dict[str, Any] = {}
             for name, spec in self._inputs(node.kind):
-                if isinstance(link := node.given.get(name), tuple):
+                if isinstance(link := node.inputs.get(name), tuple):
                     inputs[name] = [str(link[0].id), link[1]]
                 elif self._is_widget(spec):
                     inputs[name] = self._value(node, name, spec)
@@ -152,42 +152,43 @@ class Graph:
         return prompt
 
     def ui(self) -> dict[str, Any]:
-        """The form that the frontend opens and saves. It has no view, so that the frontend fits it to the window."""
+        """Return the form that the frontend opens and saves. It has no view, so that the frontend fits it to the
+        window."""
         links: list[list[Any]] = []
-        made = [_note(self.columns[0].widths[0], self.text, self.text_height)]
+        nodes_drawn = [_note(self.columns[0].widths[0], self.text, self.text_height)]
         groups: list[dict[str, Any]] = []
         x = 0
         for place, column in enumerate(self.columns):
             top = 0 if place else self.text_height + 20
-            left, bottom = x, top
+            column_x, bottom = x, top
             for row_width, nodes in zip(column.widths, column.nodes, strict=True):
                 y = top + TOP
                 for node in nodes:
-                    drawn = self._draw(node, left, y, row_width, links)
-                    made.append(drawn)
-                    y += drawn["size"][1] + GAP
+                    node_data = self._draw(node, column_x, y, row_width, links)
+                    nodes_drawn.append(node_data)
+                    y += node_data["size"][1] + GAP
                 bottom = max(bottom, y - GAP + 20)
-                left += row_width + GAP
-            bounding = [x - 20, top, left - GAP - x + 40, bottom - top]
+                column_x += row_width + GAP
+            bounding = [x - 20, top, column_x - GAP - x + 40, bottom - top]
             group = {"id": place + 1, "title": f"{place + 1}  {column.title}", "bounding": bounding}
             groups.append(group | {"color": COLOURS[place % len(COLOURS)], "flags": {}})
-            x = left - GAP + APART
-        by_id = {node["id"]: node for node in made}
+            x = column_x - GAP + APART
+        by_id = {node["id"]: node for node in nodes_drawn}
         for link in links:
             output = by_id[link[1]]["outputs"][link[2]]
             output["links"] = [*(output["links"] or []), link[0]]
-        for order, drawn in enumerate(made):
-            drawn["order"] = order
+        for order, node_data in enumerate(nodes_drawn):
+            node_data["order"] = order
         return {
             "id": str(uuid.uuid5(uuid.NAMESPACE_URL, f"tessera/{self.name}")),
             "revision": 0,
             "last_node_id": self._last,
             "last_link_id": len(links),
-            "nodes": made,
+            "nodes": nodes_drawn,
             "links": links,
             "groups": groups,
             "config": {},
-            "extra": around(made, [Wire(*link[:5]) for link in links]),
+            "extra": around(nodes_drawn, [Wire(*link[:5]) for link in links]),
             "version": 0.4,
         }
 
@@ -196,7 +197,7 @@ class Graph:
         optional = info["input"].get("optional", {})
         inputs: list[dict[str, Any]] = []
         values: list[Any] = []
-        rows, hidden = 0, False
+        rows, has_hidden = 0, False
         specs = self._inputs(node.kind)
         # The frontend puts what can only be linked first.
         for name, spec in sorted(specs, key=lambda item: self._is_widget(item[1])):
@@ -205,35 +206,35 @@ class Graph:
             slot: dict[str, Any] = {"localized_name": name, "name": name}
             slot |= {"shape": 7} if name in optional else {}
             slot |= {"type": kind} | ({"widget": {"name": name}} if is_widget else {}) | {"link": None}
-            if isinstance(link := node.given.get(name), tuple):
+            if isinstance(link := node.inputs.get(name), tuple):
                 links.append([len(links) + 1, link[0].id, link[1], node.id, len(inputs), self._kind(link)])
                 slot["link"] = len(links)
             inputs.append(slot)
             if is_widget:
                 options = spec[1] if len(spec) > 1 else {}
-                linked = isinstance(node.given.get(name), tuple)
+                linked = isinstance(node.inputs.get(name), tuple)
                 values.append(options.get("default") if linked else self._value(node, name, spec))
-                own = 1 if not options.get("multiline") else MULTILINE
+                widget_rows = 1 if not options.get("multiline") else MULTILINE
                 if name in ("seed", "noise_seed") and options.get("control_after_generate"):
-                    values.append(node.after)
-                    own += 1
-                if options.get("advanced") and not linked and name not in node.given:
-                    hidden = True
+                    values.append(node.seed_after)
+                    widget_rows += 1
+                if options.get("advanced") and not linked and name not in node.inputs:
+                    has_hidden = True
                 else:
-                    rows += own
+                    rows += widget_rows
         outputs = [
             {"localized_name": name, "name": name, "type": kind, "links": None}
             for kind, name in zip(info["output"], info["output_name"], strict=True)
         ]
         slots = sum("widget" not in slot for slot in inputs)
-        rows += hidden * BUTTON
+        rows += has_hidden * BUTTON
         height = EDGE + SLOT * max(slots, len(outputs)) + (FOOT + ROW * rows if rows else 0)
         height = max(node.tall, height)
         properties: dict[str, Any] = {"Node name for S&R": node.kind}
         if node.files:
             properties["models"] = [{"name": f.name, "url": f.url, "directory": f.directory} for f in node.files]
         origin, version = VERSIONS["tessera" if node.kind.startswith("Tessera") else "core"]
-        drawn = {
+        node_data = {
             "id": node.id,
             "type": node.kind,
             "pos": [x, y],
@@ -242,9 +243,9 @@ class Graph:
             "order": 0,
             "mode": 0,
         }
-        drawn |= {"inputs": inputs, "outputs": outputs} | ({"title": node.title} if node.title else {})
-        drawn |= {"showAdvanced": False} if hidden else {}
-        return drawn | {"properties": properties | {"cnr_id": origin, "ver": version}, "widgets_values": values}
+        node_data |= {"inputs": inputs, "outputs": outputs} | ({"title": node.title} if node.title else {})
+        node_data |= {"showAdvanced": False} if has_hidden else {}
+        return node_data | {"properties": properties | {"cnr_id": origin, "ver": version}, "widgets_values": values}
 
     def write(self, folder: Path) -> None:
         for path, content in (
@@ -261,5 +262,5 @@ def _note(width: int, text: str, height: int) -> dict[str, Any]:
 
 
 def list_of_files(files: Sequence[ModelFile]) -> str:
-    """The lines of a note that say where to get each file and where it goes."""
+    """Return the lines of a note with the address and the folder of each file."""
     return "\n".join(f"- [{file.name}]({file.url}) in `{file.directory}`" for file in files)

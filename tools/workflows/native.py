@@ -30,15 +30,18 @@ def _checkpoint(graph: Graph, file: ModelFile) -> Node:
     return graph.node("CheckpointLoaderSimple", files=[file], ckpt_name=file.name)
 
 
-def _sample_custom(graph: Graph, model: Output, told: Node, sigmas: Output, latent: Output, cfg: float) -> Node:
-    """Add a sampler that goes down the given sigmas. told: gives the positive and the negative conditioning."""
+def _sample_custom(
+    graph: Graph, model: Output, conditionings: Node, sigmas: Output, latent: Output, cfg: float
+) -> Node:
+    """Add a sampler that goes down the given sigmas. conditionings: node with the positive and the negative
+    conditioning."""
     sampler = graph.node("KSamplerSelect", sampler_name="euler")
     graph.beside(NARROW)
     return graph.node(
         "SamplerCustom",
         model=model,
-        positive=told[0],
-        negative=told[1],
+        positive=conditionings[0],
+        negative=conditionings[1],
         sampler=sampler[0],
         sigmas=sigmas,
         latent_image=latent,
@@ -51,8 +54,8 @@ def z_image_lora(graph: Graph) -> None:
     model_file = hub_file(f"{base}/diffusion_models/z_image_bf16.safetensors", "diffusion_models")
     clip_file = hub_file(f"{turbo}/text_encoders/qwen_3_4b.safetensors", "text_encoders")
     vae_file = hub_file(f"{turbo}/vae/ae.safetensors", "vae")
-    more = "The LoRA works on Z-Image-Turbo too: load that to sample, with 8 **steps** and **cfg** 1."
-    training_note(graph, [model_file, clip_file, vae_file], more)
+    hint = "The LoRA works on Z-Image-Turbo too: load that to sample, with 8 **steps** and **cfg** 1."
+    training_note(graph, [model_file, clip_file, vae_file], hint)
     model, clip, vae = load(graph, model_file, "lumina2", [clip_file], vae_file)
     data = pictures(graph, vae[0], clip[0])
     positive, negative = prompts(graph, clip[0], PROMPT, "blurry, low quality")
@@ -71,8 +74,8 @@ def qwen_image21_lora(graph: Graph) -> None:
     model_file = hub_file(f"{files}/diffusion_models/qwen_image_2.1_int8_convrot.safetensors", "diffusion_models")
     clip_file = hub_file(f"{files}/text_encoders/qwen3vl_8b_int8_convrot.safetensors", "text_encoders")
     vae_file = hub_file(f"{files}/vae/qwen_image_2.1_vae_bf16.safetensors", "vae")
-    more = "Qwen Image 2.1 needs ComfyUI 0.37 or newer. Tessera was not tried on the real model."
-    training_note(graph, [model_file, clip_file, vae_file], more)
+    hint = "Qwen Image 2.1 needs ComfyUI 0.37 or newer. Tessera was not tried on the real model."
+    training_note(graph, [model_file, clip_file, vae_file], hint)
     model, clip, vae = load(graph, model_file, "qwen_image", [clip_file], vae_file)
     data = pictures(graph, vae[0], clip[0])
     positive, negative = prompts(graph, clip[0], PROMPT)
@@ -92,8 +95,8 @@ def krea2_lora(graph: Graph) -> None:
     )
     clip_file = hub_file("Krea-2/resolve/main/text_encoders/qwen3vl_4b_fp8_scaled.safetensors", "text_encoders")
     vae_file = hub_file("Krea-2/resolve/main/vae/qwen_image_vae.safetensors", "vae")
-    more = "Krea 2 is trained on **Raw** and sampled on **Turbo**, as its makers advise."
-    training_note(graph, [raw_file, turbo_file, clip_file, vae_file], more)
+    hint = "Krea 2 is trained on **Raw** and sampled on **Turbo**, as its makers advise."
+    training_note(graph, [raw_file, turbo_file, clip_file, vae_file], hint)
     model, clip, vae = load(graph, raw_file, "krea2", [clip_file], vae_file, title="Krea 2 Raw, to train on")
     data = pictures(graph, vae[0], clip[0])
     positive, negative = prompts(graph, clip[0], PROMPT)
@@ -151,11 +154,11 @@ def hunyuan_video15_lora(graph: Graph) -> None:
         for name in ("qwen_2.5_vl_7b_fp8_scaled", "byt5_small_glyphxl_fp16")
     ]
     vae_file = hub_file(f"{files}/vae/hunyuanvideo15_vae_fp16.safetensors", "vae")
-    more = (
+    hint = (
         "**target_frames** are the lengths cut from each clip, 4 n + 1 frames. What a caption puts in double quotes is "
         "text that the clip shows."
     )
-    training_note(graph, [model_file, *clip_files, vae_file], more, "my_clips", "your clips")
+    training_note(graph, [model_file, *clip_files, vae_file], hint, "my_clips", "your clips")
     model, clip, vae = load(graph, model_file, "hunyuan_video_15", clip_files, vae_file)
     data = clips(graph, vae[0], clip[0], "17, 33", 24)
     positive, negative = prompts(graph, clip[0], CLIP_PROMPT)
@@ -183,12 +186,12 @@ def minimax_h3_lora(graph: Graph) -> None:
     sound_file = hub_file("MiniMax-H3/resolve/main/vae/minimax_h3_audio_vae_fp32.safetensors", "vae")
     adapter = "minimax_h3_training_adapter/resolve/main/minimax_h3_training_adapter_v1.safetensors"
     adapter_file = _hub("ostris", adapter, "loras")
-    more = (
+    hint = (
         "**target_frames** are the lengths cut from each clip, 17 n + 5 frames. The sound isn't trained. H3 is "
         "distilled; its training adapter is used while training only, so that the LoRA works on it as it is."
     )
     files = [model_file, clip_file, vae_file, sound_file, adapter_file]
-    training_note(graph, files, more, "my_clips", "your clips")
+    training_note(graph, files, hint, "my_clips", "your clips")
     model, clip, vae = load(graph, model_file, "minimax", [clip_file], vae_file)
     data = clips(graph, vae[0], clip[0], "22, 39", 24)
     positive, negative = prompts(graph, clip[0], CLIP_PROMPT)
@@ -208,25 +211,25 @@ def minimax_h3_lora(graph: Graph) -> None:
 def ltx_video_lora(graph: Graph) -> None:
     file = _hub("Lightricks", "LTX-Video/resolve/main/ltx-video-2b-v0.9.safetensors", "checkpoints")
     clip_file = _hub("comfyanonymous", "flux_text_encoders/resolve/main/t5xxl_fp16.safetensors", "text_encoders")
-    more = (
+    hint = (
         "**target_frames** are the lengths cut from each clip, 8 n + 1 frames. Give *LTXVConditioning* the **fps** of "
         "your clips. Later LTX-Video files load the same way."
     )
-    training_note(graph, [file, clip_file], more, "my_clips", "your clips")
+    training_note(graph, [file, clip_file], hint, "my_clips", "your clips")
     loaded = _checkpoint(graph, file)
     clip = graph.node("CLIPLoader", files=[clip_file], clip_name=clip_file.name, type="ltxv")
     data = clips(graph, loaded[2], clip[0], "25, 49", 25)
     worst = "low quality, worst quality, deformed, distorted, disfigured, motion smear, motion artifacts"
     positive, negative = prompts(graph, clip[0], CLIP_PROMPT, worst)
-    told = graph.node("LTXVConditioning", positive=positive[0], negative=negative[0], frame_rate=25)
+    conditionings = graph.node("LTXVConditioning", positive=positive[0], negative=negative[0], frame_rate=25)
     small = {"width": 480, "height": 288, "frames": 25, "fps": 25}
-    options = preview(graph, loaded[2], told[0], negative=told[1], cfg=3, **small)
+    options = preview(graph, loaded[2], conditionings[0], negative=conditionings[1], cfg=3, **small)
     trained = train(graph, "my_ltx_video_lora", loaded[0], data, **options)
     graph.column("Sample", NARROW)
     latent = graph.node("EmptyLTXVLatentVideo", width=768, height=512, length=97)
     sigmas = graph.node("LTXVScheduler", tall=200, latent=latent[0], steps=30)
     with_lora = graph.node("LoraModelLoader", tall=LORA_TALL, model=loaded[0], lora=trained[0])
-    sampled = _sample_custom(graph, with_lora[0], told, sigmas[0], latent[0], cfg=3)
+    sampled = _sample_custom(graph, with_lora[0], conditionings, sigmas[0], latent[0], cfg=3)
     video(graph, sampled[0], loaded[2], "my_ltx_video_lora", 25)
 
 
@@ -236,12 +239,12 @@ def ltx2_3_lora(graph: Graph) -> None:
     clip_file = hub_file(f"ltx-2/{split}/text_encoders/gemma_3_12B_it_fp4_mixed.safetensors", "text_encoders")
     fast = "ltx_2.3_22b_distilled_1.1_lora_dynamic_fro09_avg_rank_111_bf16.safetensors"
     fast_file = hub_file(f"ltx-2.3/{split}/loras/{fast}", "loras")
-    more = (
+    hint = (
         "**target_frames** are the lengths cut from each clip, 8 n + 1 frames. The sound of your clips isn't used: the "
         "model hears silence while it trains. Trained on dev, sampled in 8 **steps** with the distilled LoRA. Have 16 "
         "GB on the card and 64 GB in the computer (calculated, not measured)."
     )
-    training_note(graph, [file, clip_file, fast_file], more, "my_clips", "your clips")
+    training_note(graph, [file, clip_file, fast_file], hint, "my_clips", "your clips")
     loaded = _checkpoint(graph, file)
     clip = graph.node(
         "LTXAVTextEncoderLoader", files=[clip_file, file], text_encoder=clip_file.name, ckpt_name=file.name
@@ -259,9 +262,9 @@ def ltx2_3_lora(graph: Graph) -> None:
     positive, negative = prompts(
         graph, clip[0], CLIP_PROMPT, "pc game, console game, video game, cartoon, childish, ugly"
     )
-    told = graph.node("LTXVConditioning", positive=positive[0], negative=negative[0], frame_rate=25)
+    conditionings = graph.node("LTXVConditioning", positive=positive[0], negative=negative[0], frame_rate=25)
     small = {"width": 480, "height": 288, "frames": 25, "fps": 25, "steps": 8}
-    options = preview(graph, loaded[2], told[0], model=sampled_on[0], **small)
+    options = preview(graph, loaded[2], conditionings[0], model=sampled_on[0], **small)
     trained = train(graph, "my_ltx2_3_lora", loaded[0], data, **options)
     graph.column("Sample", NARROW)
     with_lora = graph.node("LoraModelLoader", tall=LORA_TALL, model=sampled_on[0], lora=trained[0])
@@ -270,7 +273,7 @@ def ltx2_3_lora(graph: Graph) -> None:
     latent = graph.node("LTXVConcatAVLatent", video_latent=video_latent[0], audio_latent=sound_latent[0])
     steps = "1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0"
     sigmas = graph.node("ManualSigmas", sigmas=steps)
-    sampled = _sample_custom(graph, with_lora[0], told, sigmas[0], latent[0], cfg=1)
+    sampled = _sample_custom(graph, with_lora[0], conditionings, sigmas[0], latent[0], cfg=1)
     parts = graph.node("LTXVSeparateAVLatent", av_latent=sampled[0])
     sound = graph.node("LTXVAudioVAEDecode", samples=parts[1], audio_vae=sound_vae[0])
     video(graph, parts[0], loaded[2], "my_ltx2_3_lora", 25, audio=sound[0])

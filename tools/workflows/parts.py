@@ -1,4 +1,4 @@
-"""Parts that workflows have in common: the groups of nodes that load, train and sample, and the notes beside them."""
+"""Parts that workflows have in common: the groups of nodes that load, train and sample, and the notes about them."""
 
 import re
 
@@ -12,11 +12,11 @@ def hub_file(path: str, directory: str) -> ModelFile:
 
 
 SWAPPED = "Blocks that do not fit the GPU stream from the computer's memory."
-# Heights and widths with what a run shows on the node, so that nothing lies on another node after it.
+# Heights and widths of nodes after a run, so that they do not overlap.
 PLAN_TALL, PANEL_TALL, PICTURE_TALL = 430, 740, 330
 LOADER_TALL, MEMORY_TALL, LORA_TALL, SAVED_TALL = 270, 250, 135, 240
 FOLDER_TALL, CLIPS_TALL = 620, 670  # with thumbnails, or the sentence that the folder is not there yet
-WIDE, DATA, MIDDLE, NARROW = 340, 380, 300, 290  # columns of data, of prompts, and rows of two beside one another
+WIDE, DATA, MIDDLE, NARROW = 340, 380, 300, 290  # columns of data, of prompts, and rows of two
 QUICK = "512 x 512 (**megapixels** 0.25) trains about four times as fast."
 EDIT = (
     "The picture before the edit goes into `input/{folder}` under the same name; several for one picture: `a_0.jpg`, "
@@ -45,20 +45,24 @@ Below `ComfyUI/models`:
 ### 3. {third}"""
 
 
-def note(graph: Graph, files: list[ModelFile], text: str, **given: str) -> None:
-    """Write the three steps above the first column, which begins here. given: what the text leaves open."""
-    text = text.format(files=list_of_files(files), **given).strip()
-    shown = (re.sub(r"\]\([^)]*\)|[*`#]", "", line) for line in text.splitlines() if line)
-    lines = sum(1 + len(line) // 58 for line in shown)
+def note(graph: Graph, files: list[ModelFile], text: str, **fields: str) -> None:
+    """Write the three steps above the first column, which begins here. fields: values for the text."""
+    text = text.format(files=list_of_files(files), **fields).strip()
+    plain = (re.sub(r"\]\([^)]*\)|[*`#]", "", line) for line in text.splitlines() if line)
+    lines = sum(1 + len(line) // 58 for line in plain)
     graph.column("Model", WIDE)
     graph.note(text, 70 + 17 * lines + 11 * text.count("\n\n") + 20 * text.count("###"))
 
 
 def training_note(
-    graph: Graph, files: list[ModelFile], more: str = SWAPPED, folder: str = "my_pictures", what: str = "your pictures"
+    graph: Graph,
+    files: list[ModelFile],
+    hint: str = SWAPPED,
+    folder: str = "my_pictures",
+    content: str = "your pictures",
 ) -> None:
     ending = "mp4" if folder == "my_clips" else "jpg"
-    note(graph, files, TRAINING, what=what, folder=folder, ending=ending, more=more)
+    note(graph, files, TRAINING, what=content, folder=folder, ending=ending, more=hint)
 
 
 def load(
@@ -85,31 +89,31 @@ def load(
     return loaded, clip, graph.node("VAELoader", files=[vae], vae_name=vae.name)
 
 
-def pictures(graph: Graph, vae: Output, clip: Output, folder: str = "my_pictures", **given: object) -> Node:
+def pictures(graph: Graph, vae: Output, clip: Output, folder: str = "my_pictures", **inputs: object) -> Node:
     graph.column("Pictures and captions", DATA)
-    controls = {"control_folder": given.pop("control_folder")} if "control_folder" in given else {}
-    chosen = graph.node(
+    controls = {"control_folder": inputs.pop("control_folder")} if "control_folder" in inputs else {}
+    folder_node = graph.node(
         "TesseraImageFolder", tall=FOLDER_TALL + 90 * bool(controls), folder=f"input/{folder}", **controls
     )
-    return graph.node("TesseraPrepareDataset", tall=PLAN_TALL, dataset=chosen[0], vae=vae, clip=clip, **given)
+    return graph.node("TesseraPrepareDataset", tall=PLAN_TALL, dataset=folder_node[0], vae=vae, clip=clip, **inputs)
 
 
-def clips(graph: Graph, vae: Output, clip: Output, target_frames: str, fps: int = 16, **given: object) -> Node:
+def clips(graph: Graph, vae: Output, clip: Output, target_frames: str, fps: int = 16, **inputs: object) -> Node:
     graph.column("Clips and captions", DATA)
     speed = {} if fps == 16 else {"fps": fps}
-    chosen = graph.node(
+    folder_node = graph.node(
         "TesseraVideoFolder", tall=CLIPS_TALL, folder="input/my_clips", target_frames=target_frames, **speed
     )
     return graph.node(
-        "TesseraPrepareDataset", tall=PLAN_TALL, dataset=chosen[0], vae=vae, clip=clip, megapixels=0.25, **given
+        "TesseraPrepareDataset", tall=PLAN_TALL, dataset=folder_node[0], vae=vae, clip=clip, megapixels=0.25, **inputs
     )
 
 
-def preview(graph: Graph, vae: Output, positive: Output, **given: object) -> dict[str, Output]:
+def preview(graph: Graph, vae: Output, positive: Output, **inputs: object) -> dict[str, Output]:
     """Training Memory at auto and Training Preview, below the prompt: what `train` links."""
     memory = graph.node("TesseraMemory", tall=MEMORY_TALL, checkpointing="auto", blocks_to_swap=-1)
-    shown = graph.node("TesseraPreview", vae=vae, positive=positive, **given)
-    return {"memory": memory[0], "preview": shown[0]}
+    preview_node = graph.node("TesseraPreview", vae=vae, positive=positive, **inputs)
+    return {"memory": memory[0], "preview": preview_node[0]}
 
 
 def train(
@@ -119,7 +123,7 @@ def train(
     data: Node,
     low: Node | None = None,
     adapter: ModelFile | None = None,
-    **given: object,
+    **inputs: object,
 ) -> Node:
     """adapter: in force while a distilled model trains. LoRA Network with it takes the room of Save LoRA, without which
     the LoRA is written too."""
@@ -129,7 +133,7 @@ def train(
         network = graph.node("TesseraLoraNetwork", tall=330, files=[adapter], training_adapter=adapter.name)
         linked["network"] = network[0]
     trained = graph.node(
-        "TesseraTrainLora", tall=PANEL_TALL, model=model, data=data[0], output_name=name, **linked, **given
+        "TesseraTrainLora", tall=PANEL_TALL, model=model, data=data[0], output_name=name, **linked, **inputs
     )
     if adapter is not None:
         return trained
@@ -141,7 +145,7 @@ def train(
             filename_prefix=f"loras/{name}{title}",
         )
     row = graph.columns[-1].nodes[-1]
-    row.append(row.pop(0))  # at the bottom, where what it shows of the run has room
+    row.append(row.pop(0))  # at the bottom, with room for what it shows of the run
     return trained
 
 
@@ -159,7 +163,7 @@ def ksampler(
     title: str | None = None,
     seed_after: str = "fixed",
 ) -> Node:
-    given = {"positive": positive, "negative": negative, "latent_image": latent, "steps": steps, "cfg": cfg}
+    inputs = {"positive": positive, "negative": negative, "latent_image": latent, "steps": steps, "cfg": cfg}
     return graph.node(
         "KSampler",
         title=title,
@@ -167,7 +171,7 @@ def ksampler(
         model=model[0],
         sampler_name=sampler,
         scheduler=scheduler,
-        **given,
+        **inputs,
     )
 
 
@@ -176,15 +180,15 @@ def prompts(
 ) -> tuple[Node, Node]:
     """The prompt and the negative one, encoded, in a column of their own."""
     graph.column(title, MIDDLE)
-    made = (("Prompt", text), ("Negative prompt", negative))
-    positive, unwanted = (graph.node("CLIPTextEncode", title=name, clip=clip, text=words) for name, words in made)
+    texts = (("Prompt", text), ("Negative prompt", negative))
+    positive, unwanted = (graph.node("CLIPTextEncode", title=name, clip=clip, text=words) for name, words in texts)
     return positive, unwanted
 
 
 def video(graph: Graph, latent: Output, vae: Output, name: str, fps: int = 16, **sound: Output) -> None:
     images = graph.node("VAEDecode", samples=latent, vae=vae)
-    made = graph.node("CreateVideo", images=images[0], fps=fps, **sound)
-    graph.node("SaveVideo", tall=PICTURE_TALL, video=made[0], filename_prefix=f"video/{name}")
+    clip = graph.node("CreateVideo", images=images[0], fps=fps, **sound)
+    graph.node("SaveVideo", tall=PICTURE_TALL, video=clip[0], filename_prefix=f"video/{name}")
 
 
 def picture(graph: Graph, latent: Output, vae: Output, name: str, title: str | None = None) -> None:

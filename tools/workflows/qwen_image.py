@@ -59,10 +59,10 @@ def qwen_edit_lora(graph: Graph) -> None:
     graph.column("Prompt and previews", MIDDLE)
     start = graph.node("LoadImage", title="Picture to edit", tall=310, image="example.png")
     scaled = graph.node("FluxKontextImageScale", image=start[0])
-    seen = {"clip": clip[0], "vae": vae[0], "image1": scaled[0]}
+    encoder_inputs = {"clip": clip[0], "vae": vae[0], "image1": scaled[0]}
     words = "turn the photograph into a charcoal drawing"
-    positive = graph.node("TextEncodeQwenImageEditPlus", title="Prompt", prompt=words, **seen)
-    negative = graph.node("TextEncodeQwenImageEditPlus", title="Negative prompt", prompt="", **seen)
+    positive = graph.node("TextEncodeQwenImageEditPlus", title="Prompt", prompt=words, **encoder_inputs)
+    negative = graph.node("TextEncodeQwenImageEditPlus", title="Negative prompt", prompt="", **encoder_inputs)
     graph.beside(NARROW)
     options = preview(graph, vae[0], positive[0], negative=negative[0], cfg=2.5)
     latent = graph.node("VAEEncode", pixels=scaled[0], vae=vae[0])

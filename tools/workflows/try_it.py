@@ -25,10 +25,10 @@ def try_it(graph: Graph) -> None:
     network = graph.node("TesseraLoraNetwork", tall=330, rank=RANK, alpha=RANK, targets="*")
     optimizer = graph.node("TesseraOptimizer", learning_rate=RATE, lr_scheduler="cosine", warmup_steps=10)
     graph.column("Pictures and captions", DATA)
-    chosen = graph.node("TesseraImageFolder", tall=FOLDER_TALL, folder="examples/try_it")
+    folder = graph.node("TesseraImageFolder", tall=FOLDER_TALL, folder="examples/try_it")
     megapixels = round(SIDE * SIDE / 1e6, 4)
     data = graph.node(
-        "TesseraPrepareDataset", tall=PLAN_TALL, dataset=chosen[0], vae=models[2], clip=models[1], megapixels=megapixels
+        "TesseraPrepareDataset", tall=PLAN_TALL, dataset=folder[0], vae=models[2], clip=models[1], megapixels=megapixels
     )
     graph.column("Prompt and previews", MIDDLE)
     prompt = graph.node("CLIPTextEncode", title="Prompt", clip=models[1], text="a sailing boat on the sea")
@@ -55,8 +55,8 @@ def try_it(graph: Graph) -> None:
         title = f"{words} the LoRA"
         sampled.append((words, ksampler(graph, model, guided[0], guided[0], latent[0], steps=20, cfg=1, title=title)))
     graph.beside(NARROW)
-    for words, drawn in sampled:
-        picture(graph, drawn[0], models[2], f"try_it_{words.lower()}", f"Picture {words.lower()} the LoRA")
+    for words, latent_node in sampled:
+        picture(graph, latent_node[0], models[2], f"try_it_{words.lower()}", f"Picture {words.lower()} the LoRA")
 
 
 DESCRIPTIONS = [try_it]

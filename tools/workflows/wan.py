@@ -30,8 +30,8 @@ SMALL = {"width": 480, "height": 272, "frames": 17}
 
 
 def wan_t2v_lora(graph: Graph) -> None:
-    more = "**target_frames** are the lengths cut from each clip, 4 n + 1 frames. Pictures train as well: chain "
-    training_note(graph, [WAN_T2V, UMT5, WAN_VAE], f"{more}*Training Images*.", "my_clips", "your clips")
+    hint = "**target_frames** are the lengths cut from each clip, 4 n + 1 frames. Pictures train as well: chain "
+    training_note(graph, [WAN_T2V, UMT5, WAN_VAE], f"{hint}*Training Images*.", "my_clips", "your clips")
     model, clip, vae = load(graph, WAN_T2V, "wan", [UMT5], WAN_VAE)
     data = clips(graph, vae[0], clip[0], "17, 33")
     positive, negative = prompts(graph, clip[0], FOX, NEGATIVE_CLIP)
@@ -49,24 +49,24 @@ def wan_t2v_lora(graph: Graph) -> None:
 def wan_i2v_lora(graph: Graph) -> None:
     model_file = _wan("2.1", "wan2.1_i2v_480p_14B_fp16")
     vision_file = _wan("2.1", "clip_vision_h", "clip_vision")
-    more = (
+    hint = (
         "**image_to_video** makes each clip's first frame its start picture. Wan 2.2 needs no CLIP vision: disconnect "
         "it there."
     )
-    training_note(graph, [model_file, UMT5, WAN_VAE, vision_file], more, "my_clips", "your clips")
+    training_note(graph, [model_file, UMT5, WAN_VAE, vision_file], hint, "my_clips", "your clips")
     model, clip, vae = load(graph, model_file, "wan", [UMT5], WAN_VAE)
     vision = graph.node("CLIPVisionLoader", files=[vision_file], clip_name=vision_file.name)
     data = clips(graph, vae[0], clip[0], "33", clip_vision=vision[0], image_to_video=True)
     positive, negative = prompts(graph, clip[0], "the fox turns its head and walks away", NEGATIVE_CLIP)
     start = graph.node("LoadImage", title="Start picture", tall=310, image="example.png")
-    seen = graph.node("CLIPVisionEncode", clip_vision=vision[0], image=start[0], crop="none")
+    vision_output = graph.node("CLIPVisionEncode", clip_vision=vision[0], image=start[0], crop="none")
     graph.beside(NARROW)
     started = graph.node(
         "WanImageToVideo",
         positive=positive[0],
         negative=negative[0],
         vae=vae[0],
-        clip_vision_output=seen[0],
+        clip_vision_output=vision_output[0],
         start_image=start[0],
         width=832,
         height=480,
@@ -84,8 +84,8 @@ def wan_i2v_lora(graph: Graph) -> None:
 
 def wan22_two_experts_lora(graph: Graph) -> None:
     high_file, low_file = (_wan("2.2", f"wan2.2_t2v_{side}_noise_14B_fp8_scaled") for side in ("high", "low"))
-    more = "The experts are trained one after the other, so only one has to fit. There are two LoRAs."
-    training_note(graph, [high_file, low_file, UMT5, WAN_VAE], more, "my_clips", "your clips")
+    hint = "The experts are trained one after the other, so only one has to fit. There are two LoRAs."
+    training_note(graph, [high_file, low_file, UMT5, WAN_VAE], hint, "my_clips", "your clips")
     high, clip, vae = load(graph, high_file, "wan", [UMT5], WAN_VAE, title="High noise expert")
     low = graph.node(
         "TesseraLoadDiffusionModel",

@@ -1,4 +1,4 @@
-"""The ways of wires around nodes: the frontend draws a wire straight from slot to slot, under what lies between.
+"""Route wires around nodes: the frontend draws a wire straight from slot to slot, under the nodes between.
 
 A wire that would cross a node that it does not belong to goes out to the right of its origin, up to a lane of its own
 above all nodes, along that and down again to the left of its target, by reroutes. Links of one output share the way as
@@ -26,7 +26,7 @@ class Wire:
 
 
 def crosses(rect: Sequence[float], start: Point, end: Point) -> bool:
-    """Tell whether the line from start to end meets the inside of rect (left, top, right, bottom). After Liang and
+    """Return whether the line from start to end meets the inside of rect (left, top, right, bottom). After Liang and
     Barsky 1984, A New Concept and Method for Line Clipping."""
     (x, y), (dx, dy) = start, (end[0] - start[0], end[1] - start[1])
     first, last = 0.0, 1.0
@@ -58,7 +58,7 @@ def end_of(node: Mapping[str, Any], number: int) -> Point:
 
 
 def around(nodes: Sequence[Mapping[str, Any]], wires: Sequence[Wire]) -> dict[str, Any]:
-    """Give the `extra` of a workflow with the reroutes of all wires that would cross a node."""
+    """Return the `extra` of a workflow with the reroutes of all wires that would cross a node."""
     by_id = {node["id"]: node for node in nodes}
     reroutes: list[dict[str, Any]] = []
     ends: list[dict[str, int]] = []
@@ -71,9 +71,9 @@ def around(nodes: Sequence[Mapping[str, Any]], wires: Sequence[Wire]) -> dict[st
         number = beside[x, step] = beside.get((x, step), -1) + 1
         return x + step * (ASIDE + BETWEEN * number)
 
-    def reroute(at: Point, parent: int | None, link: int) -> int:
-        own = {"id": len(reroutes) + 1, "pos": [round(at[0]), round(at[1])], "linkIds": [link]}
-        reroutes.append(own | ({} if parent is None else {"parentId": parent}))
+    def reroute(point: Point, parent: int | None, link: int) -> int:
+        entry = {"id": len(reroutes) + 1, "pos": [round(point[0]), round(point[1])], "linkIds": [link]}
+        reroutes.append(entry | ({} if parent is None else {"parentId": parent}))
         return len(reroutes)
 
     def join(number: int | None, link: int) -> None:
@@ -84,18 +84,18 @@ def around(nodes: Sequence[Mapping[str, Any]], wires: Sequence[Wire]) -> dict[st
 
     for wire in wires:
         start, end = start_of(by_id[wire.origin], wire.output), end_of(by_id[wire.target], wire.input)
-        others = (rect_of(node) for key, node in by_id.items() if key not in (wire.origin, wire.target))
-        if not any(crosses(rect, start, end) for rect in others):
+        other_rects = (rect_of(node) for key, node in by_id.items() if key not in (wire.origin, wire.target))
+        if not any(crosses(rect, start, end) for rect in other_rects):
             continue
         source = (wire.origin, wire.output)
         if source not in ways:
             lane, side = highest - LANE * len(ways), at_side(start[0], 1)
             ways[source] = lane, reroute((side, lane), reroute((side, start[1]), None, wire.id), wire.id)
         lane, up = ways[source]
-        left = by_id[wire.target]["pos"][0]
-        if (source, left) not in turns:
-            turns[source, left] = reroute((at_side(left, -1), lane), up, wire.id)
-        turn = turns[source, left]
+        target_side = by_id[wire.target]["pos"][0]
+        if (source, target_side) not in turns:
+            turns[source, target_side] = reroute((at_side(target_side, -1), lane), up, wire.id)
+        turn = turns[source, target_side]
         down = reroute((reroutes[turn - 1]["pos"][0], end[1]), turn, wire.id)
         join(down, wire.id)
         ends.append({"id": wire.id, "parentId": down})

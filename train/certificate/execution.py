@@ -28,7 +28,7 @@ def check_execution(placed: PlacedModel, inputs: ModelInputs) -> tuple[str | Non
     """
     faults: list[str] = []
     largest = [0.0]
-    names_by_id = _chosen(placed)
+    names_by_id = _first_blocks(placed)
     as_run = placed.run_block(inputs, None)
 
     def run(block: Block, *args: Any) -> Any:
@@ -37,7 +37,9 @@ def check_execution(placed: PlacedModel, inputs: ModelInputs) -> tuple[str | Non
             difference, bound = _compare(placed, as_run, block, args)
             largest[0] = max(largest[0], difference)
             if not difference <= bound:
-                faults.append(f"{name} is {difference:.1%} different from the plain block, {_how(placed, block)}")
+                faults.append(
+                    f"{name} is {difference:.1%} different from the plain block, {_execution_text(placed, block)}"
+                )
         return as_run(block, *args)
 
     placed.network.write_casts()
@@ -47,14 +49,14 @@ def check_execution(placed: PlacedModel, inputs: ModelInputs) -> tuple[str | Non
     return (faults[0] if faults else None), largest[0]
 
 
-def _how(placed: PlacedModel, block: Block) -> str:
+def _execution_text(placed: PlacedModel, block: Block) -> str:
     """Describe the run's execution of a block."""
     swapped = placed.swap is not None and id(block) in placed.swap.number
     words = ["swapped"] * swapped + [f"checkpointing {placed.memory.checkpointing}"]
     return " and ".join(words + ["compiled"] * (placed.runner.planned_graphs > 0))
 
 
-def _chosen(placed: PlacedModel) -> dict[int, str]:
+def _first_blocks(placed: PlacedModel) -> dict[int, str]:
     """Return the names of the first block of each structure, resident and swapped, by block id."""
     structures_seen, names_by_id = set(), {}
     for name, block in placed.transformer.blocks():

@@ -71,7 +71,7 @@ def loaded_by_core(path: Path, patcher: ModelPatcher) -> dict[str, list[Any]]:
     loaded = comfy.lora.load_lora(tensors, comfy.lora.model_lora_keys_unet(patcher.model, {}))
     patches: dict[str, list[Any]] = {}
     for target, content in loaded.items():
-        key, patch = Patch.of(target, content)
+        key, patch = Patch.from_entry(target, content)
         patches.setdefault(key, []).append((1.0, patch.content, 1.0, patch.place, patch.function))
     return patches
 

@@ -30,11 +30,11 @@ def targets_without_gradient(placed: PlacedModel, inputs: ModelInputs) -> tuple[
             return [], []
         with torch.no_grad():
             with perturbed(placed, ()):
-                without = forward()
+                base_output = forward()
 
             def moves(names: list[str]) -> bool:
                 with perturbed(placed, names):
-                    return not torch.equal(forward(), without)
+                    return not torch.equal(forward(), base_output)
 
             if not moves(unreached):
                 return [], unreached

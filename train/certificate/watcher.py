@@ -31,16 +31,16 @@ class CertificateWatcher:
 
     def __init__(self, context: RunContext, model: str, earlier: Path | None):
         self.context, self.model, self.earlier = context, model, earlier
-        self.done = False
+        self.has_run = False
         self.entries: dict[str, Any] = {}
 
     def between_steps(self, trainer: Trainer) -> None:
         """Make the certificate, once. Raises ValueError if a check fails."""
-        if self.done:
+        if self.has_run:
             return
-        self.done = True
+        self.has_run = True
         key = self._key(trainer)
-        if (earlier_entries := _known(self.earlier, key)) is not None:
+        if (earlier_entries := _read_earlier(self.earlier, key)) is not None:
             self.entries = dict(earlier_entries)
             trainer.observer.note(f"{earlier_entries['text']} This was checked when the run began.")
             return
@@ -63,7 +63,7 @@ class CertificateWatcher:
             trainer.learner.zero_grad()
         self.entries = {**certificate.summary(), "key": key}
         trainer.observer.note(certificate.text)
-        trainer.observer.phase(trainer.placed.runner.doing())
+        trainer.observer.phase(trainer.placed.runner.progress_text())
 
     def is_due(self, step: int, steps: int) -> bool:
         return False
@@ -105,7 +105,7 @@ def checking_watchers(context: RunContext, model: str, state: Path | None) -> li
     return [CertificateWatcher(context, model, None if state is None else state.parent), final]
 
 
-def _known(earlier: Path | None, key: str) -> Mapping[str, Any] | None:
+def _read_earlier(earlier: Path | None, key: str) -> Mapping[str, Any] | None:
     """Read the certificate of an earlier run, None if it has none of this key."""
     folders = [] if earlier is None else [earlier, *list(earlier.parents)[:2]]
     for folder in folders:

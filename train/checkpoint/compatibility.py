@@ -77,7 +77,8 @@ def _check_network(
     if layers.keys() != adapters.keys():
         raise ValueError(
             f"resume: that state trained {len(layers)} layers and the network here trains {len(adapters)} "
-            f"({'; '.join(_only(layers, adapters))}); set targets and the model as they were, {RESUME_OFF}"
+            f"({'; '.join(_describe_difference(layers, adapters))}); set targets and the model as they "
+            f"were, {RESUME_OFF}"
         )
     for name, adapter in adapters.items():
         shapes = {f"{name}.{key}": tuple(t.shape) for key, t in adapter.state_dict().items()}
@@ -99,21 +100,21 @@ def _check_network(
 def _other(field: str, layer: str, saved_spec: AdapterSpec, spec: AdapterSpec, network: NetworkOptions) -> ValueError:
     saved_value, value = getattr(saved_spec, field), getattr(spec, field)
     by_pattern = value != getattr(network, field)
-    fix = "set rank_patterns as they were" if by_pattern else f"set {field} to {_shown(saved_value)}"
+    fix = "set rank_patterns as they were" if by_pattern else f"set {field} to {_format_value(saved_value)}"
     scaled = ", which would change the strength of everything it learnt" if field in ("alpha", "constraint") else ""
     if spec.algorithm == saved_spec.algorithm == "lora" and field in ("rank", "alpha"):
         fix += ", start from its LoRA with start_from on LoRA Network"
     return ValueError(
-        f"resume: that state was trained with {field} {_shown(saved_value)} in {layer} and the network here has "
-        f"{_shown(value)}{scaled}; {fix}, {RESUME_OFF}"
+        f"resume: that state was trained with {field} {_format_value(saved_value)} in {layer} and the network here has "
+        f"{_format_value(value)}{scaled}; {fix}, {RESUME_OFF}"
     )
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _only(saved_layers: Mapping[str, Any], layers: Mapping[str, Any]) -> Iterator[str]:
+def _describe_difference(saved_layers: Mapping[str, Any], layers: Mapping[str, Any]) -> Iterator[str]:
     for names, side in (
         ([n for n in saved_layers if n not in layers], "there"),
         ([n for n in layers if n not in saved_layers], "here"),

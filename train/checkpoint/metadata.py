@@ -191,7 +191,7 @@ def _unix(moment: str) -> str:
     return str(datetime.fromisoformat(moment.replace("Z", "+00:00")).timestamp()) if moment else ""
 
 
-def now() -> str:
+def utc_now() -> str:
     """Return the current time in UTC, ISO 8601 with an offset."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
@@ -212,7 +212,7 @@ def collect_facts(
         batch_size=settings.batch_size,
         gradient_accumulation=settings.gradient_accumulation,
         seed=settings.seed,
-        network=settings.network.of_high_noise(),
+        network=settings.network.for_high_noise(),
         optimizer=settings.optimizer,
         objective=settings.objective,
         memory=settings.memory,
@@ -237,7 +237,7 @@ def metadata_writer(facts: RunFacts) -> Describe:
     """Return a function that builds the metadata of this run's LoRA files."""
 
     def describe(step: int, loss: float | None, lora: LoraModel) -> dict[str, str]:
-        return metadata_for(replace(facts, steps=step, final_loss=loss, finished=now()), lora)
+        return metadata_for(replace(facts, steps=step, final_loss=loss, finished=utc_now()), lora)
 
     return describe
 
@@ -249,19 +249,24 @@ class Best:
     file: name of its file.
     step: optimizer steps it was trained for.
     loss: mean validation loss.
-    of: validation key, see `RunContext.validation_key`.
+    validation_key: see `RunContext.validation_key`.
     """
 
     file: str
     step: int
     loss: float
-    of: str
+    validation_key: str
+
+    def plain(self) -> dict[str, Any]:
+        """Return the record as JSON, for a file's header and the summary."""
+        return {"file": self.file, "step": self.step, "loss": self.loss, "of": self.validation_key}
 
 
 def read_best(path: Path) -> Best | None:
     """Read the record that `keep_best` wrote into a file's header; None for any other file."""
     try:
         with open_tensors(path) as file:
-            return Best(**metadata_field(file.metadata(), BEST))
+            plain = dict(metadata_field(file.metadata(), BEST))
+            return Best(validation_key=plain.pop("of"), **plain)
     except (OSError, SafetensorError, KeyError, ValueError, TypeError):
         return None

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ...common.files import read_tensors
-from ...common.text import shown
+from ...common.text import quoted
 from ...common.untrusted.tensor_files import metadata_field, open_tensors
 from ...lora.files.lora_model import LoraModel
 from ..optim.averaging import decay_at
@@ -57,7 +57,7 @@ class Profile:
 
     def __post_init__(self) -> None:
         if self.kind not in PROFILES:
-            raise ValueError(f"profile is {shown(self.kind)}; choose one of {', '.join(PROFILES)}.")
+            raise ValueError(f"profile is {quoted(self.kind)}; choose one of {', '.join(PROFILES)}.")
         if not 0 < self.decay < 1:
             raise ValueError(f"decay is {self.decay}; set it above 0 and below 1 (0.999 is usual).")
         if not 0 < self.width <= WIDEST:
@@ -115,13 +115,13 @@ def find_snapshots(root: Path, run: str, profile: Profile) -> tuple[list[Snapsho
     available = snapshots(folder) if folder.is_relative_to(root.resolve()) else []
     if not available:
         raise ValueError(
-            f"run: there is no run {shown(run)} with saved LoRAs; choose one of the list (press R to renew it)."
+            f"run: there is no run {quoted(run)} with saved LoRAs; choose one of the list (press R to renew it)."
         )
     begin = (1.0 - profile.last_part) * available[-1].step
     counted = [snapshot for snapshot in available if snapshot.step > begin]
     if len(counted) < 2:
         raise ValueError(
-            f"run: the last_part {profile.last_part:g} of the steps of {shown(run)} holds {len(counted)} of its "
+            f"run: the last_part {profile.last_part:g} of the steps of {quoted(run)} holds {len(counted)} of its "
             f"{len(available)} saved LoRAs, and an average takes two or more; raise last_part, or train with a smaller "
             "save_every and keep_last 0."
         )

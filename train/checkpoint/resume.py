@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from ...common.fingerprint import fingerprint
-from ...common.text import shown
+from ...common.text import quoted
 from ..settings import TrainSettings
 from .run_folder import find_finished, run_folders
 from .run_names import early_key, name_of
@@ -23,7 +23,7 @@ def named_state(root: Path, settings: TrainSettings) -> Path | None:
     path = find_state(root, settings.resume)
     if path is None:
         raise ValueError(
-            f"resume: there is no state {shown(settings.resume)}; choose one of the list, 'latest' or 'off'."
+            f"resume: there is no state {quoted(settings.resume)}; choose one of the list, 'latest' or 'off'."
         )
     return path
 
@@ -66,7 +66,7 @@ def find_states(root: Path, settings: TrainSettings, lineage: str) -> list[Path]
         return []
     state = named_state(root, settings)
     if state is None:
-        return [path for _, path in sorted(_of_lineage(root, settings, lineage), reverse=True)]
+        return [path for _, path in sorted(_states_of_lineage(root, settings, lineage), reverse=True)]
     if (step := read_header(state).step) > settings.steps:
         raise ValueError(f"resume: that state is already at step {step}, but steps is {settings.steps}; raise steps.")
     return [state]
@@ -105,7 +105,7 @@ def continued_lineage(root: Path, settings: TrainSettings, lineage: str) -> str:
     if state is None:
         return _continued(root, settings, lineage) if settings.continued and settings.resume == "latest" else lineage
     header = read_header(state)
-    if lineage in (header.lineage, _asked(header)):
+    if lineage in (header.lineage, _settings_lineage(header)):
         return header.lineage
     return fingerprint({"from": header.lineage, "step": header.step, "to": lineage})
 
@@ -115,17 +115,17 @@ def _continued(root: Path, settings: TrainSettings, lineage: str) -> str:
 
     Of several, prefer a finished run, then the furthest, then the newest.
     """
-    if find_finished(root, settings.output_name, settings.keys(lineage)) or _of_lineage(root, settings, lineage):
+    if find_finished(root, settings.output_name, settings.keys(lineage)) or _states_of_lineage(root, settings, lineage):
         return lineage
     candidates = []
     for header, path in _whole_states(root, settings):
         finished = find_finished(root, settings.output_name, settings.keys(header.lineage)) is not None
-        if _asked(header) == lineage and (finished or header.step <= settings.steps):
+        if _settings_lineage(header) == lineage and (finished or header.step <= settings.steps):
             candidates.append((finished, header.step, path.stat().st_mtime_ns, header.lineage))
     return max(candidates)[-1] if candidates else lineage
 
 
-def _asked(header: StateHeader) -> str | None:
+def _settings_lineage(header: StateHeader) -> str | None:
     """Return the lineage of the settings of a state's last segment, None if unknown."""
     lineage: str | None = (header.parts or [{}])[-1].get("asked")
     return lineage
@@ -147,11 +147,11 @@ def first_step_past(root: Path, settings: TrainSettings, lineage: str) -> int | 
 
 def later_state(root: Path, settings: TrainSettings, lineage: str, step: int) -> str | None:
     """Return the furthest intact state of this lineage after `step`, as `resume` names it; None without one."""
-    furthest = max(_of_lineage(root, settings, lineage), default=None)
+    furthest = max(_states_of_lineage(root, settings, lineage), default=None)
     return furthest[1].relative_to(root).as_posix() if furthest is not None and furthest[0] > step else None
 
 
-def _of_lineage(root: Path, settings: TrainSettings, lineage: str) -> list[tuple[int, Path]]:
+def _states_of_lineage(root: Path, settings: TrainSettings, lineage: str) -> list[tuple[int, Path]]:
     """List (step, path) of the intact states of this lineage up to `steps`."""
     return [
         (header.step, path)

@@ -57,7 +57,7 @@ class RunFolder:
 
     path: the folder.
     name: last part of the output name; every LoRA's file name begins with it.
-    is_new: True before `taken`: the folder is not created yet, and another run may still claim its number.
+    is_new: True before `create`: the folder is not created yet, and another run may still claim its number.
     """
 
     path: Path
@@ -117,7 +117,7 @@ class RunFolder:
 
     def states_except(self, resumed_from: Path | None) -> list[Path]:
         """List the saved states by ascending step, without the state that the run was resumed from."""
-        return [path for path in self.states() if resumed_from is None or not _same(path, resumed_from)]
+        return [path for path in self.states() if resumed_from is None or not _is_same_path(path, resumed_from)]
 
     def remove_old_states(self, step: int, resumed_from: Path | None = None) -> None:
         """Delete states up to `step` except the newest STATES_KEPT. Call it after the state of `step` was saved.
@@ -134,13 +134,13 @@ class RunFolder:
             with contextlib.suppress(OSError):  # a file that is open elsewhere is deleted at the next save
                 path.unlink(missing_ok=True)
 
-    def taken(self) -> "RunFolder":
+    def create(self) -> "RunFolder":
         """Create a new run's folder and return it: `mkdir` claims its number, or the next free one.
 
         Raises ValueError if the folder is not writable.
         """
         try:
-            folder = self._made() if self.is_new else self
+            folder = self._create_numbered() if self.is_new else self
             # Try the longest path of a run: Windows may allow no more than 260 characters.
             trial = folder.step_lora_path(0).with_suffix(".trial")
             try:
@@ -155,7 +155,7 @@ class RunFolder:
             raise ValueError(f"output_name: the run's folder cannot be written: {error.strerror}") from error
         return folder
 
-    def _made(self) -> "RunFolder":
+    def _create_numbered(self) -> "RunFolder":
         self.path.parent.mkdir(parents=True, exist_ok=True)
         number = number_of(self.path.name)
         while True:
@@ -322,7 +322,7 @@ def open_folder(root: Path, output_name: str, key: str, state: Path | None) -> R
     """Return the folder to write to: the folder of `state` if it belongs to the same run, else a new one.
 
     A folder of this run without LoRA and state, left by a process that was killed before its first save, is reused. A
-    new folder is not created yet, see `RunFolder.taken`. Deletes unfinished files that killed processes left in the
+    new folder is not created yet, see `RunFolder.create`. Deletes unfinished files that killed processes left in the
     folders of this output name.
     """
     place, folders = root / place_of(output_name), run_folders(root, output_name)
@@ -330,7 +330,7 @@ def open_folder(root: Path, output_name: str, key: str, state: Path | None) -> R
         sweep_unfinished(folder.path)
     matches = [folder for folder in folders if has_key(folder.path, key)]
     for folder in matches:
-        if state is not None and _same(state.parent, folder.path):
+        if state is not None and _is_same_path(state.parent, folder.path):
             return folder
     if (free := next((folder for folder in matches if folder.is_free()), None)) is not None:
         return free
@@ -339,5 +339,5 @@ def open_folder(root: Path, output_name: str, key: str, state: Path | None) -> R
     return RunFolder(place.with_name(numbered(place.name, number)), place.name, is_new=True)
 
 
-def _same(first: Path, second: Path) -> bool:
+def _is_same_path(first: Path, second: Path) -> bool:
     return first.resolve() == second.resolve()

@@ -50,8 +50,8 @@ class RunRecord:
         self._folder = folder
         self._facts: str | None = json.dumps(facts, indent=1)
         self._lines: list[str] = []
-        self._written = -math.inf
-        self._told = False
+        self._last_write = -math.inf
+        self._has_warned = False
         self._started = time.monotonic()
         self._lock = threading.Lock()  # the timer writes from a thread of its own
         self._timer: threading.Timer | None = None
@@ -74,7 +74,7 @@ class RunRecord:
         line = json.dumps({"kind": kind, **values}, separators=(",", ":"))
         with self._lock:
             self._lines.append(line)
-            wait = self._written + SECONDS_BETWEEN_WRITES - time.monotonic()
+            wait = self._last_write + SECONDS_BETWEEN_WRITES - time.monotonic()
             if wait > 0 and self._timer is None:
                 self._timer = threading.Timer(wait, self.write)
                 self._timer.daemon = True
@@ -90,7 +90,7 @@ class RunRecord:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
-            self._written = time.monotonic()
+            self._last_write = time.monotonic()
             try:
                 if self._facts is not None:
                     text = self._facts
@@ -110,8 +110,8 @@ class RunRecord:
             self._lines.clear()
 
     def _tell(self, error: OSError) -> None:
-        if not self._told:
-            self._told = True
+        if not self._has_warned:
+            self._has_warned = True
             log.warning("The loss curve of this run can't be written to disk, so it has a gap: %s", error.strerror)
 
 
@@ -214,7 +214,7 @@ class RunReader:
         """Read the record. Damaged lines are skipped."""
         path = own_file(self.folder, PROGRESS)
         if path is None:
-            return self._of_summary()
+            return self._curve_from_summary()
         file_stat = path.stat()
         if (file_stat.st_dev, file_stat.st_ino) != self._file or file_stat.st_size < self._offset:
             self._forget()
@@ -237,7 +237,7 @@ class RunReader:
         with suppress(KeyError, TypeError, ValueError, RecursionError):
             self.curve.take(parse_json(line.decode(), PROGRESS_LINE, PROGRESS))
 
-    def _of_summary(self) -> RunCurve:
+    def _curve_from_summary(self) -> RunCurve:
         """Build the curve of a run that was trained by an older version."""
         summary, curve = _read_object(self.folder, SUMMARY, RUN_SUMMARY), RunCurve()
         points = summary.get("validation", {}).get("points", []) if isinstance(summary.get("validation"), dict) else []

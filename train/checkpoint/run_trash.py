@@ -29,7 +29,7 @@ class FolderBelow:
     """Folder below a root. Links are followed on the path to the root, but not below it."""
 
     root: Path
-    below: Path
+    relative_path: Path
 
 
 def own_files(folder: RunFolder) -> list[Path]:
@@ -37,10 +37,10 @@ def own_files(folder: RunFolder) -> list[Path]:
     name = re.escape(normalize("NFC", folder.name))
     lora = rf"{name}-step\d{{6,}}\.safetensors"
     record = "|".join(map(re.escape, RECORD))
-    of_run = rf"{record}|{name}(-best)?\.safetensors|{lora}|{name}\.(workflow|api)\.json"
-    of_run += rf"|state-\d{{6,}}{re.escape(STATE_SUFFIX)}"
-    of_previews = rf"step\d{{6,}}_\d+\.(png|webp)|{re.escape(SHEET)}|{re.escape(INDEX)}"
-    patterns = {"": of_run, f"{folder.name}{STEPS}": lora, PREVIEWS: of_previews}
+    run_pattern = rf"{record}|{name}(-best)?\.safetensors|{lora}|{name}\.(workflow|api)\.json"
+    run_pattern += rf"|state-\d{{6,}}{re.escape(STATE_SUFFIX)}"
+    preview_pattern = rf"step\d{{6,}}_\d+\.(png|webp)|{re.escape(SHEET)}|{re.escape(INDEX)}"
+    patterns = {"": run_pattern, f"{folder.name}{STEPS}": lora, PREVIEWS: preview_pattern}
     return [
         Path(place, name)
         for place, pattern in patterns.items()
@@ -116,7 +116,7 @@ def remove_for_good(folder: RunFolder, trash: Path) -> None:
     files, place = own_files(folder), FolderBelow(trash.parent, folder.path.relative_to(trash.parent))
     try:
         for file in sorted(files, key=lambda file: file.name in RECORD):
-            with folder_below(place.root, place.below / file.parent) as parent:
+            with folder_below(place.root, place.relative_path / file.parent) as parent:
                 parent.unlink(file.name)
     finally:
         _remove_empty(place, files)
@@ -148,7 +148,7 @@ def _move(folder: RunFolder, source: FolderBelow, files: Sequence[Path], target:
         _remove_empty(target, files)
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
             raise ValueError(
-                f"{folder.path.name}: there is a link on the way to {target.below.name}, and none is followed."
+                f"{folder.path.name}: there is a link on the way to {target.relative_path.name}, and none is followed."
             ) from error
         raise ValueError(f"{folder.path.name}: a file can't be moved: {error.strerror or error}.") from error
     _remove_empty(source, files)
@@ -156,8 +156,8 @@ def _move(folder: RunFolder, source: FolderBelow, files: Sequence[Path], target:
 
 def _move_file(source: FolderBelow, target: FolderBelow, file: Path) -> None:
     with (
-        folder_below(source.root, source.below / file.parent) as source_folder,
-        folder_below(target.root, target.below / file.parent, make=True) as target_folder,
+        folder_below(source.root, source.relative_path / file.parent) as source_folder,
+        folder_below(target.root, target.relative_path / file.parent, make=True) as target_folder,
     ):
         source_folder.move(file.name, target_folder)
 
@@ -165,6 +165,6 @@ def _move_file(source: FolderBelow, target: FolderBelow, file: Path) -> None:
 def _remove_empty(place: FolderBelow, files: Sequence[Path]) -> None:
     """Remove the folders of moved files if they are empty."""
     for parent in sorted({file.parent for file in files}, key=lambda parent: len(parent.parts), reverse=True):
-        emptied = place.below / parent
+        emptied = place.relative_path / parent
         with contextlib.suppress(OSError), folder_below(place.root, emptied.parent) as parent_folder:
             parent_folder.rmdir(emptied.name)

@@ -93,7 +93,7 @@ def parse_header(plain: Any, tensors: Mapping[str, StoredTensor]) -> StateHeader
     _need(isinstance(plain, dict), "format")
     if (version := plain.get("format")) != FORMAT or isinstance(version, bool):
         raise UnreadableField("format", unknown=type(version) is int)
-    _known(plain, _FIELDS)
+    _check_names(plain, _FIELDS)
     for name, value in plain.items():
         _need(is_plain(value), name)
     step, batches, loss = plain.get("step"), plain.get("batches"), plain.get("loss")
@@ -126,7 +126,7 @@ def _moving(tree: Any, tensors: Mapping[str, StoredTensor], step: int) -> dict[s
     except ValueError:
         raise UnreadableField("tree") from None
     _need(isinstance(moving, dict), "tree")
-    _known(moving, set(_MOVING))
+    _check_names(moving, set(_MOVING))
     moving = {"average": {}, **moving}
     for name in _MOVING:
         _need(isinstance(moving.get(name), dict), name)
@@ -175,7 +175,7 @@ def _check_adapters(adapters: Any, trained: set[str]) -> None:
     """Check the specs. trained: names of the layers that the state has weights for."""
     _need(isinstance(adapters, list) and all(isinstance(group, dict) for group in adapters), "adapters")
     for group in adapters:
-        _known(group, {*_SPEC, "layers"})
+        _check_names(group, {*_SPEC, "layers"})
         _need(all(name in group for name, required in _SPEC.items() if required), "adapters")
         spec = {name: group[name] for name in _SPEC if name in group}
         for name, choices in (("algorithm", tuple(ADAPTERS)), ("init", INITS)):
@@ -207,7 +207,7 @@ def _check_products(products: Any) -> None:
     _need(isinstance(products, dict), "products")
     if not products:
         return
-    _known(products, {"asked", "full"})
+    _check_names(products, {"asked", "full"})
     _need(_is_name(products.get("asked")) and isinstance(products.get("full"), list), "products")
     for place in products["full"]:
         _need(isinstance(place, list) and all(map(_is_name, place)), "products")
@@ -219,7 +219,7 @@ def _need(holds: bool, name: str) -> None:
         raise UnreadableField(name)
 
 
-def _known(entries: Mapping[Any, Any], allowed: set[str]) -> None:
+def _check_names(entries: Mapping[Any, Any], allowed: set[str]) -> None:
     """Raise for a field that this version does not know: ignoring it could change the meaning of the state."""
     if unknown := [name for name in entries if name not in allowed]:
         raise UnreadableField(str(unknown[0]), unknown=True)

@@ -55,7 +55,7 @@ class TrainingState:
     adapters: specs of the adapters, see `LoraNetwork.specs`; empty in old states.
     parts: segments of the run, see `checkpoint.history`; empty in old states.
     products: layers that run full-precision matmuls because int8/fp8 would lose too much
-        (`placement.products.BlockProducts.kept`); empty if nothing was decided.
+        (`placement.products.BlockProducts.decision`); empty if nothing was decided.
     """
 
     step: int

@@ -28,7 +28,7 @@ class GradientSync:
 
     def __init__(self, world: World, learner: Learner, observer: Observer):
         self.world, self.learner, self.observer, groups = world, learner, observer, learner.network.flat
-        self.sums_left, self._asked = 0, 0
+        self.sums_left, self._request_flags = 0, 0
         if world.is_lone:
             return
         self.weights = [(group, number) for group in groups for number in range(len(group.weights))]
@@ -36,7 +36,7 @@ class GradientSync:
         self.buffer = torch.zeros(sum(sizes) + _FLAGS + len(self.weights), device=groups[0].gradient.device)
         for group, part in zip(groups, self.buffer.split([*sizes, _FLAGS + len(self.weights)]), strict=False):
             group.move_gradient(part)
-        self.told = self.buffer[sum(sizes) :]
+        self.trailer = self.buffer[sum(sizes) :]
 
     def begin(self, steps: int) -> None:
         """Begin a run with this number of remaining steps."""
@@ -51,9 +51,9 @@ class GradientSync:
         if self.world.is_lone:
             return loss[None]
         present = [float(group.weights[number].grad is not None) for group, number in self.weights]
-        self.told[_FLAGS:] = torch.tensor(present)
-        request_flags = sum(_ASKS[request] for request in self.observer.asked()) if self.world.is_first else 0
-        self.told[_LOSS], self.told[_LEAVING], self.told[_ASKED] = loss, 0.0, float(request_flags)
+        self.trailer[_FLAGS:] = torch.tensor(present)
+        request_flags = sum(_ASKS[request] for request in self.observer.take_requests()) if self.world.is_first else 0
+        self.trailer[_LOSS], self.trailer[_LEAVING], self.trailer[_ASKED] = loss, 0.0, float(request_flags)
         self.sums_left -= 1
         try:
             self.world.sum(self.buffer, step)
@@ -62,7 +62,7 @@ class GradientSync:
             raise
         for group, number in self.weights:
             group.weights[number].grad = group.gradients[number]
-        return self.told.clone()
+        return self.trailer.clone()
 
     def check(self, values: Sequence[float]) -> None:
         """Process the values that `sum` returned. A weight without a gradient on any rank gets None as its gradient.
@@ -75,7 +75,7 @@ class GradientSync:
             return
         self.world.count_sum()
         leaving, request_flags, *present = values
-        self._asked = int(request_flags)
+        self._request_flags = int(request_flags)
         if leaving:
             self.sums_left = 0
             raise self.world.stopped(self.world.fault())
@@ -85,11 +85,11 @@ class GradientSync:
         if absent and self.learner.flat is not None:
             self.learner.flat.prepare()
 
-    def asked(self) -> AbstractSet[str]:
+    def requests(self) -> AbstractSet[str]:
         """Return the user's requests after the last checked step, the same on every rank."""
         if self.world.is_lone:
-            return self.observer.asked()
-        return {request for request, number in _ASKS.items() if self._asked & number}
+            return self.observer.take_requests()
+        return {request for request, number in _ASKS.items() if self._request_flags & number}
 
     def leave(self, error: BaseException, step: int, leave_gathers: Callable[[], None]) -> None:
         """Leave the run because of an error of this rank: all ranks end at the step that it did not finish.
@@ -116,7 +116,7 @@ class GradientSync:
     def _sum_as_leaving(self, step: int) -> None:
         try:
             self.buffer.zero_()
-            self.told[_LEAVING] = 1.0
+            self.trailer[_LEAVING] = 1.0
         except Exception:  # the device itself has failed
             self.world.leave_sum()
             raise

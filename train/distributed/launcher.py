@@ -87,7 +87,7 @@ class Job:
         """Request SAVE, STOP or SAMPLE from the run after its next step."""
         (self.folder / request).touch()
 
-    def take_asked(self) -> frozenset[str]:
+    def take_requests(self) -> frozenset[str]:
         """Return the pending requests and clear them; for the one process that reports."""
         requests = frozenset(request for request in (SAVE, STOP, SAMPLE) if (self.folder / request).exists())
         for request in requests:

@@ -28,12 +28,12 @@ def patience(seconds: float, is_interrupted: Callable[[], bool]) -> Iterator[Non
 class Unmet(Exception):
     """A rank has left a meeting before all ranks arrived.
 
-    missing: ranks that have not arrived. left: the rank that left. comes: it joins the next sum, to report why.
+    missing: ranks that have not arrived. leaving_rank: the rank that left. comes: it joins the next sum, to report why.
     """
 
     def __init__(self, missing: list[int], leaving_rank: int, comes: bool) -> None:
         super().__init__(missing, leaving_rank, comes)
-        self.missing, self.left, self.comes = missing, leaving_rank, comes
+        self.missing, self.leaving_rank, self.comes = missing, leaving_rank, comes
 
 
 class Meeting:

@@ -37,23 +37,23 @@ class NodeRanks:
         """Begin a run: all ranks restart the count of meetings."""
         self._number, self._exchanges, self._lost_one = 0, 0, False
 
-    def gather(self, into: Tensor, piece: Tensor) -> None:
+    def gather(self, output: Tensor, piece: Tensor) -> None:
         """Queue an all-gather of every rank's piece on the current stream; on a CPU it is synchronous.
 
-        into: (count·n,), piece: (n,), bytes. Raises CannotContinue if a rank is gone, and AcceleratorError if this
+        output: (count·n,), piece: (n,), bytes. Raises CannotContinue if a rank is gone, and AcceleratorError if this
         rank's device has failed.
         """
         if self._lost_one:
             raise CannotContinue("Another device is gone.")
         try:
-            gather_pieces(into, piece, group=self.group)
+            gather_pieces(output, piece, group=self.group)
         except torch.AcceleratorError:  # this rank's own device failed
             raise
         except Exception as error:
-            raise self._lost() from error
-        if into.device.type == "cuda":
-            self.gathered = torch.cuda.current_stream(into.device).record_event()
-        self.gathers, self.bytes_gathered = self.gathers + 1, self.bytes_gathered + into.numel()
+            raise self._lost_rank_error() from error
+        if output.device.type == "cuda":
+            self.gathered = torch.cuda.current_stream(output.device).record_event()
+        self.gathers, self.bytes_gathered = self.gathers + 1, self.bytes_gathered + output.numel()
 
     def meet(self, wish: str, fresh: bool) -> list[tuple[str, bool]]:
         """Wait until all ranks have arrived at this meeting. Returns their values, by index.
@@ -70,12 +70,12 @@ class NodeRanks:
                 raise world.stopped(world.fault()) from unmet
             self._lost_one = True
             # A rank that left reports why only after it has left.
-            raise self._missing(unmet.missing, 0.0 if unmet.left == world.rank else GRACE) from unmet
+            raise self._missing(unmet.missing, 0.0 if unmet.leaving_rank == world.rank else GRACE) from unmet
         except BaseException:  # an interrupt, and the other ranks do not arrive
             self._lost_one = True
             self.abort()
             raise
-        world.waited += time.monotonic() - start
+        world.seconds_waited += time.monotonic() - start
         return [(answer[0], answer[1]) for answer in answers]
 
     def leave(self, whole: bool) -> None:
@@ -113,7 +113,7 @@ class NodeRanks:
             torch.cuda.synchronize(output.device)
         return time.perf_counter() - start
 
-    def _lost(self) -> BaseException:
+    def _lost_rank_error(self) -> BaseException:
         """Build the exception for a lost rank: one that does not report the loss like the others."""
         self._lost_one = True
         try:
@@ -130,7 +130,7 @@ class NodeRanks:
     def _missing(self, ranks: list[int], seconds: float = 0.0) -> BaseException:
         """Build the exception for these lost ranks. seconds: wait for another rank to report why."""
         self.abort()
-        return self.world.gone(ranks, "share its part of the model", self.world.fault(seconds))
+        return self.world.unreached_error(ranks, "share its part of the model", self.world.fault(seconds))
 
 
 def free_host_memory(world: World) -> int:

@@ -33,7 +33,7 @@ class World:
     store: torch's key-value store that all ranks reach; None for a single process.
     local_size: ranks on this host; local_rank: index of this rank among them, by default as torchrun numbers them.
     node: the ranks of this host that shard the model's blocks (`node.NodeRanks`), once they are connected.
-    waited: seconds that this rank has waited for others, in sums and on keys.
+    seconds_waited: seconds that this rank has waited for others, in sums and on keys.
     sums: number of collectives that it took part in.
     """
 
@@ -46,7 +46,7 @@ class World:
         self.gathers_by_gloo = False  # only NCCL is fast enough; gloo is for tests of correctness
         self.step_limit, self.wait_limit = STEP_LIMIT, WAIT_LIMIT
         self.meets = False  # meet before each sum, as NCCL needs
-        self.waited, self.sums = 0.0, 0
+        self.seconds_waited, self.sums = 0.0, 0
         self._runs, self._scope = 0, ""
         self.check_interrupted: Callable[[], None] = lambda: None
         self.interrupted: BaseException | None = None
@@ -70,7 +70,7 @@ class World:
         """
         self._runs, self.check_interrupted = self._runs + 1, check_interrupted
         self._scope = f"run{self._runs}/"
-        self.waited, self.sums, self.interrupted = 0.0, 0, None
+        self.seconds_waited, self.sums, self.interrupted = 0.0, 0, None
 
     def post(self, key: str, value: Any) -> None:
         """Write a key for the other ranks. value: plain JSON."""
@@ -103,7 +103,7 @@ class World:
                 time.sleep(pause)
                 pause = min(0.1, 1.5 * pause)
         finally:
-            self.waited += time.monotonic() - start
+            self.seconds_waited += time.monotonic() - start
 
     def exchange(self, key: str, value: Any, ranks: range | None = None) -> list[Any]:
         """Return the values of the ranks, in their order. All of them must call it.
@@ -221,9 +221,9 @@ class World:
         except (InterruptProcessingException, CannotContinue, torch.AcceleratorError):  # reported, or its own device
             raise
         except Exception as error:
-            raise self._lost(step, error.missing if isinstance(error, Unmet) else []) from error
+            raise self._missing_rank_error(step, error.missing if isinstance(error, Unmet) else []) from error
         self.sums += 1
-        self.waited += time.monotonic() - start
+        self.seconds_waited += time.monotonic() - start
 
     def _sum_on_host(self, buffer: Tensor) -> None:
         """Sum by gloo. Handles an interrupt like `meet`, but the other ranks learn of it when this process ends."""
@@ -276,7 +276,7 @@ class World:
             limit = self.step_limit.total_seconds()
             values = self.meeting(name, number, ranks).wait(value, limit, self._is_interrupted, is_ready)
         except Unmet as unmet:
-            if unmet.left == self.rank:
+            if unmet.leaving_rank == self.rank:
                 self._raise_why()
             raise
         if self.rank == ranks[0] and number > 1:  # all ranks here have read the previous one
@@ -297,13 +297,13 @@ class World:
         return self.interrupted is not None
 
     def count_sum(self) -> None:
-        """Add the device time of the last sum to `waited`; it is complete, as the host has read its result.
+        """Add the device time of the last sum to `seconds_waited`; it is complete, as the host has read its result.
 
         Raises the exception that interrupted this rank while it waited for the others.
         """
         if self._sum_events is not None:
             start, end = self._sum_events
-            self.waited, self._sum_events = self.waited + start.elapsed_time(end) / 1000, None
+            self.seconds_waited, self._sum_events = self.seconds_waited + start.elapsed_time(end) / 1000, None
         self.raise_interrupted()
 
     def _raise_why(self) -> None:
@@ -318,7 +318,7 @@ class World:
             error, self.interrupted = self.interrupted, None
             raise error
 
-    def _lost(self, step: int, missing: list[int]) -> BaseException:
+    def _missing_rank_error(self, step: int, missing: list[int]) -> BaseException:
         """Build the exception for a sum with missing ranks, known from their meeting, else from their posted steps."""
         # Name this rank itself last: its queued work may be waiting for a collective that another rank did not join.
         missing = sorted(missing, key=lambda rank: rank == self.rank)
@@ -327,9 +327,9 @@ class World:
             missing = missing or [rank for rank in range(self.size) if (self.read(f"at/{rank}") or 0) < step]
         except Exception:  # the store is gone with the launcher
             fault = None
-        return self.gone(missing, f"the end of step {step}", fault)
+        return self.unreached_error(missing, f"the end of step {step}", fault)
 
-    def gone(self, missing: list[int], place: str, fault: dict[str, Any] | None) -> BaseException:
+    def unreached_error(self, missing: list[int], place: str, fault: dict[str, Any] | None) -> BaseException:
         """Build the exception that ends this rank if others do not arrive.
 
         missing: the missing ranks, if known.
@@ -345,7 +345,7 @@ class World:
 
     def facts(self) -> dict[str, Any]:
         """Return entries for the summary: the number of devices, and the seconds that rank 0 waited for others."""
-        return {} if self.is_lone else {"world_size": self.size, "seconds_waiting": round(self.waited, 3)}
+        return {} if self.is_lone else {"world_size": self.size, "seconds_waiting": round(self.seconds_waited, 3)}
 
 
 LONE = World()

@@ -5,7 +5,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ...common.text import shown
+from ...common.text import quoted
 
 MOST_POINTS = 1000
 EXAMPLE = "0:1, 0.5:3, 1:0"
@@ -65,21 +65,21 @@ def parse_curve(text: str) -> SigmaCurve:
             sigma_text, weight_text = entry.split(":")
             points.append((float(sigma_text), float(weight_text)))
         except ValueError:
-            message = f"sigma_curve has {shown(entry)}; write points as sigma:weight, such as {EXAMPLE}."
+            message = f"sigma_curve has {quoted(entry)}; write points as sigma:weight, such as {EXAMPLE}."
             raise ValueError(message) from None
         sigma, weight = points[-1]
         if not 0 <= sigma <= 1:
-            raise ValueError(f"sigma_curve has {shown(entry)}; sigmas lie between 0 (the picture) and 1 (noise).")
+            raise ValueError(f"sigma_curve has {quoted(entry)}; sigmas lie between 0 (the picture) and 1 (noise).")
         if not (weight >= 0 and math.isfinite(weight)):
-            raise ValueError(f"sigma_curve has {shown(entry)}; give a weight of 0 or more.")
+            raise ValueError(f"sigma_curve has {quoted(entry)}; give a weight of 0 or more.")
         if len(points) > 1 and sigma <= points[-2][0]:
             raise ValueError(
-                f"sigma_curve has {shown(entry)} after sigma {points[-2][0]:g}; put the points in rising order."
+                f"sigma_curve has {quoted(entry)} after sigma {points[-2][0]:g}; put the points in rising order."
             )
     if len(points) < 2:
-        raise ValueError(f"sigma_curve is {shown(text)}; give at least two points, such as {EXAMPLE}.")
+        raise ValueError(f"sigma_curve is {quoted(text)}; give at least two points, such as {EXAMPLE}.")
     if not (highest := max(weight for _, weight in points)):
-        raise ValueError(f"sigma_curve is {shown(text)}; give at least one weight above 0.")
+        raise ValueError(f"sigma_curve is {quoted(text)}; give at least one weight above 0.")
     points = [(sigma, weight / highest) for sigma, weight in points]
     sigmas, weights = zip(*points, strict=True)
     areas = [0.5 * (a[1] + b[1]) * (b[0] - a[0]) for a, b in zip(points, points[1:], strict=False)]

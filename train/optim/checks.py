@@ -95,7 +95,7 @@ def _goes_on_alike(options: OptimizerOptions, whole: Params, state: dict[str, An
     except Exception:  # a library that cannot load its own state
         return False
     _step(flat(whole), *running, k=3)
-    return all(_same(a, b) for a, b in zip(flat(whole), flat(resumed), strict=True))
+    return all(_is_equal(a, b) for a, b in zip(flat(whole), flat(resumed), strict=True))
 
 
 def _copied(params: Params) -> Params:
@@ -110,7 +110,7 @@ def _copied(params: Params) -> Params:
     ]
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def _is_equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.nan_to_num(), b.nan_to_num())
 
 

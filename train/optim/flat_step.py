@@ -42,7 +42,7 @@ class FlatStep:
             param_group["params"] = list(group.weights)
             joined = self.optimizer.state.pop(group.master, {})
             for i, weight in enumerate(group.weights if joined else ()):
-                self.optimizer.state[weight] = {name: _of_one(group, i, value) for name, value in joined.items()}
+                self.optimizer.state[weight] = {name: _weight_part(group, i, value) for name, value in joined.items()}
         self.joined = False
 
     def prepare(self) -> None:
@@ -72,7 +72,7 @@ class FlatStep:
         if any(state.keys() != states[0].keys() for state in states):
             return False
         shared_names = [name for name, value in states[0].items() if not _is_shaped(value, group.weights[0])]
-        return all(_same(states[0][name], state[name]) for name in shared_names for state in states)
+        return all(_is_equal(states[0][name], state[name]) for name in shared_names for state in states)
 
     def _joined_state(self, group: FlatGroup) -> dict[str, Any]:
         """Join the states of a group's weights, and free each entry once it is joined."""
@@ -91,7 +91,7 @@ def _is_shaped(value: Any, weight: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == weight.shape
 
 
-def _of_one(group: FlatGroup, number: int, value: Any) -> Any:
+def _weight_part(group: FlatGroup, number: int, value: Any) -> Any:
     """Return the part of one weight in an entry of a joined state."""
     if not isinstance(value, Tensor):
         return value
@@ -100,7 +100,7 @@ def _of_one(group: FlatGroup, number: int, value: Any) -> Any:
     return value.clone()  # a counter, of which each weight needs its own copy
 
 
-def _same(a: Any, b: Any) -> bool:
+def _is_equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and bool(torch.equal(a, b))
     return bool(a == b)

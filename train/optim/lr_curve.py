@@ -2,7 +2,7 @@
 
 import math
 
-from ...common.text import cut, shown
+from ...common.text import cut, quoted
 
 LARGEST_FACTOR = 1e6  # much larger factors would overflow the rate in fp32
 
@@ -25,7 +25,7 @@ def parse_curve(text: str) -> Curve:
             point = math.nan, math.nan
         if not (colon and 0 <= point[0] <= 1 and 0 <= point[1] < math.inf):
             raise ValueError(
-                f"lr_curve has the point {shown(part.strip())}; write percent of the steps, a colon and a "
+                f"lr_curve has the point {quoted(part.strip())}; write percent of the steps, a colon and a "
                 "factor of 0 or more, such as '0:1, 50:1, 100:0.1'."
             )
         if point[1] > LARGEST_FACTOR:
@@ -35,7 +35,7 @@ def parse_curve(text: str) -> Curve:
             )
         if points and point[0] <= points[-1][0]:
             raise ValueError(
-                f"lr_curve has {shown(part.strip())} after a point at or past it; write the points in order."
+                f"lr_curve has {quoted(part.strip())} after a point at or past it; write the points in order."
             )
         points.append(point)
     if not any(factor for _, factor in points):

@@ -13,7 +13,7 @@ LR_SCHEDULERS = (
 )
 
 
-def _of_schedule(scheduler: str) -> Unread:
+def _needs_schedule(scheduler: str) -> Unread:
     reason = f" by the {{lr_scheduler}} schedule; {scheduler} reads it."
     return Unread(lambda options: options.lr_scheduler != scheduler, reason)
 
@@ -34,7 +34,7 @@ def _unread_by_class(argument: str, subject: str = "") -> tuple[Unread, Unread]:
     )
 
 
-_OF_CUSTOM = Unread(lambda options: options.optimizer != CUSTOM, " by {optimizer}; choose custom for it.")
+_NEEDS_CUSTOM = Unread(lambda options: options.optimizer != CUSTOM, " by {optimizer}; choose custom for it.")
 _NO_END = Unread(lambda options: options.lr_scheduler in ("constant", "curve"), " by the {lr_scheduler} schedule.")
 
 
@@ -71,10 +71,10 @@ class OptimizerOptions:
     beta2: float = option(0.999, *_unread_by_class("betas", "beta1 and beta2"))
     eps: float = option(1e-8, *_unread_by_class("eps"))
     min_lr_ratio: float = option(0.0, _NO_END)
-    lr_cycles: int = option(3, _of_schedule("cosine_with_restarts"))
-    lr_power: float = option(2.0, _of_schedule("polynomial"))
-    lr_decay_part: float = option(0.2, _of_schedule("warmup_stable_decay"))
-    lr_curve: str = option("0:1, 50:1, 100:0.1", _of_schedule("curve"))
+    lr_cycles: int = option(3, _needs_schedule("cosine_with_restarts"))
+    lr_power: float = option(2.0, _needs_schedule("polynomial"))
+    lr_decay_part: float = option(0.2, _needs_schedule("warmup_stable_decay"))
+    lr_curve: str = option("0:1, 50:1, 100:0.1", _needs_schedule("curve"))
     ema_decay: float = 0.0
     optimizer_class: str = option(
         "",

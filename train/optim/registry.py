@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...common.text import shown
+from ...common.text import quoted
 
 # Packages that a class may be imported from, with their names on PyPI. A workflow is untrusted input.
 PACKAGES = {
@@ -88,7 +88,7 @@ def package_of(dotted: str) -> str:
         if rest != dotted and all(part.isidentifier() and not part.startswith("_") for part in rest.split(".")):
             return package
     raise ValueError(
-        f"optimizer_class is {shown(dotted)}; write a class with its package, such as torch.optim.NAdam, of one of "
+        f"optimizer_class is {quoted(dotted)}; write a class with its package, such as torch.optim.NAdam, of one of "
         f"{', '.join(PACKAGES)}."
     )
 
@@ -153,7 +153,7 @@ def parse_args(text: str) -> dict[str, Any]:
             parsed = None
         if not equals or not key.isidentifier():
             raise ValueError(
-                f"optimizer_args has the line {shown(line)}; write one key=value per line, with a plain "
+                f"optimizer_args has the line {quoted(line)}; write one key=value per line, with a plain "
                 "value such as 0.1, True, None, 'text' or (0.9, 0.99)."
             )
         if key in _OWN_INPUTS:

@@ -92,7 +92,7 @@ class AutomaticMemory:
         self, options: MemoryOptions, measured: StepCost, order: tuple[str, ...], previous_choice: Way | None = None
     ) -> None:
         """previous_choice: choice of the state that the run resumes from, taken again if it fits."""
-        self.asked, self.measured, self.order = options, measured, order
+        self.user_options, self.measured, self.order = options, measured, order
         self.choices = search_space(options, len(measured.blocks))
         self.may_plan_again = True
         if options.checkpointing == "auto" and previous_choice in self.choices.ways:
@@ -108,12 +108,12 @@ class AutomaticMemory:
 
     def options(self) -> MemoryOptions:
         """Return the memory options with the plan's values for the automatic ones."""
-        budget = self.plan.budget if self.plan.checkpointing == "selective" else self.asked.activation_budget
+        budget = self.plan.budget if self.plan.checkpointing == "selective" else self.user_options.activation_budget
         return replace(
-            self.asked,
+            self.user_options,
             blocks_to_swap=len(self.plan.swapped),
             prefetch_blocks=self.plan.prefetch,
-            checkpointing=self.plan.checkpointing or self.asked.checkpointing,
+            checkpointing=self.plan.checkpointing or self.user_options.checkpointing,
             activation_budget=budget,
         )
 
@@ -126,7 +126,7 @@ class AutomaticMemory:
         """
         self.may_plan_again = False
         self.measured = self.measured.timed_anew(forward)
-        current_plan, best_plan = self._plan(self._only(self.plan)), self._plan(self.choices)
+        current_plan, best_plan = self._plan(self._space_of(self.plan)), self._plan(self.choices)
         saved = current_plan.seconds - best_plan.seconds
         cost = (
             0.0
@@ -137,7 +137,7 @@ class AutomaticMemory:
         self.plan = best_plan if pays else current_plan
         return pays
 
-    def _only(self, swap_plan: SwapPlan) -> SearchSpace:
+    def _space_of(self, swap_plan: SwapPlan) -> SearchSpace:
         """Return the search space of one plan."""
         counts, prefetch = (len(swap_plan.swapped),), (swap_plan.prefetch,)
         return replace(self._only_way(Way(swap_plan.checkpointing, swap_plan.budget)), counts=counts, prefetch=prefetch)
@@ -232,10 +232,10 @@ def compiles(settings: CompileSettings | None, device: torch.device) -> Callable
     """Return a function that returns whether the block of a name is to run compiled."""
 
     def is_compiled(name: str) -> bool:
-        how_to_compile = settings.how_for(name) if settings else None
+        compile_options = settings.options_for(name) if settings else None
         # Without Triton (as on Windows) inductor has no GPU backend, and blocks run eager after the first try.
         missing = device.type == "cuda" and find_spec("triton") is None
-        return how_to_compile is not None and not (how_to_compile.backend == "inductor" and missing)
+        return compile_options is not None and not (compile_options.backend == "inductor" and missing)
 
     return is_compiled
 
@@ -289,7 +289,9 @@ def measure(
     costs: list[BlockCost] = []
     for name, block in transformer.blocks():
         modules = frozen_modules(block).values()
-        weights = Layout.of((key, b) for module in modules for key, b in module._buffers.items() if b is not None)
+        weights = Layout.from_tensors(
+            (key, b) for module in modules for key, b in module._buffers.items() if b is not None
+        )
         # A block that this data does not reach (for reference pictures, say) takes no more than its weights.
         cost = (probe.compiled if compiled(name) else probe.costs).get(block.structure(), BlockCost("", 0))
         costs.append(replace(cost, name=name, weights=weights.size, in_file=in_file[name]))

@@ -22,22 +22,22 @@ def base_notes(base: str, blocks: Sequence[tuple[str, Block]], swapped: Collecti
         for inside, layer in block.linears().items():
             layer_name = f"{name}.{inside}"
             if not isinstance(layer, LoraLinear):
-                result.left.setdefault("a convolution", []).append(layer_name)
+                result.skipped.setdefault("a convolution", []).append(layer_name)
                 continue
             seconds = layer.seconds_of_base()
             stored_bytes, frozen = layer.bytes_before_base(), layer.frozen()
             if stored_bytes is None:
-                result.left.setdefault("already in 8 bit or less", []).append(layer_name)
+                result.skipped.setdefault("already in 8 bit or less", []).append(layer_name)
                 continue
             if frozen.weight.dtype not in (torch.int8, torch.float8_e4m3fn):
-                result.left.setdefault("all zero, or not finite", []).append(layer_name)
+                result.skipped.setdefault("all zero, or not finite", []).append(layer_name)
                 continue
             base_bytes = sum(part.nbytes for part in (frozen.weight, frozen.scale, *frozen.parts) if part is not None)
             rotated_or_fp8 = frozen.layout is None or read_format(frozen.layout).constants.get("convrot")
             result.count += 1
             result.unturned += not rotated_or_fp8
-            result.before += stored_bytes
-            result.after += base_bytes
+            result.bytes_before += stored_bytes
+            result.bytes_after += base_bytes
             on_host += base_bytes if name in swapped else 0
     yield from result.notes(base, f" in {seconds:.0f} s for this run")
     if on_host:

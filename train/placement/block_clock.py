@@ -24,13 +24,13 @@ class BlockClock:
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device):
         """shapes: shape of the first input, by structure."""
         self.shapes, self.device = shapes, device
-        self._taken: dict[str, list[tuple[Any, Any]]] = {structure: [] for structure in shapes}
+        self._calls: dict[str, list[tuple[Any, Any]]] = {structure: [] for structure in shapes}
 
     def time(self, structure: str, report: RegionReport, args: tuple[Any, ...]) -> "AbstractContextManager[None]":
         """Return a context for one call of a block with these inputs."""
-        if tuple(args[0].shape) != self.shapes.get(structure) or len(self._taken[structure]) == MOST:
+        if tuple(args[0].shape) != self.shapes.get(structure) or len(self._calls[structure]) == MOST:
             return nullcontext()
-        return _Call(self, self._taken[structure], report)
+        return _Call(self, self._calls[structure], report)
 
     def moment(self) -> Any:
         """Record a moment: an event in the GPU's queue, or the time of the CPU."""
@@ -42,11 +42,11 @@ class BlockClock:
 
     def seconds(self) -> dict[str, float] | None:
         """Return the median of each structure, None until each has LEAST calls. Waits for the GPU's events."""
-        if any(len(calls) < LEAST for calls in self._taken.values()):
+        if any(len(calls) < LEAST for calls in self._calls.values()):
             return None
-        return {structure: median(map(self._between, calls)) for structure, calls in self._taken.items()}
+        return {structure: median(map(self._elapsed, calls)) for structure, calls in self._calls.items()}
 
-    def _between(self, call: tuple[Any, Any]) -> float:
+    def _elapsed(self, call: tuple[Any, Any]) -> float:
         start, end = call
         if self.device.type != "cuda":
             return float(end - start)
@@ -58,12 +58,12 @@ class _Call:
     """Context of one timed call, added to `calls` if it neither compiled nor raised."""
 
     def __init__(self, clock: BlockClock, calls: list[tuple[Any, Any]], report: RegionReport):
-        self.clock, self.taken, self.report = clock, calls, report
+        self.clock, self.calls, self.report = clock, calls, report
 
     def __enter__(self) -> None:
         self.compiled = len(self.report.events)
-        self.begun = self.clock.moment()
+        self.start = self.clock.moment()
 
     def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
         if kind is None and len(self.report.events) == self.compiled:
-            self.taken.append((self.begun, self.clock.moment()))
+            self.calls.append((self.start, self.clock.moment()))

@@ -20,7 +20,7 @@ from ...compile.region import (
     run_block,
 )
 from ...compile.report.report import CompileReport, RegionReport
-from ...compile.settings import CompileSettings, HowToCompile
+from ...compile.settings import CompileOptions, CompileSettings
 from ...memory.activations import checkpointing
 from ...memory.activations.offload import ActivationOffload
 from ...memory.weights.products import FULL
@@ -33,7 +33,7 @@ from .block_clock import BlockClock
 log = logging.getLogger(__name__)
 
 # A region: the structure that its blocks share, and how they are compiled; None is eager.
-RegionKey = tuple[str, HowToCompile | None]
+RegionKey = tuple[str, CompileOptions | None]
 
 
 class _Blocks:
@@ -43,7 +43,7 @@ class _Blocks:
     """
 
     def __init__(self, region: RegionKey, run: Callable[..., Any], low_bit: list[str]):
-        self.structure, self.how = region
+        self.structure, self.compile_options = region
         self.run, self.low_bit = run, low_bit
         self.report: RegionReport | None = None
 
@@ -90,39 +90,41 @@ class BlockRunner:
         self.planned_graphs = 0
         if compile_settings is None:
             return
-        how_to_compile = self._how(compile_settings.how(), 1)
+        compile_options = self._trainer_options(compile_settings.options(), 1)
         self.report.heading = (
-            f"Train LoRA: backend {how_to_compile.backend}, mode {how_to_compile.mode}, block by block, static shapes"
+            f"Train LoRA: backend {compile_options.backend}, mode {compile_options.mode}, block by block, static shapes"
         )
         try:
             for number, group in enumerate(self._blocks.values()):
                 self._compile(group, number)
         except RuntimeError as error:  # torch refuses to compile at all on some builds of Python
             self.not_compiled = str(error).strip().splitlines()[0]
-        self.planned_graphs = sum(report.how.limit for report in self.report.regions)
+        self.planned_graphs = sum(report.options.limit for report in self.report.regions)
         # AOTAutograd compiles a backward at its first run and does not say which region it belongs to.
-        self.backward = RegionReport("backward", "backward of all", how_to_compile)
+        self.backward = RegionReport("backward", "backward of all", compile_options)
         self.report.regions.append(self.backward)
 
-    def _how(self, how_to_compile: HowToCompile, shapes: int) -> HowToCompile:
+    def _trainer_options(self, compile_options: CompileOptions, shapes: int) -> CompileOptions:
         """Set the trainer's own arguments: every shape of the data is known before training, so each has its graph.
 
         No CUDA graphs: blocks of one kind share one callable, and a CUDA graph is bound to one block's weights.
         """
-        return replace(how_to_compile.without_cuda_graphs(), dynamic="false", limit=self.graphs * shapes)
+        return replace(compile_options.without_cuda_graphs(), dynamic="false", limit=self.graphs * shapes)
 
     def _region(self, name: str, block: Block) -> RegionKey:
-        how_to_compile = self.compile_settings.how_for(name) if self.compile_settings else None
-        return block.structure(), None if how_to_compile is None else self._how(how_to_compile, block.shapes)
+        compile_options = self.compile_settings.options_for(name) if self.compile_settings else None
+        return block.structure(), None if compile_options is None else self._trainer_options(
+            compile_options, block.shapes
+        )
 
     def _compile(self, group: _Blocks, number: int) -> None:
-        if group.how is None:
+        if group.compile_options is None:
             return
         kind = group.structure.partition(":")[0]
         label = ", ".join((kind, f"LoRA {number + 1}", *group.low_bit))
-        report = RegionReport(f"run_{kind}_{number}", label, group.how)
+        report = RegionReport(f"run_{kind}_{number}", label, group.compile_options)
         # Always fullgraph: a compile then fails before anything has run, so the call can be made eagerly.
-        compiled = compiled_function(run_block, report.name, replace(group.how, fullgraph=True))
+        compiled = compiled_function(run_block, report.name, replace(group.compile_options, fullgraph=True))
         self.report.regions.append(report)
         group.report, group.run = report, self._with_checkpointing(_watched(compiled, report, self.device))
 
@@ -147,7 +149,7 @@ class BlockRunner:
         """Replace the blocks by others with the same regions, for which the graphs stay valid."""
         region_of = {id(block): self._region(name, block) for name, block in blocks}
         assert set(region_of.values()) == set(self.regions)
-        self._among = {block: self._blocks[region] for block, region in region_of.items()}  # by the block's id
+        self._blocks_by_id = {block: self._blocks[region] for block, region in region_of.items()}  # by the block's id
         if self.offload is not None:
             self.offload.keep_on_device(blocks[-1][1])
 
@@ -162,7 +164,7 @@ class BlockRunner:
         for group in self._blocks.values():
             group.report, group.run = None, self._eager()
 
-    def doing(self) -> str:
+    def progress_text(self) -> str:
         """Describe the next step for a progress display."""
         compiles = self.planned_graphs and not self.report.counts().graphs
         return "Training; the first step compiles and takes longer" if compiles else "Training"
@@ -172,7 +174,7 @@ class BlockRunner:
         return nullcontext() if self.backward is None else self.backward.watch()
 
     def __call__(self, block: Block, *args: Any) -> Any:
-        group = self._among[id(block)]
+        group = self._blocks_by_id[id(block)]
         report = group.report
         if report is None:
             return group.run(block, *args)
@@ -194,7 +196,7 @@ class BlockRunner:
     def _leave_eager(self, group: _Blocks, report: RegionReport, cause: str, error: Exception) -> None:
         """Run the blocks of this region eager from now on. Raises CompileFailed for a graph break under fullgraph."""
         broken = graph_break(error, report.events[-1] if report.events else None)
-        if broken is not None and report.how.fullgraph:
+        if broken is not None and report.options.fullgraph:
             raise CompileFailed(
                 f"fullgraph is on, but {report.label} blocks can't be compiled as one graph: {broken} Switch "
                 "fullgraph off on Compile Model."
@@ -205,14 +207,14 @@ class BlockRunner:
 
     def leave_eager(self, block: Block, cause: str) -> None:
         """Run the blocks of this block's region eager from now on."""
-        group = self._among[id(block)]
+        group = self._blocks_by_id[id(block)]
         if group.report is not None:
             self._run_eager(group, group.report, cause)
 
     def _run_eager(self, group: _Blocks, report: RegionReport, cause: str) -> None:
         group.report = None
         self.failed[report.label] = cause
-        self.planned_graphs -= report.how.limit
+        self.planned_graphs -= report.options.limit
         eager = self._eager()
 
         def counted(*args: Any) -> Any:
@@ -244,8 +246,8 @@ def _watched(compiled: Callable[..., Any], report: RegionReport, device: torch.d
         report.compiled_calls += 1  # first: a recompute stops as soon as it has the tensors that it needs
         with report.watch(device) as record:
             out = compiled(*args)
-        if counts and record.event is not None and sum(e.graphs for e in report.events) > report.how.limit:
-            raise TooManyGraphs(f"{report.label} has more graphs than {report.how.limit}")
+        if counts and record.event is not None and sum(e.graphs for e in report.events) > report.options.limit:
+            raise TooManyGraphs(f"{report.label} has more graphs than {report.options.limit}")
         return out
 
     return run

@@ -47,7 +47,7 @@ class PlacedModel:
         data, targets = context.all_data, context.targets
         self.compile_settings, self.graphs = context.compile_settings, count_graphs(data, self.family, self.settings)
         self.device, self.dtype = self.patcher.load_device, self.patcher.model.get_dtype_inference()
-        self.memory, self.before = self.settings.memory, context.environment
+        self.memory, self.previous_facts = self.settings.memory, context.environment
         self.free_before = free_host_memory(self.world)
         self.sharing = SharedBlocks(self.world, connect_node(self.world, self.device, self.memory), self.device)
         products_args = self.memory.products, self.device, self.dtype
@@ -75,7 +75,7 @@ class PlacedModel:
         self.observer.phase("Measuring one step")
         measure_args = self.patcher, self.family, data, targets, self.settings, self.compile_settings
         measured = auto.measure(*measure_args, self.free_before, self.world.local_size)
-        previous_choice = auto.chosen_before(self.before, self.settings.memory)
+        previous_choice = auto.chosen_before(self.previous_facts, self.settings.memory)
         plan_args = self.settings.memory, measured, self.family.swap_order, previous_choice
         self.automatic, reason = self.sharing.plan(*plan_args)
         if reason:
@@ -87,7 +87,7 @@ class PlacedModel:
         """Return the memory plan in words; None without one."""
         return self.automatic.plan.text if self.automatic else None
 
-    def chosen(self) -> dict[str, str]:
+    def choice_facts(self) -> dict[str, str]:
         """Return the checkpointing and its budget if the plan chose them: a resumed run takes them again."""
         return auto.choice_facts(self.memory) if self.settings.memory.checkpointing == "auto" else {}
 
@@ -208,7 +208,7 @@ class PlacedModel:
         try:
             with self.products.measured(blocks):
                 yield self.products.micro_batches
-            self.products.adopt(self.world.agreed("products", self.products.kept()))
+            self.products.adopt(self.world.agreed("products", self.products.decision()))
         finally:
             self.runner.discard_offloaded()
             self.runner = runner

@@ -117,7 +117,7 @@ class Probe:
             attention=results.attention,
         )
         work = block_work(_flop(flop), _flop(back), saved_bytes)
-        eager = EagerBlockWork(replace(work.forward, bytes=results.moved), work.backward)
+        eager = EagerBlockWork(replace(work.forward, bytes=results.other_bytes), work.backward)
         costs = (
             replace(cost, budgeted=results.products, work=eager),
             replace(cost, saved=int(COMPILED_SAVES * saved_bytes), work=work),

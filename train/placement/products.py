@@ -30,14 +30,14 @@ class _Choice(NamedTuple):
 
     block, layer: kind of its block, and its name inside it.
     forward, backward: FULL, INT8 or FP8.
-    why: reason for full precision in one direction or both.
+    reason: for full precision in one direction or both.
     """
 
     block: str
     layer: str
     forward: str
     backward: str
-    why: str = ""
+    reason: str = ""
 
 
 class BlockProducts:
@@ -47,8 +47,8 @@ class BlockProducts:
     that can, the first micro-batches of a run show which lose too much by it. The decision is made once for the layers
     of one name in all blocks of a kind, which share their graphs, by the worst of them.
 
-    asked: the option, FULL, INT8, FP8 or AUTO.
-    tried: low precisions of the option that the device supports, the fastest first.
+    option: FULL, INT8, FP8 or AUTO.
+    precisions: low precisions of the option that the device supports, the fastest first.
     missing: reason why there are none.
     full: the directions, of SIDES, in which layers lose too much; None before the decision.
     errors: errors of the worst layer of each place, forward and backward, if this run has measured them.
@@ -66,20 +66,20 @@ class BlockProducts:
         decision: Mapping[str, Any] | None = None,
         compile_settings: CompileSettings | None = INDUCTOR,
     ):
-        """decision: that of the state that the run resumes from, see `kept`. compile_settings: of the blocks; None runs
-        them eagerly."""
-        self.asked, self.device = option, device
-        self.tried: tuple[str, ...] = ()
+        """decision: that of the state that the run resumes from, see the method `decision`. compile_settings: of the
+        blocks; None runs them eagerly."""
+        self.option, self.device = option, device
+        self.precisions: tuple[str, ...] = ()
         self.missing = ""
         self.full: dict[Place, tuple[str, ...]] | None = None
         self.errors: dict[Place, tuple[float, float]] = {}
         self.choices: Counter[_Choice] = Counter()
         if option == AUTO:
             fuses = compile_settings is not None and compile_settings.backend == INDUCTOR.backend
-            self.tried, self.missing = preferred(card_of(device), dtype, fuses)
+            self.precisions, self.missing = preferred(card_of(device), dtype, fuses)
         elif option != FULL:
             self.missing = obstacle(option, card_of(device), dtype) or ""
-            self.tried = () if self.missing else (option,)
+            self.precisions = () if self.missing else (option,)
         if decision and decision["asked"] == option:
             self.adopt(decision)
 
@@ -88,14 +88,14 @@ class BlockProducts:
         """True if layers have low-precision matmuls whose errors are not measured yet."""
         return self.full is None and any(choice[2:4] != (FULL, FULL) for choice in self.choices)
 
-    def kept(self) -> dict[str, Any]:
+    def decision(self) -> dict[str, Any]:
         """Return the decision for the run's states, so that a resumed run has the same matmuls; empty without one."""
         if self.full is None:
             return {}
-        return {"asked": self.asked, "full": [[*place, *sides] for place, sides in self.full.items()]}
+        return {"asked": self.option, "full": [[*place, *sides] for place, sides in self.full.items()]}
 
     def adopt(self, decision: Mapping[str, Any]) -> None:
-        """Adopt the decision of another run or rank, as returned by `kept`."""
+        """Adopt the decision of another run or rank, as returned by `decision`."""
         self.full = {(block, layer): tuple(sides) for block, layer, *sides in decision["full"]}
 
     def set(self, blocks: Blocks) -> None:
@@ -150,12 +150,14 @@ class BlockProducts:
 
     def _choose(self, place: Place, layer: LoraLayer) -> tuple[Products | None, str]:
         """Return the matmuls of a layer (None is full in both directions), and the reason for full precision."""
-        if not self.tried:
+        if not self.precisions:
             return None, self.missing
         if not isinstance(layer, LoraLinear):
             return None, "a convolution"
         frozen = layer.frozen()
-        choice = next((products for precision in self.tried if (products := frozen.low_precision(precision))), None)
+        choice = next(
+            (products for precision in self.precisions if (products := frozen.low_precision(precision))), None
+        )
         if choice is None:
             return None, f"stored as {frozen.format_name}"
         if not fits(frozen.shape):
@@ -175,10 +177,10 @@ class BlockProducts:
 
     def notes(self) -> Iterator[str]:
         """Yield a line on the layers' matmul precision; none if the option is FULL."""
-        if self.asked == FULL:
+        if self.option == FULL:
             return
-        if not self.tried:
-            yield f"products is {self.asked}, but all layers multiply in full: {self.missing}."
+        if not self.precisions:
+            yield f"products is {self.option}, but all layers multiply in full: {self.missing}."
             return
         counts: Counter[str] = Counter()
         full: dict[str, list[str]] = {}
@@ -187,36 +189,38 @@ class BlockProducts:
             if low:
                 direction = "" if len(low) == 2 else f" going {_going(low[0])} only"
                 counts[f"in {getattr(choice, low[0])}{direction}"] += count
-            if choice.why:
-                full.setdefault(choice.why, []).append(f"{choice.layer} of {choice.block}")
+            if choice.reason:
+                full.setdefault(choice.reason, []).append(f"{choice.layer} of {choice.block}")
         in_full = "; ".join(f"{shortlist(names)} ({reason})" for reason, names in full.items())
         if not counts:
             advice = ""
             if not self.full:
                 advice = (
-                    f"; use a model stored in {' or '.join(self.tried)} (base converts a 16-bit one), or set products "
-                    "to full"
+                    f"; use a model stored in {' or '.join(self.precisions)} (base converts a 16-bit one), or set "
+                    "products to full"
                 )
-            yield f"products is {self.asked}, but all layers multiply in full: {in_full}{advice}."
+            yield f"products is {self.option}, but all layers multiply in full: {in_full}{advice}."
             return
         first, *remaining = sorted(counts, key=len)
         counts_text = f"{counts[first]} of the {self.choices.total()} layers of the blocks multiply {first}"
         counts_text += "".join(f" and {counts[kind]} {kind}" for kind in remaining)
         rest = f" In full: {in_full}." if in_full else ""
-        yield f"products is {self.asked}: {counts_text}, where they see {LEAST_ROWS} tokens or more.{rest}"
+        yield f"products is {self.option}: {counts_text}, where they see {LEAST_ROWS} tokens or more.{rest}"
 
     def facts(self) -> dict[str, Any]:
         """Return entries for the summary: for each layer of each kind of block its matmul precision, the errors that
         this run has measured, and the count; empty if the option is FULL."""
-        if self.asked == FULL:
+        if self.option == FULL:
             return {}
         rows = []
         for choice, count in self.choices.items():
-            row: dict[str, Any] = {name: value for name, value in choice._asdict().items() if value}
+            values = choice._asdict()
+            values["why"] = values.pop("reason")
+            row: dict[str, Any] = {name: value for name, value in values.items() if value}
             for side, error in zip(SIDES, self.errors.get(choice[:2], ()), strict=False):
                 row[f"{side}_error"] = round(error, 5) if math.isfinite(error) else "not finite"
             rows.append(row | {"count": count})
-        return {"products": {"asked": self.asked, "layers": rows}}
+        return {"products": {"asked": self.option, "layers": rows}}
 
 
 def _going(side: str) -> str:

@@ -63,7 +63,7 @@ class SharedBlocks:
         plain = self.node.exchange(None if swap_plan is None else swap_plan.plain())[0]
         if plain is None:
             return None
-        automatic.adopt(SwapPlan.of(plain))
+        automatic.adopt(SwapPlan.from_plain(plain))
         return automatic.plan
 
     def check_built(self, holders: Sequence[Holder]) -> None:

@@ -11,7 +11,7 @@ from ...compile.settings import CompileSettings
 from ...data.samples import TrainingData
 from ...models.family import Family
 from ..checkpoint.history import continued_from, run_segments, segment_settings
-from ..checkpoint.metadata import Describe, collect_facts, metadata_writer, now
+from ..checkpoint.metadata import Describe, collect_facts, metadata_writer, utc_now
 from ..checkpoint.run_folder import RunFolder
 from ..checkpoint.state import read_header
 from ..distributed.share import Share, share_of
@@ -42,7 +42,7 @@ class RunContext:
     started: ISO 8601 with an offset.
     notes: sentences for the user.
     environment: facts of the state to resume from, and the choices of its plan (`placement.auto.choice_facts`).
-    products: layers with full-precision matmuls in that state's run (`placement.products.BlockProducts.kept`).
+    products: layers with full-precision matmuls in that state's run (`placement.products.BlockProducts.decision`).
     world: the ranks that train together.
     """
 
@@ -108,7 +108,7 @@ def make_context(
     compile_settings: compile settings if `settings.compile` is 'auto'; None takes inductor's defaults.
     companion_files: texts to write next to the LoRA, by ending.
     """
-    started = now()
+    started = utc_now()
     facts = collect_facts(settings, checked.family, checked.patcher, checked.data, started)
     segment = segment_settings(facts, checked.data.fingerprint, run_start.weights)
     parts = run_segments(run_start.state, run_start.lineage, segment, run_start.asked_lineage)

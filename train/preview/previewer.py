@@ -170,12 +170,12 @@ class Previewer:
         self.boundary = None if partner is None else partner.boundary or family.expert_boundary(model.model)
         self.own_models = [model] if partner is None else [model, partner.model]
         # Each once, by identity: previews of a chain may share one.
-        self.others = list({id(p.model): p.model for p in previews if p.model is not None}.values())
-        self.models = [*self.own_models, *self.others]
+        self.other_models = list({id(p.model): p.model for p in previews if p.model is not None}.values())
+        self.models = [*self.own_models, *self.other_models]
         self.shots: list[Shot] | None = None
         self.folder: Path | None = None
         self.failures = 0
-        self.seen = self._graphs()
+        self.graphs_before = self._graphs()
 
     def between_steps(self, trainer: "Trainer") -> None:
         """Make the previews that are due or requested. A failure is a note, or an error if the model stays patched.
@@ -183,7 +183,9 @@ class Previewer:
         Raises CannotContinue if ComfyUI could not remove the LoRA from the model.
         """
         step, steps = trainer.progress.step, trainer.settings.steps
-        is_requested = not {SAMPLE, STOP}.isdisjoint(trainer.asked)  # a stopped run ends like one at its last step
+        is_requested = not {SAMPLE, STOP}.isdisjoint(
+            trainer.user_requests
+        )  # a stopped run ends like one at its last step
         due = [row for row in self.rows if is_requested or row.preview.is_due(step, steps)]
         if not (is_requested or self.is_due(step, steps)):
             return
@@ -196,7 +198,7 @@ class Previewer:
             log.warning("A preview failed", exc_info=error)
             if any(map(is_patched, self.own_models)):  # patched weights remain: must not be trained on
                 raise errors.not_unloaded(step) from error
-            failed = _why(error)
+            failed = _failure_text(error)
         rank_results = world.exchange(f"previews {step}", [failed, [asdict(shot) for shot in own_shots]])
         failed = next((reason for reason, _ in rank_results if reason), "")
         if not failed:
@@ -206,7 +208,7 @@ class Previewer:
         if failed:
             trainer.observer.note(self._failed(step, failed))
         if step < steps:
-            trainer.observer.phase(trainer.placed.runner.doing())
+            trainer.observer.phase(trainer.placed.runner.progress_text())
 
     def is_due(self, step: int, steps: int) -> bool:
         """Return whether a preview is to be made after `step` of `steps` steps."""
@@ -278,7 +280,7 @@ class Previewer:
             sheet = write_sheet(self.folder, self.shots, [row.title for row in self.rows], self.texts)
         except Exception as error:
             log.warning("The sheet of the previews could not be written", exc_info=error)
-            return _why(error)
+            return _failure_text(error)
         trainer.observer.previewed(sheet, step)
         return ""
 
@@ -309,12 +311,12 @@ class Previewer:
         if not self.shots:
             return {}
         files = [f"{FOLDER}/{shot.file}" for shot in self.shots]
-        graphs = self._graphs() - self.seen
+        graphs = self._graphs() - self.graphs_before
         return {"previews": {"sheet": f"{FOLDER}/{SHEET}", "files": files, "graphs_compiled": graphs}}
 
     def _graphs(self) -> int:
         """Count the graphs that Compile Model has compiled so far for the trained MODEL and those of previews."""
-        attached = [compiled_model_of(model) for model in (self.model, *self.others)]
+        attached = [compiled_model_of(model) for model in (self.model, *self.other_models)]
         compiled = {id(compiled_model): compiled_model for compiled_model in attached if compiled_model is not None}
         return sum(compiled_model.report().counts().graphs for compiled_model in compiled.values())
 
@@ -326,7 +328,7 @@ def _part(due: list[Row], rank: int, size: int) -> list[Row]:
     return due[len(due) * rank // size : len(due) * (rank + 1) // size]
 
 
-def _why(error: Exception) -> str:
+def _failure_text(error: Exception) -> str:
     if comfy.model_management.is_oom(error):
         return "out of memory; make the previews smaller"
     return str(error).strip().partition("\n")[0] or type(error).__name__

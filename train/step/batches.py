@@ -49,7 +49,7 @@ class StepBatches:
         skip_batches(self._order, batches, check_interrupted)
         self._upcoming = self.next_micro_batches(self._order, step)
 
-    def of_step(self, step: int) -> list[MicroBatch]:
+    def for_step(self, step: int) -> list[MicroBatch]:
         """Return the micro-batches of the next step, and prefetch its samples and those of the step after."""
         # One step ahead, so that its samples are read from disk while this step computes.
         micro_batches, self._upcoming = self._upcoming, self.next_micro_batches(self._order, step + 1)

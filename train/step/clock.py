@@ -33,13 +33,13 @@ class StepClock:
     def __init__(self, device: torch.device):
         self.device = device
         self.steps: deque[Step] = deque(maxlen=KEPT)
-        self._spent = {"data": 0.0, "wait": 0.0}
-        self._begun, self._event = time.perf_counter(), None
+        self._seconds = {"data": 0.0, "wait": 0.0}
+        self._start, self._event = time.perf_counter(), None
 
     def begin(self) -> None:
         """Begin a step."""
-        self._spent = dict.fromkeys(self._spent, 0.0)
-        self._begun, self._event = time.perf_counter(), self._moment()
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
+        self._start, self._event = time.perf_counter(), self._moment()
 
     @contextmanager
     def spend(self, kind: str) -> Iterator[None]:
@@ -48,13 +48,13 @@ class StepClock:
         try:
             yield
         finally:
-            self._spent[kind] += time.perf_counter() - started
+            self._seconds[kind] += time.perf_counter() - started
 
     def end(self) -> None:
         """Count the step that was begun; a step without `end` is not counted."""
         device = None if self._event is None else (self._event, self._moment())
-        whole = time.perf_counter() - self._begun
-        self.steps.append(Step(whole, self._spent["data"], self._spent["wait"], device))
+        whole = time.perf_counter() - self._start
+        self.steps.append(Step(whole, self._seconds["data"], self._seconds["wait"], device))
 
     def clear(self) -> None:
         """Forget the steps so far."""
@@ -71,7 +71,7 @@ class StepClock:
             "host_seconds": [step.whole - step.data - step.wait for step in self.steps],
             "wait_seconds": [step.wait for step in self.steps],
             "data_seconds": [step.data for step in self.steps],
-            "device_seconds": [_between(*step.device) for step in self.steps if step.device is not None],
+            "device_seconds": [_elapsed(*step.device) for step in self.steps if step.device is not None],
         }
         return {name: round(median(seconds), 4) if seconds else None for name, seconds in parts.items()}
 
@@ -83,6 +83,6 @@ class StepClock:
         return event
 
 
-def _between(start: Any, end: Any) -> float:
+def _elapsed(start: Any, end: Any) -> float:
     end.synchronize()
     return float(start.elapsed_time(end)) / 1000

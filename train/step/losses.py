@@ -34,15 +34,15 @@ class StepLosses:
         if batch.unconditional is not None:
             sides = batch.inputs, batch.unconditional
             batch = replace(batch, target=guided_target(batch.target, *sides, self.placed.velocity_without, scale))
-        without = None if preserved is None else self.placed.velocity_without(preserved.inputs)
-        yield self.of_batch(batch, rng_key)
-        if preserved is not None and without is not None:
+        frozen_velocity = None if preserved is None else self.placed.velocity_without(preserved.inputs)
+        yield self.batch_loss(batch, rng_key)
+        if preserved is not None and frozen_velocity is not None:
             velocity = self.placed.velocity(preserved.inputs, (*rng_key, "class"))
-            loss = self.objective.preservation_weight * preservation_loss(velocity, without, preserved)
+            loss = self.objective.preservation_weight * preservation_loss(velocity, frozen_velocity, preserved)
             self.preserved.append(loss.detach())
             yield loss
 
-    def of_batch(self, batch: Batch, rng_key: tuple[int, int]) -> Tensor:
+    def batch_loss(self, batch: Batch, rng_key: tuple[int, int]) -> Tensor:
         """Return the mean training loss of a batch, a scalar on the device."""
         velocity = self.placed.velocity(batch.inputs, rng_key)
         losses = training_loss(self.objective, velocity, batch.target, batch.sigma, batch.weights, batch.signal)

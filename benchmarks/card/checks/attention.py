@@ -1,13 +1,13 @@
-"""The kernel of attention, chosen so that it holds until the next choice.
+"""Choose the attention kernel so that the choice lasts until the next one.
 
-Three things change what torch's flags say:
+Three things change torch's flags:
 
 - `comfy.model_management` turns the plain, flash and efficient kernels on when it is imported;
-- on CUDA, `comfy.ops.scaled_dot_product_attention` turns all four on around each call, in an order of its own;
-- at a process's first attention on a GPU of Hopper's kind torch puts cuDNN's kernel first. If ComfyUI makes that call,
-  its order is undone in the middle of it: that call runs on cuDNN, and all later ones on flash.
+- on CUDA, `comfy.ops.scaled_dot_product_attention` turns all four on around each call, in its own order;
+- at a process's first attention on a Hopper GPU torch puts cuDNN's kernel first. If ComfyUI makes that call, its order
+  is lost during the call: that call runs on cuDNN, and all later ones on flash.
 
-So they are imported first, ComfyUI's own order is changed where it reads it, and torch is asked once beforehand.
+So both are imported first, ComfyUI's order is changed in the list that it reads, and torch is asked once beforehand.
 """
 
 from importlib import import_module

@@ -27,7 +27,7 @@ STORED: dict[str, dict[str, Any]] = {
     "fp8 multiplied": {"stored": "fp8", "products": "fp8"},
     "int8 multiplied": {"stored": "int8 turned", "products": "int8"},
 }
-# The plainest value first. What a page says of a case is all that is not the plainest.
+# The default value first. The page names the values of a case that are not the default.
 OPTIONS: Options = {
     "allocator": ALLOCATORS,
     "mode": ("eager", "compiled"),
@@ -41,14 +41,14 @@ OPTIONS: Options = {
     "dropout": ("", "dropout"),
     "evicted": ("", "evicted between the steps"),
 }
-GRAPH = ("mode", "stored", "batch", "dropout")  # by which blocks compile anew; and by selective checkpointing
-# Seconds that a case takes at least, of a card whose graphs compile in 5 to 20 s.
+GRAPH = ("mode", "stored", "batch", "dropout")  # options that change the graphs; selective checkpointing does too
+# The least seconds of a case, on a card whose graphs compile in 5 to 20 s.
 EAGER_SECONDS, COMPILED_SECONDS = 2.0, 8.0
 TUNED_SECONDS = 120.0  # an H100 had not chosen its products in 105
 
 
 def excludes(row: Row) -> bool:
-    """True for what can't be together: without swap nothing lies anywhere, comes ahead or is copied late."""
+    """Return whether options exclude each other: without swap there is no place, prefetch or delayed copy."""
     swap, place = row.get("swap"), row.get("place")
     if swap is not None and place is not None and (swap == "nothing swapped") != (place == ""):
         return True
@@ -58,7 +58,7 @@ def excludes(row: Row) -> bool:
 
 @cache
 def training_rows(allocators: tuple[str, ...]) -> tuple[Row, ...]:
-    """Rows that hold every pair; first each checkpointing compiled, under each allocator."""
+    """Return rows that cover every pair; first each checkpointing mode compiled, under each allocator."""
     options = {**OPTIONS, "allocator": allocators}
     first = [{"allocator": a, "mode": "compiled", "checkpointing": c, "stored": "bf16"} for c in KEEP
              for a in allocators]  # fmt: skip
@@ -66,23 +66,25 @@ def training_rows(allocators: tuple[str, ...]) -> tuple[Row, ...]:
 
 
 def training_case(row: Row) -> Case:
-    """The case of a row."""
+    """Return the case of a row."""
     plain = {name: values[0] for name, values in OPTIONS.items()}
     always = ("mode", "checkpointing")
-    told = [name for name in OPTIONS if name in always or (name != "allocator" and row[name] != plain[name])]
-    shown = [row[name] for name in told]
-    how: dict[str, Any] = {"do": "train", "compiled": row["mode"] == "compiled", "swap": SWAPS[row["swap"]]}
-    how |= KEEP[row["checkpointing"]] | STORED[row["stored"]]
-    how["prefetch_blocks"] = 2 if row["ahead"] else 1
-    how["batch"] = 2 if row["batch"] else 1
-    how["dropout"] = 0.3 if row["dropout"] else 0.0
-    how["delay"] = row["delay"].removeprefix("delay ")
-    how["evict"], how["place"] = bool(row["evicted"]), row["place"]
-    return Case(f"train: {', '.join(shown)}", how, 120.0, COMPILED_SECONDS if how["compiled"] else EAGER_SECONDS)
+    names = [name for name in OPTIONS if name in always or (name != "allocator" and row[name] != plain[name])]
+    values = [row[name] for name in names]
+    settings: dict[str, Any] = {"do": "train", "compiled": row["mode"] == "compiled", "swap": SWAPS[row["swap"]]}
+    settings |= KEEP[row["checkpointing"]] | STORED[row["stored"]]
+    settings["prefetch_blocks"] = 2 if row["ahead"] else 1
+    settings["batch"] = 2 if row["batch"] else 1
+    settings["dropout"] = 0.3 if row["dropout"] else 0.0
+    settings["delay"] = row["delay"].removeprefix("delay ")
+    settings["evict"], settings["place"] = bool(row["evicted"]), row["place"]
+    return Case(
+        f"train: {', '.join(values)}", settings, 120.0, COMPILED_SECONDS if settings["compiled"] else EAGER_SECONDS
+    )
 
 
-def others() -> Iterator[Case]:
-    """What is no row of options."""
+def other_cases() -> Iterator[Case]:
+    """Yield the cases that are no row of options."""
     plain = {"do": "train", "checkpointing": "none"}
     yield Case("train: eager, none, run to run", plain, 120.0, EAGER_SECONDS)
     yield Case("train: automatic", plain | {"swap": -1, "checkpointing": "auto"}, 120.0, EAGER_SECONDS)
@@ -117,17 +119,17 @@ def graph_samples() -> Iterator[Case]:
     yield _sample("compiled, max-autotune", TUNED_SECONDS, mode="max-autotune")
 
 
-def _sample(name: str, least: float = EAGER_SECONDS, **how: Any) -> Case:
-    return Case(f"sample: {name}", {"do": "sample", **how}, 180.0, least)
+def _sample(name: str, least: float = EAGER_SECONDS, **settings: Any) -> Case:
+    return Case(f"sample: {name}", {"do": "sample", **settings}, 180.0, least)
 
 
 def group(allocator: str, cases: Iterator[Case] | list[Case]) -> Group:
-    """Cases of the process that runs on this allocator of torch's; "" where there is no choice."""
+    """Return a group that runs with this allocator of torch; "" if there is no choice."""
     if not allocator:
         return Group({"kind": "checks.smoke", "allocator": ""}, tuple(cases))
-    named = tuple(case.named(f"{case.name}, {allocator}") for case in cases)
+    renamed = tuple(case.with_name(f"{case.name}, {allocator}") for case in cases)
     environment = {"PYTORCH_CUDA_ALLOC_CONF": f"backend:{allocator}"}
-    return Group({"kind": "checks.smoke", "allocator": allocator}, named, environment)
+    return Group({"kind": "checks.smoke", "allocator": allocator}, renamed, environment)
 
 
 def smoke(device: str) -> Iterator[Group]:
@@ -138,7 +140,7 @@ def smoke(device: str) -> Iterator[Group]:
     for part in (rows[:first], rows[first:]):
         for allocator in allocators:
             yield group(allocator, [training_case(row) for row in part if row["allocator"] == allocator])
-    yield group(allocators[0], [*graph_samples(), *samples(), *others()])
+    yield group(allocators[0], [*graph_samples(), *samples(), *other_cases()])
     if len(allocators) > 1:  # which ComfyUI sets by itself on CUDA 13
-        wanted = ("run to run", "all swapped, page-locked", "compiled, all swapped, with a LoRA")
-        yield group(ASYNC, [case for case in [*samples(), *others()] if case.name.endswith(wanted)])
+        endings = ("run to run", "all swapped, page-locked", "compiled, all swapped, with a LoRA")
+        yield group(ASYNC, [case for case in [*samples(), *other_cases()] if case.name.endswith(endings)])

@@ -11,9 +11,9 @@ Options = Mapping[str, Sequence[str]]
 Row = dict[str, str]
 Pair = tuple[tuple[str, str], tuple[str, str]]
 Excludes = Callable[[Row], bool]
-"""True for a row, of some or all options, that can't be: it may only become truer with more of them."""
+"""Return whether a row, of some or all options, is impossible; adding options never makes it possible again."""
 
-TRIES = 24  # pairs that a row is begun with, of which the best is kept
+TRIES = 24  # pairs that a row is started from; the best row is kept
 
 
 def pairs_of(row: Row) -> Iterator[Pair]:
@@ -22,24 +22,24 @@ def pairs_of(row: Row) -> Iterator[Pair]:
 
 
 def possible_pairs(options: Options, excludes: Excludes) -> list[Pair]:
-    """Pairs that some row can hold."""
-    found = []
+    """Return the pairs that some row can hold."""
+    pairs = []
     for first, second in combinations(options, 2):
         for a in options[first]:
             for b in options[second]:
                 if _completed({first: a, second: b}, options, excludes, {}) is not None:
-                    found.append(((first, a), (second, b)))
-    return found
+                    pairs.append(((first, a), (second, b)))
+    return pairs
 
 
 def covering_rows(
     options: Options, excludes: Excludes, first: Sequence[Row] = (), graph: Sequence[str] = ()
 ) -> list[Row]:
-    """Rows that hold every possible pair, those that hold the most new ones first.
+    """Return rows that cover every possible pair, those with the most new pairs first.
 
-    options: the values of each, the plainest first, which is taken where nothing else is gained.
-    first: rows, in part or whole, that come first as they are, and are completed.
-    graph: options by which rows compile other graphs; of two rows that are as good, one with known graphs is taken.
+    options: the values of each, the default first, which is used if no value covers more pairs.
+    first: rows, in part or whole, that come first; missing values are filled in.
+    graph: options that change the compiled graphs; of two equally good rows, one with known graphs is taken.
     """
     missing = dict.fromkeys(possible_pairs(options, excludes))
     rows: list[Row] = []
@@ -49,11 +49,11 @@ def covering_rows(
             raise ValueError(f"No row can hold {start}.")
         _take(row, rows, missing)
     while missing:
-        known = {tuple(row[name] for name in graph) for row in rows}
+        graphs = {tuple(row[name] for name in graph) for row in rows}
         starts = list(missing)[:: max(1, len(missing) // TRIES)]
-        made = [_completed(dict(pair), options, excludes, missing) for pair in starts]
-        candidates = [row for row in made if row is not None]
-        best = max(candidates, key=lambda row: (_gain(row, missing), tuple(row[name] for name in graph) in known))
+        completed = [_completed(dict(pair), options, excludes, missing) for pair in starts]
+        candidates = [row for row in completed if row is not None]
+        best = max(candidates, key=lambda row: (_gain(row, missing), tuple(row[name] for name in graph) in graphs))
         _take(best, rows, missing)
     return rows
 
@@ -69,8 +69,8 @@ def _gain(row: Row, missing: Mapping[Pair, None]) -> int:
 
 
 def _completed(row: Row, options: Options, excludes: Excludes, missing: Mapping[Pair, None]) -> Row | None:
-    """The row with a value for every option, in the order of `options`: at each step the value with which it holds the
-    most missing pairs. None where there is no such row."""
+    """Fill in the other options of a row, in the order of `options`, with the value that covers the most missing pairs
+    at each step. Return None if there is no such row."""
     if excludes(row):
         return None
     open_options = [name for name in options if name not in row]
@@ -84,7 +84,7 @@ def _completed(row: Row, options: Options, excludes: Excludes, missing: Mapping[
         return sum((first, second) in missing for first, second in pairs)
 
     for value in sorted(options[name], key=lambda value: -gain(value)):
-        found = _completed({**row, name: value}, options, excludes, missing)
-        if found is not None:
-            return found
+        completed = _completed({**row, name: value}, options, excludes, missing)
+        if completed is not None:
+            return completed
     return None

@@ -1,14 +1,13 @@
 """Every CUDA path on a small FLUX, against the resident eager run of the same process, and against one in fp32.
 
-The optimizer's rate is 1e-12, so that every step's gradients can be compared. What streams eagerly adds everything in
-the order of the resident run, so it has to equal that one bit for bit; attention is torch's plain one there, which is
-deterministic. What is compiled, or takes another kernel of attention, rounds otherwise: it may be no farther from the
-run in fp32 than the resident run in bf16 is, which is the noise floor of the case. Compiled runs have to make the
-graphs that were planned, too.
+The optimizer's rate is 1e-12, so that every step's gradients can be compared. Eager streamed runs add in the same order
+as the resident run, so they have to equal it bit for bit; their attention is torch's math kernel, which is
+deterministic. Compiled runs, and other attention kernels, round differently: they may be no farther from the fp32 run
+than the resident bf16 run is, which is the noise floor of the case. Compiled runs also have to make exactly the planned
+graphs.
 
-Delays make a missing wait show: `compute` keeps the device far behind the host, so that a copy which does not wait
-overwrites what is still read; `copy` holds every copy up, so that a block which does not wait reads what was there
-before.
+Delays expose a missing wait: `compute` keeps the device far behind the host, so that a copy which does not wait
+overwrites data that is still read; `copy` delays every copy, so that a block which does not wait reads the old data.
 """
 
 import gc
@@ -38,11 +37,13 @@ def start(spec: dict[str, Any]) -> Callable[[dict[str, Any], Any], dict[str, Any
     set_up_comfyui(spec["device"])
     smoke = Smoke(spec)
     runs = {"train": smoke.check_training, "sample": smoke.check_sample, "after a run": smoke.check_after_a_run}
-    return lambda how, before: runs[how["do"]](**{k: v for k, v in how.items() if k not in ("do", "common")})
+    return lambda settings, figures: runs[settings["do"]](
+        **{k: v for k, v in settings.items() if k not in ("do", "common")}
+    )
 
 
 class Smoke:
-    """The small model, and what it gives resident and eager."""
+    """The small model, and its results in resident eager runs."""
 
     def __init__(self, spec: dict[str, Any]):
         import tiny
@@ -55,8 +56,8 @@ class Smoke:
         )
         self.folder = Path(tempfile.mkdtemp())
         self.references: dict[str, Any] = {}
-        if self.cuda and (found := torch.cuda.get_allocator_backend()) != spec["allocator"]:
-            raise ValueError(f"The allocator is {found} and not {spec['allocator']}.")
+        if self.cuda and (allocator := torch.cuda.get_allocator_backend()) != spec["allocator"]:
+            raise ValueError(f"The allocator is {allocator} and not {spec['allocator']}.")
 
     def load(self, stored: str = "", mapped: bool = False, dtype: torch.dtype | None = None) -> Any:
         """The MODEL as a loader gives it, computing in bf16 on a CPU too. stored: how its file is quantised; mapped:
@@ -78,33 +79,33 @@ class Smoke:
 
     # Training
 
-    def check_training(self, compiled: bool = False, **how: Any) -> dict[str, Any]:
-        case = {name: how[name] for name in APART if how.get(name)}
+    def check_training(self, compiled: bool = False, **settings: Any) -> dict[str, Any]:
+        case = {name: settings[name] for name in APART if settings.get(name)}
         key = f"train {sorted(case.items())}"
         resident = self.reference(key, lambda: self.train(**case))["gradients"]
         in_full = {name: value for name, value in case.items() if name != "products"}
         fp32 = self.reference(f"{key} in fp32", lambda: self.train(dtype=torch.float32, **in_full))["gradients"]
-        found = self.train(compiled=compiled, **how)
-        exact = not compiled and "attention" not in how
-        judged = judge(found["gradients"], resident, fp32, exact)
+        result = self.train(compiled=compiled, **settings)
+        exact = not compiled and "attention" not in settings
+        judged = judge(result["gradients"], resident, fp32, exact)
         wrong = list(judged.wrong)
-        if compiled and (found["graphs"] != found["planned"] or not found["graphs"] or found["breaks"]):
-            wrong.append(f"{found['graphs']} graphs and {found['breaks']} breaks, {found['planned']} were planned")
-        if how.get("delay") and not all(found["delays"]):
+        if compiled and (result["graphs"] != result["planned"] or not result["graphs"] or result["breaks"]):
+            wrong.append(f"{result['graphs']} graphs and {result['breaks']} breaks, {result['planned']} were planned")
+        if settings.get("delay") and not all(result["delays"]):
             wrong.append("no delay was put in, so nothing was checked")
-        if how.get("swap", 0) > 0:
-            wrong += self.wrong_place(how["place"], found)
-        text = "; ".join([f"gradients {judged.text}", *wrong, *found["notes"]])
+        if settings.get("swap", 0) > 0:
+            wrong += self.wrong_place(settings["place"], result)
+        text = "; ".join([f"gradients {judged.text}", *wrong, *result["notes"]])
         return {"state": FAILED if wrong else OK, "text": text, "figures": judged.figures}
 
-    def wrong_place(self, place: str, found: dict[str, Any]) -> list[str]:
-        """Sentences where the flat weights do not lie where they were asked for."""
-        wrong = [] if found["copies"] else ["nothing was copied"]
+    def wrong_place(self, place: str, result: dict[str, Any]) -> list[str]:
+        """Return a sentence for each way in which the flat weights are not in the requested place."""
+        wrong = [] if result["copies"] else ["nothing was copied"]
         locked = self.cuda and place == "page-locked"
-        if found["locked"] is not locked:
-            wrong.append(f"page-locked is {found['locked']}")
-        if found["in_file"] is not (place == "file"):
-            wrong.append(f"streaming from the file is {found['in_file']}")
+        if result["locked"] is not locked:
+            wrong.append(f"page-locked is {result['locked']}")
+        if result["in_file"] is not (place == "file"):
+            wrong.append(f"streaming from the file is {result['in_file']}")
         return wrong
 
     def reference(self, key: str, make: Callable[[], Any]) -> Any:
@@ -126,9 +127,9 @@ class Smoke:
         dtype: torch.dtype | None = None,
         **memory: Any,
     ) -> dict[str, Any]:
-        """Gradients of each step as vectors, and what the run says of itself. delay, evict: see the cases.
+        """Return the gradients of each step as vectors, and facts of the run. delay, evict: see the cases.
 
-        Compiled blocks take torch's own choice of attention, which is what a user's blocks are compiled with.
+        Compiled blocks use torch's own choice of attention, as a user's blocks do.
         """
         from tessera.lora.options import NetworkOptions
         from tessera.memory.host.flat_buffer import ScatteredBuffer
@@ -136,8 +137,8 @@ class Smoke:
         from tessera.train.settings import MemoryOptions
 
         choose_attention(plain=not compiled and attention != "any")
-        given: dict[str, Any] = {"checkpointing": "none", "blocks_to_swap": swap, **memory}
-        given["pin_memory"] = {"page-locked": "on", "staged": "off"}.get(place, "auto")
+        options: dict[str, Any] = {"checkpointing": "none", "blocks_to_swap": swap, **memory}
+        options["pin_memory"] = {"page-locked": "on", "staged": "off"}.get(place, "auto")
         with no_free_ram(place == "file"):
             trainer = self.tiny.make_trainer(
                 self.load(stored, mapped=place == "file", dtype=dtype),
@@ -148,7 +149,7 @@ class Smoke:
                 batch_size=batch,
                 optimizer=OptimizerOptions(learning_rate=1e-12, weight_decay=0.0),
                 network=NetworkOptions(rank=8, alpha=8.0, include=("*",), dropout=dropout),
-                memory=MemoryOptions(**given),
+                memory=MemoryOptions(**options),
             )
             try:
                 self.tiny.fill_up_matrices(trainer)
@@ -179,11 +180,11 @@ class Smoke:
 
     # Sampling
 
-    def check_sample(self, lora: bool = False, mode: str = "", **how: Any) -> dict[str, Any]:
+    def check_sample(self, lora: bool = False, mode: str = "", **settings: Any) -> dict[str, Any]:
         resident = self.reference(f"sample {lora}", lambda: self.sample(lora))
         fp32 = self.reference(f"sample {lora} in fp32", lambda: self.sample(lora, dtype=torch.float32))
-        # A LoRA is added to the weights in another place, and in another precision, where they stream.
-        judged = judge([self.sample(lora, mode, **how)], [resident], [fp32], exact=not mode and not lora)
+        # With streamed weights a LoRA is added at another point, in another precision.
+        judged = judge([self.sample(lora, mode, **settings)], [resident], [fp32], exact=not mode and not lora)
         text = "; ".join([f"the latent {judged.text}", *judged.wrong])
         return {"state": FAILED if judged.wrong else OK, "text": text, "figures": judged.figures}
 
@@ -231,33 +232,33 @@ class Smoke:
         """A run leaves ComfyUI as it was: a MODEL samples as before, and nothing is left on the device."""
         choose_attention(plain=True)
         model = self.load()
-        before = self.latent(model, 2)
+        first = self.latent(model, 2)
         self.train(swap=2 * DEEP, place="staged", checkpointing="full")
-        left = torch.cuda.memory_allocated() if self.cuda else 0
+        allocated = torch.cuda.memory_allocated() if self.cuda else 0
         choose_attention(plain=True)
-        same = torch.equal(self.latent(model, 2), before)
-        text = f"samples {'the same' if same else 'something else'}, {left / 2**20:.0f} MiB are left"
-        return {"state": OK if same and left < LEFT else FAILED, "text": text}
+        is_equal = torch.equal(self.latent(model, 2), first)
+        text = f"samples {'the same' if is_equal else 'something else'}, {allocated / 2**20:.0f} MiB are left"
+        return {"state": OK if is_equal and allocated < LEFT else FAILED, "text": text}
 
 
 class Judged(NamedTuple):
-    """text: how far it is off; wrong: sentences on why that is too far."""
+    """text: the deviation; wrong: sentences on why it is too large."""
 
     text: str
     wrong: list[str]
     figures: dict[str, float]
 
 
-def judge(found: Sequence[Tensor], resident: Sequence[Tensor], fp32: Sequence[Tensor], exact: bool) -> Judged:
+def judge(run: Sequence[Tensor], resident: Sequence[Tensor], fp32: Sequence[Tensor], exact: bool) -> Judged:
     """Judge a run by the resident one of the same precision and by one in fp32, step by step.
 
     exact: it has to equal the resident one bit for bit; else it may be as far from fp32 as the resident one is.
     """
 
-    def farthest(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
-        return max(distance(a, b) for a, b in zip(one, other, strict=True))
+    def farthest(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+        return max(distance(a, b) for a, b in zip(a, b, strict=True))
 
-    floor, to_fp32, to_resident = farthest(resident, fp32), farthest(found, fp32), farthest(found, resident)
+    floor, to_fp32, to_resident = farthest(resident, fp32), farthest(run, fp32), farthest(run, resident)
     figures = {"differs": to_resident, "from_fp32": to_fp32, "noise_floor": floor}
     if to_resident == 0.0:
         return Judged(f"equal the resident run's bit for bit; noise floor {floor:.1e}", [], figures)
@@ -269,16 +270,16 @@ def judge(found: Sequence[Tensor], resident: Sequence[Tensor], fp32: Sequence[Te
     return Judged(text, [fault], figures)
 
 
-def distance(found: Tensor, want: Tensor) -> float:
-    """The difference by the size of what is wanted."""
-    if not torch.isfinite(found).all():
+def distance(tensor: Tensor, want: Tensor) -> float:
+    """Return the difference relative to the norm of the expected tensor."""
+    if not torch.isfinite(tensor).all():
         return float("inf")
-    return float((found - want).norm() / want.norm())
+    return float((tensor - want).norm() / want.norm())
 
 
 def record(trainer: Any, evict: bool) -> tuple[list[Tensor], list[str]]:
-    """Lists that the run fills: its gradients, and its notes. evict: unload the weights between the steps, as a preview
-    does whose VAE asks for memory."""
+    """Return lists that the run fills with its gradients and its notes. evict: unload the weights between the steps, as
+    the VAE of a preview does."""
     import comfy.model_management
 
     clip, gradients, notes = trainer.learner.clip, [], []
@@ -296,20 +297,20 @@ def record(trainer: Any, evict: bool) -> tuple[list[Tensor], list[str]]:
 
 @contextmanager
 def no_free_ram(short: bool) -> Iterator[None]:
-    """Let the pack find no free RAM: weights that lie in a mapped file stay there."""
+    """Report no free RAM to the pack, so that weights in a mapped file stay there."""
     real = psutil.virtual_memory
     with patch.object(psutil, "virtual_memory", lambda: real()._replace(available=1)) if short else nullcontext():
         yield
 
 
 @contextmanager
-def delays(trainer: Any, which: str, cuda: bool) -> Iterator[list[int]]:
+def delays(trainer: Any, kind: str, cuda: bool) -> Iterator[list[int]]:
     """Put sleeps on the computing stream around each block, forward and back (`compute`), in front of each copy on a
-    stream of its own (`copy`), or both; gives how many of each kind were put in, in a list.
+    stream of its own (`copy`), or both. Yield a list of the number of each kind.
 
-    Without a GPU the places are counted alone. trainer: None where a MODEL samples, which takes `copy` alone.
+    Without a GPU only the places are counted. trainer: None for a MODEL that samples, which supports only `copy`.
     """
-    kinds = ("compute", "copy") if which == "both" else (which,) if which else ()
+    kinds = ("compute", "copy") if kind == "both" else (kind,) if kind else ()
     count = dict.fromkeys(kinds, 0)
     counted: list[int] = []
 
@@ -320,10 +321,10 @@ def delays(trainer: Any, which: str, cuda: bool) -> Iterator[list[int]]:
 
     copy = Tensor.copy_
 
-    def slow_copy(self: Tensor, source: Tensor, *args: Any, **named: Any) -> Tensor:
+    def slow_copy(self: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not cuda or (self.is_cuda != source.is_cuda and _on_own_stream()):
             sleep("copy")
-        return copy(self, source, *args, **named)
+        return copy(self, source, *args, **kwargs)
 
     runner = trainer.placed.runner if trainer is not None else None
     try:
@@ -345,8 +346,8 @@ def _on_own_stream() -> bool:
 
 
 class SlowRunner:
-    """A run's runner of blocks, with `sleep` called around each block, and in backward where its outputs' gradients are
-    there."""
+    """A run's runner of blocks, with `sleep` called around each block, and in backward once the gradients of its
+    outputs are computed."""
 
     def __init__(self, runner: Any, sleep: Callable[[], None]):
         self.__dict__["runner"], self.__dict__["sleep"] = runner, sleep

@@ -1,4 +1,4 @@
-"""The cases of the nodes: each a graph that ComfyUI's own executor runs, under dynamic VRAM where there is a card."""
+"""The cases of the nodes: each a graph that ComfyUI's own executor runs, with dynamic VRAM if there is a card."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +10,7 @@ OWN_MALLOC = "--disable-cuda-malloc"  # for CUDA graphs, which need torch's nati
 
 
 def nodes(device: str) -> Iterator[Group]:
-    """What ComfyUI runs as it starts by default, and CUDA graphs with the allocator that they need."""
+    """Yield the cases of a ComfyUI with default options, and of CUDA graphs with the allocator that they need."""
     cpu = device == "cpu"
     swap: dict[str, Any] = {}
     default = [
@@ -35,8 +35,8 @@ def nodes(device: str) -> Iterator[Group]:
     yield _group(graphs, OWN_MALLOC)
 
 
-def _case(name: str, least: float, **how: Any) -> Case:
-    return Case(f"nodes: {name}", {"graph": "sampling", **how}, 180.0, least)
+def _case(name: str, least: float, **settings: Any) -> Case:
+    return Case(f"nodes: {name}", {"graph": "sampling", **settings}, 180.0, least)
 
 
 def _group(cases: list[Case], option: str) -> Group:

@@ -23,7 +23,7 @@ FOLDERS = ("custom_nodes", "input", "output", "temp", "user", "models")
 
 def start(spec: dict[str, Any]) -> Callable[[dict[str, Any], Any], dict[str, Any]]:
     runs = Runs(spec)
-    return lambda how, before: runs.run(how)
+    return lambda settings, figures: runs.run(settings)
 
 
 class Runs:
@@ -41,30 +41,30 @@ class Runs:
         options += ["--cpu", "--use-pytorch-cross-attention"] if spec["device"] == "cpu" else []
         options += [spec["option"]] if spec["option"] else []
         self.server = import_module("headless.comfyui").start_comfyui(comfyui, options)
-        self.shared = graphs.read(ROOT / "workflows")
+        self.workflow = graphs.read(ROOT / "workflows")
         self.plain: list[Any] = []
 
-    def run(self, how: dict[str, Any]) -> dict[str, Any]:
-        kind = how["graph"]
+    def run(self, settings: dict[str, Any]) -> dict[str, Any]:
+        kind = settings["graph"]
         if kind == "try it":
-            return self.train(how)
+            return self.train(settings)
         if kind == "swap with a LoRA":
-            outputs = self.execute(graphs.swap_with_lora(self.shared, how["steps"], [graphs.swap_node()]))
+            outputs = self.execute(graphs.swap_with_lora(self.workflow, settings["steps"], [graphs.swap_node()]))
             return self.compare(self.pictures(outputs, "changed"), self.pictures(outputs, "plain"), outputs)
-        chain = [graphs.swap_node(**how["swapped"])] if "swapped" in how else []
-        if "compiled" in how:
-            chain.append(graphs.compile_node(backend=self.backend, **how["compiled"]))
+        chain = [graphs.swap_node(**settings["swapped"])] if "swapped" in settings else []
+        if "compiled" in settings:
+            chain.append(graphs.compile_node(backend=self.backend, **settings["compiled"]))
         if not self.plain:
-            self.plain = self.pictures(self.execute(graphs.sampling(self.shared, [], "plain")), "plain")
+            self.plain = self.pictures(self.execute(graphs.sampling(self.workflow, [], "plain")), "plain")
         if not chain:
             first, second = self.plain
             apart = difference(first, second)
             return {"state": OK if apart > SAME else FAILED, "text": f"two seeds differ by {apart:.3f}; {vram()}"}
-        outputs = self.execute(graphs.sampling(self.shared, chain, "changed"))
+        outputs = self.execute(graphs.sampling(self.workflow, chain, "changed"))
         return self.compare(self.pictures(outputs, "changed"), self.plain, outputs)
 
     def execute(self, graph: graphs.Graph) -> dict[str, Any]:
-        """What the nodes show, by number. Raises RuntimeError where one fails."""
+        """Run a graph and return the outputs of its nodes by number. Raises RuntimeError if a node fails."""
         execution, rank, reports = (import_module(f"headless.{name}") for name in ("execution", "rank", "reports"))
         run = execution.Run(graph, {}, set(), reports.Reporter(None), rank.Rank(), reports.Result(None))
         self.server.loop.run_until_complete(run.execute_on(self.server))
@@ -75,8 +75,8 @@ class Runs:
         return history["outputs"]
 
     def pictures(self, outputs: dict[str, Any], name: str) -> list[Any]:
-        found = [outputs[f"{name} {number} saver"]["images"][0] for number in range(len(graphs.SEEDS))]
-        files = [self.base / image["type"] / image["subfolder"] / image["filename"] for image in found]
+        images = [outputs[f"{name} {number} saver"]["images"][0] for number in range(len(graphs.SEEDS))]
+        files = [self.base / image["type"] / image["subfolder"] / image["filename"] for image in images]
         return [np.asarray(Image.open(file).convert("RGB"), dtype=np.float32) for file in files]
 
     def compare(self, changed: list[Any], plain: list[Any], outputs: dict[str, Any]) -> dict[str, Any]:
@@ -85,14 +85,18 @@ class Runs:
         text = "; ".join(filter(None, [f"pictures differ by {far:.4f}", vram(), report]))
         return {"state": OK if far <= SAME and compiled else FAILED, "text": text, "figures": {"differs": far}}
 
-    def train(self, how: dict[str, Any]) -> dict[str, Any]:
-        """Train as the shared workflow does; the loss has to fall, if there are steps enough to tell."""
-        outputs = self.execute(graphs.training(self.shared, how["steps"], how["compile"]))
-        (summary,) = (shown["tessera"][0] for shown in outputs.values() if "loss" in (shown.get("tessera") or [{}])[0])
+    def train(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Train as the shared workflow does; the loss has to fall if there are at least 50 steps."""
+        outputs = self.execute(graphs.training(self.workflow, settings["steps"], settings["compile"]))
+        (summary,) = (
+            outputs_of_node["tessera"][0]
+            for outputs_of_node in outputs.values()
+            if "loss" in (outputs_of_node.get("tessera") or [{}])[0]
+        )
         loss = summary["loss"]
         part = max(1, len(loss) // 5)
-        first, last = (sum(some) / len(some) for some in (loss[:part], loss[-part:]))
-        good = len(loss) == how["steps"] and (last < first or len(loss) < 50)
+        first, last = (sum(losses) / len(losses) for losses in (loss[:part], loss[-part:]))
+        good = len(loss) == settings["steps"] and (last < first or len(loss) < 50)
         text = f"{len(loss)} steps, loss {first:.3f} to {last:.3f}; {vram()}; {'; '.join(summary.get('notes', [])[:2])}"
         return {"state": OK if good else FAILED, "text": text}
 
@@ -106,8 +110,8 @@ def load_headless() -> None:
     spec.loader.exec_module(module)
 
 
-def difference(one: Any, other: Any) -> float:
-    return float(np.abs(one - other).mean() / 255)
+def difference(a: Any, b: Any) -> float:
+    return float(np.abs(a - b).mean() / 255)
 
 
 def vram() -> str:

@@ -75,10 +75,10 @@ def _codes(code: Any) -> Iterator[Any]:
 
 
 def _owners(kind: type) -> list[type]:
-    return [owner for owner in kind.__mro__ if issubclass(owner, nn.Module) and not _of_torch(owner)]
+    return [owner for owner in kind.__mro__ if issubclass(owner, nn.Module) and not _is_torch_class(owner)]
 
 
-def _of_torch(owner: type) -> bool:
+def _is_torch_class(owner: type) -> bool:
     return owner.__module__.partition(".")[0] == "torch"
 
 
@@ -98,12 +98,12 @@ def _methods(kind: type) -> dict[str, FunctionType]:
 def _hooked(kind: type) -> type:
     """Derive the class whose methods call `enter`; cached per class, so that equal blocks stay of one class."""
 
-    def led(name: str, method: FunctionType) -> Callable[..., Any]:
+    def redirect(name: str, method: FunctionType) -> Callable[..., Any]:
         @wraps(method)
         def entered(self: Any, *args: Any, **kwargs: Any) -> Any:
             return vars(self)[_ENTER](name, args, kwargs)
 
         return entered
 
-    methods = {name: led(name, method) for name, method in _methods(kind).items()}
+    methods = {name: redirect(name, method) for name, method in _methods(kind).items()}
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, **methods})

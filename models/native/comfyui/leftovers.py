@@ -23,7 +23,7 @@ _SETTINGS = (
     *(FunctionType, BuiltinFunctionType, MethodType, ModuleType),
 )
 _FILLED = object()
-_made: dict[Any, dict[str, Fresh] | None] = {}
+_fresh_by_config: dict[Any, dict[str, Fresh] | None] = {}
 
 
 def fresh_attributes(model: Any) -> dict[str, Fresh] | None:
@@ -33,9 +33,9 @@ def fresh_attributes(model: Any) -> dict[str, Fresh] | None:
     """
     config = model.model_config
     key = type(model), type(config), repr(sorted(config.unet_config.items(), key=str))
-    if key not in _made:
-        _made[key] = _make(model)
-    return _made[key]
+    if key not in _fresh_by_config:
+        _fresh_by_config[key] = _make(model)
+    return _fresh_by_config[key]
 
 
 def _make(model: Any) -> dict[str, Fresh] | None:

@@ -38,7 +38,7 @@ class Place:
     """A tensor from the code's point of view, whichever new tensor holds its values.
 
     value: the tensor that held them at the last lookup.
-    seen: number of writes to its memory that `value` includes.
+    writes_seen: number of writes to its memory that `value` includes.
     memory: index of the memory that it shares with its views.
     base: the place that it is a view of; None for the whole memory.
     step: its derivation from the base; None if unknown.
@@ -46,7 +46,7 @@ class Place:
     """
 
     def __init__(self, value: Tensor, writes_seen: int, memory: int, base: "Place | None", step: Step | None, cut: int):
-        self.value, self.seen, self.memory = value, writes_seen, memory
+        self.value, self.writes_seen, self.memory = value, writes_seen, memory
         self.base, self.step, self.cut = base, step, cut
 
 
@@ -56,7 +56,7 @@ class OutOfPlace(TorchFunctionMode):
     Views are recorded with their derivation: a write to a view is applied to its base when the base or another view is
     used, and views of a written base are recreated. Tensors from outside count as separate memory.
 
-    where: name of the block, for messages.
+    block_name: name of the block, for messages.
     hidden: True after code that a compiled run would not follow, since dynamo hides it from every mode: a write such as
         `x[i] = …`, or a read of written memory, such as iteration over it.
 
@@ -65,12 +65,12 @@ class OutOfPlace(TorchFunctionMode):
 
     def __init__(self, block_name: str):
         super().__init__()
-        self.where = block_name
+        self.block_name = block_name
         self.places: dict[Tensor, Place] = {}  # by every tensor that ever represented one; a tensor's hash is its id
         self.writes: list[list[Place]] = []  # of each memory
         self.cuts = 0
         self.eager = not torch.compiler.is_compiling()
-        self.written = False
+        self.has_writes = False
         self.hiding = False  # dynamo hides the current call
         self.renewed: set[int] = set()  # memories of its arguments that new tensors represent now
         # Memories: created here, written in ways that dynamo hides or shows, and used in ways that it hides.
@@ -92,7 +92,7 @@ class OutOfPlace(TorchFunctionMode):
         if func in FACTS:
             return func(*args, **kwargs)
         new_args, new_kwargs = args, kwargs
-        if self.written:
+        if self.has_writes:
             if self.eager:
                 self.renewed.clear()
             new_args = tuple([self.current(value, func) for value in args])
@@ -117,7 +117,7 @@ class OutOfPlace(TorchFunctionMode):
         if "out" in new_kwargs and new_kwargs["out"] is not None:
             out = kwargs["out"]
             if not isinstance(out, Tensor):
-                raise NotImplementedError(f"{self.where} calls {func.__name__} with several tensors as out.")
+                raise NotImplementedError(f"{self.block_name} calls {func.__name__} with several tensors as out.")
             return self._write(
                 out, func(*new_args, **{name: value for name, value in new_kwargs.items() if name != "out"})
             )
@@ -154,26 +154,26 @@ class OutOfPlace(TorchFunctionMode):
     def _refuse_writing(self, func: Any) -> None:
         """Raise for functions that write and have no known out-of-place counterpart."""
         if func in REFUSED:
-            raise NotImplementedError(f"{self.where} calls {func.__name__}, a write that training can't follow.")
+            raise NotImplementedError(f"{self.block_name} calls {func.__name__}, a write that training can't follow.")
         if self.eager:
             overload = isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable
             if overload or (isinstance(func, torch._ops.OpOverloadPacket) and func.__name__.endswith("_")):
-                raise NotImplementedError(f"{self.where} calls {func}, a write that training can't follow.")
+                raise NotImplementedError(f"{self.block_name} calls {func}, a write that training can't follow.")
 
     def _read(self, place: Place, func: Any) -> Tensor:
         """Return the values of the place after all writes to its memory."""
         writes = self.writes[place.memory]
-        later = writes[place.seen :]
+        later = writes[place.writes_seen :]
         if later:
             if any([not place.cut or write.cut != place.cut for write in later]):
                 place.value = self._with_writes(place, later, func) if place.base is None else self._view(place, func)
                 self.places[place.value] = place
-            place.seen = len(writes)
+            place.writes_seen = len(writes)
         return place.value
 
     def _view(self, place: Place, func: Any) -> Tensor:
         if place.base is None or place.step is None:
-            raise self._lost(func)
+            raise self._stale_view_error(func)
         step, args, kwargs = place.step
         return step(self._read(place.base, func), *args, **kwargs)
 
@@ -188,18 +188,18 @@ class OutOfPlace(TorchFunctionMode):
             view = changed
             for step in reversed(steps):
                 if step is None:
-                    raise self._lost(func)
+                    raise self._stale_view_error(func)
                 view = step[0](view, *step[1], **step[2])
             if view._base is None:  # a copy, since the new tensor has another memory layout
-                raise self._lost(func)
+                raise self._stale_view_error(func)
             view.copy_(write.value)
         return changed
 
-    def _lost(self, func: Any) -> NotImplementedError:
+    def _stale_view_error(self, func: Any) -> NotImplementedError:
         name = getattr(func, "__name__", "its result")
         return NotImplementedError(
-            f"{self.where} uses a tensor in {name} after it was written through another view, which training can't "
-            "follow."
+            f"{self.block_name} uses a tensor in {name} after it was written through another view, which training "
+            "can't follow."
         )
 
     def _write_in_place(self, func: Any, args: Any, kwargs: Any, new_args: Any, new_kwargs: Any) -> Tensor | None:
@@ -218,13 +218,14 @@ class OutOfPlace(TorchFunctionMode):
             value = value.to(target.dtype)
         if value.shape != target.shape:
             raise NotImplementedError(
-                f"{self.where} writes {tuple(value.shape)} into {tuple(target.shape)}, which training can't follow."
+                f"{self.block_name} writes {tuple(value.shape)} into {tuple(target.shape)}, which training can't "
+                "follow."
             )
         place = self._place(target)
         self.writes[place.memory].append(place)
-        place.value, place.seen = value, len(self.writes[place.memory])
+        place.value, place.writes_seen = value, len(self.writes[place.memory])
         self.places[value] = place
-        self.written = True
+        self.has_writes = True
         if self.eager:
             (self.hidden_writes if self.hiding else self.shown_writes).add(place.memory)
         return value

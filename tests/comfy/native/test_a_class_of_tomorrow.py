@@ -19,7 +19,7 @@ from tiny.native.reference import plain_model, tokens, with_lora
 from tiny.native.step import batch_of
 from tiny.reference_gradients import lora_gradients
 from tiny.runs import train, training_data
-from tiny.training import fill_up_matrices, make_trainer, reference_masters, shown
+from tiny.training import fill_up_matrices, make_trainer, micro_batch, reference_masters
 from torch import Tensor, nn
 
 WIDTH, HEADS, TEXT = 32, 2, 24
@@ -179,7 +179,7 @@ def step(folder, backend=None, **memory):
     options = {"checkpointing": "none"} | memory
     trainer = make_trainer(tomorrow(), data(), folder, batch_size=2, backend=backend, memory=MemoryOptions(**options))
     fill_up_matrices(trainer)
-    loss = float(trainer.forward_backward([shown(0, 1)]))
+    loss = float(trainer.forward_backward([micro_batch(0, 1)]))
     return trainer, loss, lora_gradients(trainer)
 
 
@@ -265,7 +265,7 @@ def test_what_sampling_leaves_on_the_model_changes_no_step(tmp_path):
     fill_up_matrices(trainer)
     sample(used)  # between the start of a run and its next step, as a preview does
     before = {name: dict(vars(module)) for name, module in used.model.named_modules()}
-    assert float(trainer.forward_backward([shown(0, 1)])) == loss
+    assert float(trainer.forward_backward([micro_batch(0, 1)])) == loss
     found = lora_gradients(trainer)
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
     assert before == {name: dict(vars(module)) for name, module in used.model.named_modules()}

@@ -23,7 +23,7 @@ from tiny.lora_files import loaded_in_comfyui, patched_deltas
 from tiny.native import ROWS, build, data_of
 from tiny.native.reference import plain_model, raw_output, tokens, training
 from tiny.reference_gradients import gradient, lora_gradients
-from tiny.training import fill_up_matrices, make_trainer, shown
+from tiny.training import fill_up_matrices, make_trainer, micro_batch
 from torch import Tensor
 
 BY_NAME = {row.name: row for row in ROWS}
@@ -108,7 +108,7 @@ def test_convolutions_have_the_gradients_of_the_merged_weight(name, tmp_path):
         assert convs.keys() <= trainer.network.adapters.keys()
         fill_up_matrices(trainer)
         wanted = wanted or written_out(name, trainer)
-        loss = trainer.forward_backward([shown(0)])
+        loss = trainer.forward_backward([micro_batch(0)])
         assert abs(loss - wanted[0]) <= 1e-4 * wanted[0]
         check_gradients(lora_gradients(trainer), wanted[1])
         trainer.close()
@@ -142,7 +142,7 @@ def test_a_warm_start_keeps_the_update_at_its_rank_and_the_best_of_it_below(tmp_
     lora.metadata[MODULES] = trainer.family.names.recorded()
     trainer.close()
     save_lora(tmp_path / "a.safetensors", lora, "kohya")
-    source = LoraSource.of_file(tmp_path / "a.safetensors", "start_from")
+    source = LoraSource.from_file(tmp_path / "a.safetensors", "start_from")
     for rank in (4, 6, 2):
         options = network(rank=rank, alpha=2.0 * rank, start_from=source)
         trainer = trainer_of("sd1.5", tmp_path / str(rank), network=options)
@@ -244,7 +244,7 @@ def test_dropout_is_drawn_for_convolutions_inside_blocks_and_the_norm_is_limited
         options = network(include=("*.in_layers.2",), dropout=p, rank_dropout=p, scale_weight_norms=0.05)
         trainer = trainer_of("sdxl", tmp_path / str(p), "full", network=options)
         fill_up_matrices(trainer, 0.5)
-        losses[p] = trainer.forward_backward([shown(0)])
+        losses[p] = trainer.forward_backward([micro_batch(0)])
         trainer.learner.max_norm.apply()
         for adapter in trainer.network.adapters.values():
             norm = float((adapter.scale * adapter.up @ adapter.down).detach().norm())
@@ -257,7 +257,7 @@ def test_pissa_starts_at_the_model_and_saves_what_changed(tmp_path):
     plain = trainer_of("sd1.5", tmp_path / "plain")
     options = network(init="pissa", rank_patterns="input_blocks.0.0: rank=2")
     trainer = trainer_of("sd1.5", tmp_path / "pissa", network=options)
-    loss, wanted = trainer.forward_backward([shown(0)]), plain.forward_backward([shown(0)])
+    loss, wanted = trainer.forward_backward([micro_batch(0)]), plain.forward_backward([micro_batch(0)])
     assert float(abs(loss - wanted)) <= 1e-6 * float(wanted)
     tensors = trainer.network.snapshot()
     down, up = (tensors[f"lora_unet_input_blocks_0_0.lora_{side}.weight"] for side in SIDES)

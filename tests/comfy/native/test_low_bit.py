@@ -9,7 +9,7 @@ from tiny.native.reference import plain_output, raw_output, tokens
 from tiny.native.step import batch_of, difference, guidance_of, trainer_of, written_out
 from tiny.native.stored import PLAIN, build_stored, dequantised_model
 from tiny.reference_gradients import lora_gradients
-from tiny.training import fill_up_matrices, shown
+from tiny.training import fill_up_matrices, micro_batch
 
 FORMATS = (PLAIN, *(how for how in QUANTISED if how != "nvfp4 smoothed"))
 # Each model in one format, each format resident and swapped; for that, three models come twice.
@@ -51,7 +51,7 @@ def test_a_model_in_few_bits_trains_as_the_weights_that_comfyui_takes_them_for(r
     assert float((found - own).norm()) <= ROUNDS.get(how, EXACT) * float(own.norm())
     fill_up_matrices(trainer)
     wanted, gradients = written_out(row, trainer, dequantised_model(row, how))
-    loss = trainer.forward_backward([shown(0)])
+    loss = trainer.forward_backward([micro_batch(0)])
     assert loss == pytest.approx(wanted, rel=EXACT)
     assert difference(lora_gradients(trainer), gradients) <= EXACT
     trainer.close()

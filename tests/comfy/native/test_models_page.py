@@ -19,7 +19,7 @@ def _written():
 
 
 def test_the_page_is_fresh():
-    made = model_table.made()
+    made = model_table.make_page()
     assert made.splitlines()[-1] in _written(), "ComfyUI's classes or ours changed: run `python dev.py models`"
     assert _written() == made, "run `python dev.py models`"
 

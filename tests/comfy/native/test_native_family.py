@@ -15,7 +15,7 @@ from tessera.train.settings import MemoryOptions
 from tiny.compiling import Graphs, graphs_after_each_step
 from tiny.native import ROWS, build, data_of, sample_of
 from tiny.runs import Watcher, train, training_data
-from tiny.training import fill_up_matrices, make_trainer, shown
+from tiny.training import fill_up_matrices, make_trainer, micro_batch
 
 BY_NAME = {row.name: row for row in ROWS}
 Z_IMAGE, SDXL = BY_NAME["z-image"], BY_NAME["sdxl"]
@@ -28,7 +28,7 @@ def trainer_of(row, data, folder, **changes):
 
 
 def gradients(trainer, *indices):
-    loss = trainer.forward_backward([shown(*indices)])
+    loss = trainer.forward_backward([micro_batch(*indices)])
     grads = {
         n: p.grad.clone() for n, p in zip(trainer.network.master_weights(), trainer.network.parameters(), strict=True)
     }
@@ -229,10 +229,10 @@ def test_a_model_that_is_placed_anew_keeps_its_graphs(tmp_path):
     torch._dynamo.reset()
     trainer = trainer_of(Z_IMAGE, data_of(Z_IMAGE), tmp_path, backend="eager")
     graphs = Graphs()
-    trainer.forward_backward([shown(0)])
+    trainer.forward_backward([micro_batch(0)])
     planned, made = trainer.placed.runner.planned_graphs, graphs()
     trainer.placed.rebuild(1)
-    trainer.forward_backward([shown(0)])
+    trainer.forward_backward([micro_batch(0)])
     assert not trainer.placed.runner.failed and trainer.placed.runner.planned_graphs == planned
     assert graphs() == made
     trainer.close()
@@ -249,5 +249,5 @@ def test_blocks_that_the_data_does_not_reach_are_a_part_of_the_plan(name, tmp_pa
     assert unreached and all(block.weights and not block.saved for block in unreached)
     measured = automatic.measured.timed_anew(dict.fromkeys(automatic.measured.shapes, 1.0))
     assert [block.forward for block in measured.blocks if not block.saved] == [0.0] * len(unreached)
-    assert trainer.forward_backward([shown(0)]).isfinite()
+    assert trainer.forward_backward([micro_batch(0)]).isfinite()
     trainer.close()

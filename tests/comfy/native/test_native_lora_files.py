@@ -51,7 +51,7 @@ def test_comfyui_loads_every_key_and_so_do_we_with_the_same_update(row, caplog):
         patched = loaded_in_comfyui(model, tensors, caplog)
         assert_same_deltas(patched_deltas(model, patched), updates, 1e-5)
         ours = read_lora(tensors, family_of(table), model.model)
-        assert (ours.others, ours.unknown, ours.text_encoder) == ((), (), 0)
+        assert (ours.other_weights, ours.unknown, ours.text_encoder) == ((), (), 0)
         assert_same_deltas(deltas({n: low_rank(parts) for n, parts in ours.modules.items()}), updates, 1e-5)
 
 
@@ -110,7 +110,7 @@ def test_a_run_starts_from_such_a_file_and_stands_on_it(name, layout, tmp_path):
     model = build(BY_NAME[name])
     updates, table = random_updates(model), native_names(model.model)
     save_lora(tmp_path / "a.safetensors", lora_of(updates, table), layout)
-    source = LoraSource.of_file(tmp_path / "a.safetensors", "start_from")
+    source = LoraSource.from_file(tmp_path / "a.safetensors", "start_from")
     options = NetworkOptions(rank=4, start_from=source, base_lora=source)
     start, notes = read_warm_start(options, family_of(table), model.model, list(updates))
     assert start is not None and (notes, start.dense) == ([], {})

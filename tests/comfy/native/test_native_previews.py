@@ -36,7 +36,7 @@ def test_a_preview_is_what_comfyui_samples_with_the_lora(row, tmp_path):
     settings = run_settings(steps=2, save_every=0, optimizer={"learning_rate": 0.05})
     result = train_lora(model, data, settings, tmp_path, watcher, None, [Previewer([preview], model)])
     assert not any("failed" in note for note in watcher.notes), watcher.notes
-    before, after = vae.seen
+    before, after = vae.decoded
     assert torch.equal(after, of_core(build(row), result.path, positive, empty))
     assert not torch.equal(after, before) and after.isfinite().all()
 
@@ -67,7 +67,7 @@ def test_a_model_that_makes_sound_is_sampled_with_it_and_shows_the_video(name, p
     settings = run_settings(steps=2, save_every=0, optimizer={"learning_rate": 0.05})
     result = train_lora(model, data, settings, tmp_path, watcher, None, [Previewer([preview], model)])
     assert not any("failed" in note for note in watcher.notes), watcher.notes
-    before, after = vae.seen
+    before, after = vae.decoded
     video, sound = of_core(build(row), result.path, positive, empty).unbind()
     assert torch.equal(after, video) and after.isfinite().all() and sound.numel() > 0
     assert not torch.equal(after, before)

@@ -70,6 +70,6 @@ def test_compare_shows_what_comfyui_samples_with_each_lora():
     columns = [Column("none"), Column("lora", AppliedLora("a lora", 0.7, lambda: lora))]
     with torch.inference_mode():
         compare(Stages(build(Z_IMAGE)), [sampling], columns, lambda: None, lambda: None)
-    without, shown = vae.seen
+    without, shown = vae.decoded
     assert torch.equal(without, sampled(build(Z_IMAGE)))
     assert torch.equal(shown, sampled(with_lora(build(Z_IMAGE), lora, 0.7))) and not torch.equal(shown, without)

@@ -11,7 +11,7 @@ from tessera.train.objective.options import ObjectiveOptions
 from tessera.train.settings import MemoryOptions
 from tiny.reference_gradients import lora_gradients
 from tiny.runs import training_data
-from tiny.training import fill_up_matrices, make_trainer, shown
+from tiny.training import fill_up_matrices, make_trainer, micro_batch
 from torch.nn import functional as F
 
 
@@ -38,7 +38,7 @@ def test_the_own_forward_has_the_gradients_of_comfyui_s(case, tmp_path, monkeypa
     def trained(folder):
         trainer = make_trainer(case.load(path), training_data(sample), tmp_path / folder, **settings)
         fill_up_matrices(trainer)
-        loss = trainer.forward_backward([shown(0)])
+        loss = trainer.forward_backward([micro_batch(0)])
         gradients = lora_gradients(trainer)
         trainer.close()
         return trainer.family, float(loss), gradients

@@ -20,7 +20,7 @@ from tiny.native.reference import plain_model, tokens, training, with_lora
 from tiny.native.step import batch_of, difference
 from tiny.reference_gradients import gradient, lora_gradients
 from tiny.runs import train, training_data
-from tiny.training import fill_up_matrices, make_trainer, shown
+from tiny.training import fill_up_matrices, make_trainer, micro_batch
 
 BOUND = 3e-5
 
@@ -91,7 +91,7 @@ def test_forward_and_gradients_are_those_of_its_own_code(fused, tmp_path):
     with torch.no_grad():
         found = trainer.placed.velocity(batch_of(trainer).inputs, (0, 0))[0]
     assert float((found - out).norm()) <= BOUND * float(out.norm())
-    trainer.forward_backward([shown(0)])
+    trainer.forward_backward([micro_batch(0)])
     assert difference(lora_gradients(trainer), wanted) <= BOUND
 
 
@@ -106,7 +106,7 @@ def test_swapped_checkpointed_and_compiled_blocks_give_the_same_and_are_one_grap
     }
     for name, changes in modes.items():
         trainer = trainer_of(tmp_path / name, batch_size=2, **changes)
-        found[name] = float(trainer.forward_backward([shown(0, 1)])), lora_gradients(trainer)
+        found[name] = float(trainer.forward_backward([micro_batch(0, 1)])), lora_gradients(trainer)
         if name == "compiled":
             assert trainer.placed.runner.planned_graphs == trainer.placed.runner.report.counts().graphs == 1
         trainer.close()
@@ -129,7 +129,7 @@ def test_a_cache_that_a_sampler_left_does_not_reach_training(tmp_path):
     used.model.diffusion_model.prefix_cache_enabled = False
     other = make_trainer(used, data("a", "b"), tmp_path / "used", memory=MemoryOptions(checkpointing="none"))
     fill_up_matrices(other)
-    assert float(other.forward_backward([shown(0)])) == float(fresh.forward_backward([shown(0)]))
+    assert float(other.forward_backward([micro_batch(0)])) == float(fresh.forward_backward([micro_batch(0)]))
 
 
 def updates(model: Any) -> dict[str, LowRank]:
@@ -184,7 +184,7 @@ def test_the_saved_halves_are_read_back_as_the_fused_layer():
     again = LoraModel.from_file(file, lora.metadata)
     assert again.keys() == lora.keys() and all(torch.equal(again[key], lora[key]) for key in lora)
     read = read_lora(file, family_of(model), model.model)
-    assert not read.unknown and not read.others and read.modules.keys() == updates(model).keys()
+    assert not read.unknown and not read.other_weights and read.modules.keys() == updates(model).keys()
 
 
 def test_a_whole_run_saves_halves_and_hands_on_what_loads(tmp_path):

@@ -7,7 +7,7 @@ from tiny.native import TRAINED, build
 from tiny.native.reference import plain_output, raw_output, tokens
 from tiny.native.step import batch_of, difference, guidance_of, trainer_of, written_out
 from tiny.reference_gradients import lora_gradients
-from tiny.training import fill_up_matrices, shown
+from tiny.training import fill_up_matrices, micro_batch
 
 ADAPTERS = {
     "anima": "llm_adapter.blocks.0.",
@@ -25,7 +25,7 @@ def test_a_target_inside_has_the_gradient_of_plain_autograd(row, tmp_path):
     trainer = trainer_of(row, tmp_path, network=network)
     fill_up_matrices(trainer)
     loss, wanted = written_out(row, trainer)
-    assert abs(trainer.forward_backward([shown(0)]) - loss) <= 3e-3 * loss
+    assert abs(trainer.forward_backward([micro_batch(0)]) - loss) <= 3e-3 * loss
     found = lora_gradients(trainer)
     trainer.close()
     own = [name for name in found if name.startswith(inside)]
@@ -69,7 +69,7 @@ def test_blocks_inside_swap_as_all_others_do(row, tmp_path):
     for count in (0, 3):
         trainer = trainer_of(row, tmp_path / f"{count}", "full", network=network, blocks_to_swap=count)
         fill_up_matrices(trainer)
-        found.append((trainer.forward_backward([shown(0)]), lora_gradients(trainer)))
+        found.append((trainer.forward_backward([micro_batch(0)]), lora_gradients(trainer)))
         trainer.close()
     (loss, wanted), (other, gradients) = found
     assert loss == other and all(torch.equal(gradients[name], value) for name, value in wanted.items())

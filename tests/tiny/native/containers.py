@@ -96,22 +96,24 @@ def containers() -> Iterator[int]:
     """Have all of comfy.ldm hand containers to attention. Gives the number of calls that do."""
     import comfy.ldm.modules.attention as core
 
-    rewrite, before = _Rewrite(), Container.opened
+    rewrite, opened_before = _Rewrite(), Container.opened
     kernels = {id(getattr(core, name)): _opening(getattr(core, name)) for name in NAMES}
     with ExitStack() as stack:
         for module in _modules():
             file = str(module.__file__)
             tree = ast.fix_missing_locations(rewrite.visit(ast.parse(Path(file).read_text(encoding="utf-8"))))
-            found = {(code.co_qualname, code.co_firstlineno): code for code in _codes(compile(tree, file, "exec"))}
+            code_by_place = {
+                (code.co_qualname, code.co_firstlineno): code for code in _codes(compile(tree, file, "exec"))
+            }
             stack.enter_context(patch.dict(vars(module), {BOXED: _boxed}))
             for function in _functions(module):
                 code = function.__code__
                 stack.callback(setattr, function, "__code__", code)
-                function.__code__ = found.get(
+                function.__code__ = code_by_place.get(
                     (code.co_qualname, code.co_firstlineno), code
                 )  # a dataclass's are not here
             for name, value in list(vars(module).items()):
                 if id(value) in kernels:
                     stack.enter_context(patch.dict(vars(module), {name: kernels[id(value)]}))
         yield rewrite.calls
-    Container.opened = before
+    Container.opened = opened_before

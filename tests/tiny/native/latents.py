@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 class Latents:
-    """Keeps what it is given to decode."""
+    """Keeps the latents that it decodes."""
 
     latent_channels = None
 
     def __init__(self) -> None:
-        self.seen: list[Tensor] = []
+        self.decoded: list[Tensor] = []
 
     def decode(self, latent: Tensor) -> Any:
-        self.seen.append(latent.clone())
+        self.decoded.append(latent.clone())
         return torch.zeros(1, 8, 8, 3)

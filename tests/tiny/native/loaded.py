@@ -28,7 +28,7 @@ def _wan_vae(folder: Path) -> Any:
     return load_vae(write_wan_vae(folder / "wan_vae.safetensors"))
 
 
-# The row, what of its sizes follows from the encoders, their loader, and what loads the VAE; LTX's file holds its own.
+# The row, its sizes that follow from the encoders, their loader, and the loader of the VAE; LTX's file holds its own.
 SIZES: dict[str, tuple[dict[str, Any], str, Callable[[Path], Any] | None]] = {
     "z-image": ({"cap_feat_dim": 32}, "z_image", _taesd(16)),
     "krea-2": ({"txtlayers": KREA2_LAYERS, "txtdim": 32, "txtheads": 1, "txtkvheads": 1}, "krea2", _wan_vae),
@@ -41,14 +41,17 @@ SIZES: dict[str, tuple[dict[str, Any], str, Callable[[Path], Any] | None]] = {
 
 
 def load_native(name: str, folder: Path) -> tuple[Any, ...]:
-    """MODEL, CLIP and VAE of a row, of LTX-2.3 the VAE of its sound too; what has a file is written into the folder."""
+    """MODEL, CLIP and VAE of a row, of LTX-2.3 the VAE of its sound too; files are written into the folder."""
     from . import ROWS
 
     if name == "ltx-2.3":
         return load_ltx_2_3(next(row for row in ROWS if row.name == name), folder)
     unet, clip, vae = SIZES[name]
     (row,) = (row for row in ROWS if row.name == name)
-    sizes = {part: {**given, "source_dim": 32} if "source_dim" in given else given for part, given in row.sizes.items()}
+    sizes = {
+        part: {**sizes_of_part, "source_dim": 32} if "source_dim" in sizes_of_part else sizes_of_part
+        for part, sizes_of_part in row.sizes.items()
+    }
     row = replace(row, unet={**row.unet, **unet}, sizes=sizes)
     loaded = getattr(other_encoders, f"load_{clip}_clip")()
     if vae is None:
@@ -58,7 +61,7 @@ def load_native(name: str, folder: Path) -> tuple[Any, ...]:
 
 
 def _load_ltx_checkpoint(row: NativeRow, path: Path) -> tuple[Any, Any]:
-    """Write a checkpoint of LTX-Video, whose metadata tell its sizes, and load it as `CheckpointLoaderSimple` does."""
+    """Write a checkpoint of LTX-Video, whose metadata hold its sizes, and load it as `CheckpointLoaderSimple` does."""
     import comfy.sd
 
     weights = build(row).model.diffusion_model.state_dict()

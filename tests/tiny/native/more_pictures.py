@@ -1,4 +1,4 @@
-"""Transformers that make pictures: the forwards beside those that people train by name."""
+"""Transformers that make pictures: the forwards other than those that people train by name."""
 
 from typing import Any
 

@@ -2,8 +2,8 @@
 
 Ours, after the interface that its stored sources show (comfy/ldm/qwen_image21/model.py, since 0.37): a BaseModel under
 that of Qwen-Image, one modulation for all blocks, a closure as argument of each block, slices written in place at
-another offset, a cache of what does not change from step to step, marks for the recorder of allocations, and an MLP
-whose two halves are one weight in fused files and two in split ones.
+another offset, a cache of values that do not change from step to step, marks for the recorder of allocations, and an
+MLP whose two halves are one weight in fused files and two in split ones.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ WIDTH, HIDDEN = HEADS * HEAD, 3 * HEADS * HEAD
 
 
 def _mark(name: str, *arguments: Any) -> None:
-    """Call the recorder of allocations, where this ComfyUI has one."""
+    """Call the recorder of allocations, if this ComfyUI has one."""
     getattr(comfy.model_prefetch, name, lambda *_: None)(*arguments)
 
 
@@ -78,19 +78,19 @@ class QwenImage21TransformerBlock(nn.Module):
 
 
 def _scaled(x: Tensor, scales: tuple[Tensor, Tensor], prefix: int) -> Tensor:
-    before, after = scales
+    text_scale, picture_scale = scales
     if comfy.model_management.in_training:
-        return torch.cat((x[:, :prefix] * (1 + before), x[:, prefix:] * (1 + after)), dim=1)
-    out = x * (1 + after)
-    out[:, :prefix] = x[:, :prefix] * (1 + before)
+        return torch.cat((x[:, :prefix] * (1 + text_scale), x[:, prefix:] * (1 + picture_scale)), dim=1)
+    out = x * (1 + picture_scale)
+    out[:, :prefix] = x[:, :prefix] * (1 + text_scale)
     return out
 
 
 def _add(x: Tensor, y: Tensor, gates: tuple[Tensor, Tensor], prefix: int) -> Tensor:
-    before, after = gates
-    x[:, prefix:].addcmul_(y[:, prefix:], after)
+    text_gate, picture_gate = gates
+    x[:, prefix:].addcmul_(y[:, prefix:], picture_gate)
     if prefix:
-        x[:, :prefix].addcmul_(y[:, :prefix], before)
+        x[:, :prefix].addcmul_(y[:, :prefix], text_gate)
     return x
 
 
@@ -134,12 +134,12 @@ class QwenImage21Transformer2DModel(nn.Module):
             self.prefix_cache = text if self.prefix_cache is None else self.prefix_cache
             text = self.prefix_cache
         prefix, tokens = text.shape[1], torch.cat((text, picture), dim=1)
-        before = torch.arange(prefix, dtype=torch.float32)[:, None].expand(prefix, 3)
+        text_ids = torch.arange(prefix, dtype=torch.float32)[:, None].expand(prefix, 3)
         rows, columns = torch.meshgrid(
             torch.arange(height) - height / 2, torch.arange(width) - width / 2, indexing="ij"
         )
         grid = torch.stack((torch.full_like(rows, float(prefix)), rows, columns), dim=-1).flatten(0, 1)
-        pe = self.pe_embedder(torch.cat((before, grid))[None].to(x.device)).transpose(1, 2).contiguous()
+        pe = self.pe_embedder(torch.cat((text_ids, grid))[None].to(x.device)).transpose(1, 2).contiguous()
         levels = torch.cat((timestep, timestep.new_zeros(1)))
         temb = self.time_text_embed(timestep_embedding(levels, 256).to(x.dtype))
         scale1, gate1, scale2, gate2 = self.modulation(temb).chunk(4, dim=-1)
@@ -160,11 +160,11 @@ class QwenImage21(comfy.model_base.QwenImage):
         )
 
     def extra_conds(self, **kwargs: Any) -> dict[str, Any]:
-        found = comfy.model_base.BaseModel.extra_conds(self, **kwargs)
-        return found | {"c_crossattn": comfy.conds.CONDRegular(kwargs["cross_attn"])}
+        conds = comfy.model_base.BaseModel.extra_conds(self, **kwargs)
+        return conds | {"c_crossattn": comfy.conds.CONDRegular(kwargs["cross_attn"])}
 
 
-# Where ComfyUI has them.
+# ComfyUI's modules of these classes.
 QwenImage21.__module__ = "comfy.model_base"
 QwenImage21Transformer2DModel.__module__ = "comfy.ldm.qwen_image21.model"
 
@@ -222,10 +222,10 @@ def _half(name: str, whole: dict[str, Tensor]) -> Tensor:
 @contextmanager
 def newer_comfyui() -> Iterator[None]:
     """ComfyUI with the class, and with its names of LoRA keys: those of each half, for a fused model."""
-    own = comfy.lora.model_lora_keys_unet
+    original = comfy.lora.model_lora_keys_unet
 
-    def keys(model: Any, known: dict[str, Any]) -> dict[str, Any]:
-        known = own(model, known)
+    def keys(model: Any, key_map: dict[str, Any]) -> dict[str, Any]:
+        key_map = original(model, key_map)
         for key, weight in model.state_dict().items() if isinstance(model, QwenImage21) else ():
             name = key.removeprefix("diffusion_model.").removesuffix(".weight")
             if not name.endswith(".img_mlp.gate_up"):
@@ -234,12 +234,12 @@ def newer_comfyui() -> Iterator[None]:
             for part, start in (("gate_layer", 0), ("proj", half)):
                 alias = name.replace("gate_up", part)
                 places = dict.fromkeys((alias, f"transformer.{alias}"), (key, (0, start, half)))
-                known = {k: v for k, v in known.items() if k not in (name, f"transformer.{name}")} | places
-        return known
+                key_map = {k: v for k, v in key_map.items() if k not in (name, f"transformer.{name}")} | places
+        return key_map
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(comfy.model_base, "QwenImage21", QwenImage21, create=True))
-        known = [*comfy.supported_models.models, Config]
-        stack.enter_context(patch.object(comfy.supported_models, "models", known))
+        models = [*comfy.supported_models.models, Config]
+        stack.enter_context(patch.object(comfy.supported_models, "models", models))
         stack.enter_context(patch.object(comfy.lora, "model_lora_keys_unet", keys))
         yield

@@ -52,7 +52,7 @@ def tokens(latent: Tensor, count: int) -> Tensor:
 
 
 class _Retained(WeakKeyDictionary[Any, Tensor]):
-    """Keeps what is taken out of it."""
+    """Keeps the values deleted from it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,8 +67,9 @@ class _Retained(WeakKeyDictionary[Any, Tensor]):
 def writing_allowed() -> Iterator[None]:
     """Let code write into tensors that autograd has saved, of which it keeps copies.
 
-    Torch knows a saved tensor by its id, address and version, and lets it go once it has a copy. Another one may come
-    to lie there and be taken for it: of wan-dancer, whose sequence of music is empty, one gradient in five failed so.
+    Torch knows a saved tensor by its id, address and version, and lets it go once it has a copy. Another tensor may
+    then get the same address and be taken for it: one gradient in five of wan-dancer, whose sequence of music is empty,
+    failed because of this.
     """
     with allow_mutation_on_saved_tensors() as context:
         context.original = _Retained()
@@ -77,13 +78,13 @@ def writing_allowed() -> Iterator[None]:
 
 @contextmanager
 def with_lora(model: Any, lora: dict[str, tuple[Tensor, Tensor, float]]) -> Iterator[None]:
-    """Add to what each Linear gives. lora: (down, up, scale) by its name in the diffusion model."""
+    """Add the LoRA to the output of each Linear. lora: (down, up, scale) by its name in the diffusion model."""
 
-    def added(down: Tensor, up: Tensor, scale: float) -> Any:
+    def lora_hook(down: Tensor, up: Tensor, scale: float) -> Any:
         return lambda module, args, out: out + scale * (args[0] @ down.T) @ up.T
 
     hooks = [
-        model.diffusion_model.get_submodule(name).register_forward_hook(added(*pair)) for name, pair in lora.items()
+        model.diffusion_model.get_submodule(name).register_forward_hook(lora_hook(*pair)) for name, pair in lora.items()
     ]
     try:
         yield

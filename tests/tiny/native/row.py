@@ -11,7 +11,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-PATCH = 2  # cells along a side of what the data counts as a token; the model's own patch may be another
+PATCH = 2  # cells along a side of a token of the data; the model's own patch may be another
 Draw = Callable[..., Tensor]
 """Called with a shape it gives normal numbers that follow from the sample's name."""
 
@@ -28,12 +28,12 @@ class NativeRow:
     name: how tests call it.
     model: the class of comfy.supported_models.
     tier: A, models that people train by name; B, every other distinct forward; –, one that does not train.
-    unet: what detection would read from a checkpoint; goes over the class's own values.
+    unet: sizes that detection would read from a checkpoint; they override the class's own values.
     latent: (C, H, W) or (C, T, H, W) of a sample, as the VAE outputs it.
     text: (length, width) of a caption, as the text encoder outputs it.
-    conditioning: makes what the encoders and nodes put beside the text.
-    batches: samples of one shape run as one batch; False where the model takes one at a time.
-    audio: shape of the audio latent that goes beside the latent, without its batch axis; None for pictures and videos.
+    conditioning: makes the conditioning other than the text.
+    batches: samples of one shape run as one batch; False if the model takes one at a time.
+    audio: shape of the audio latent that goes with the latent, without its batch axis; None for pictures and videos.
     sizes: arguments of a class, by its dotted name, that ComfyUI fixes in its code.
     text_ids: the caption is a list of token numbers, given by `conditioning`, and the model ignores the text tensor.
     left_out: axis of the tests, training or compiling → why it is left out.
@@ -88,7 +88,7 @@ def build(
 
 
 def _weight(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Matrices have variance 1 / fan-in, so that activations stay near one; norms lie around 1, biases around 0."""
+    """Matrices have variance 1 / fan-in, so that activations stay near one; norms are around 1, biases around 0."""
     value = torch.randn(shape, generator=torch.Generator().manual_seed(crc32(f"{seed}:{name}".encode())))
     if name.endswith("bias"):
         return 0.1 * value
@@ -102,14 +102,14 @@ def _small(sizes: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
     if not sizes:
         yield
         return
-    (dotted, arguments), *others = sizes.items()
+    (dotted, arguments), *rest = sizes.items()
     module, name = dotted.rsplit(".", 1)
     kind = getattr(import_module(module), name)
-    with patch(dotted, lambda *given, **named: kind(*given, **{**named, **arguments})), _small(dict(others)):
+    with patch(dotted, lambda *args, **kwargs: kind(*args, **{**kwargs, **arguments})), _small(dict(rest)):
         yield
 
 
-def drawn(name: str) -> Draw:
+def source_of(name: str) -> Draw:
     """Return the source of a sample's numbers, which follow from its name alone."""
     generator = torch.Generator().manual_seed(crc32(name.encode()))
     return lambda *shape: torch.randn(*shape, generator=generator)
@@ -119,12 +119,12 @@ def sample_of(row: NativeRow, name: str = "a sample", text_length: int | None = 
     """Make a Sample of the row whose tensors follow from its name; `text_length` in place of the row's."""
     from tessera.data.samples import Sample, SampleTensors
 
-    draw = drawn(name)
+    draw = source_of(name)
     length = text_length or row.text[0]
     conditioning = row.conditioning(draw)
     if (mask := conditioning.get("attention_mask")) is not None:
-        more = torch.ones(1, max(0, length - mask.shape[1]), dtype=torch.long)
-        conditioning["attention_mask"] = torch.cat([more, mask[:, -length:]], dim=1)
+        padding = torch.ones(1, max(0, length - mask.shape[1]), dtype=torch.long)
+        conditioning["attention_mask"] = torch.cat([padding, mask[:, -length:]], dim=1)
     tensors = SampleTensors(draw(*row.latent), draw(1, length, row.text[1]), conditioning)
     frames = row.latent[1] if len(row.latent) == 4 else 1
     height, width = row.latent[-2:]
@@ -142,29 +142,33 @@ def data_of(row: NativeRow, count: int = 2) -> Any:
 def core_conds(
     model: Any, row: NativeRow, sample: Any, noisy: Tensor, guidance: float | None = None
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Make what core's sampler gives `apply_model`: the noisy latent, with its audio beside it, and the conditions.
+    """Make the arguments of `apply_model` as core's sampler does: the noisy latent, with its audio, and the conditions.
 
     noisy: (1, C, …), or (1, 1, n) with the audio packed behind it.
     """
     import comfy.utils
 
     read, cpu = sample.load(), torch.device("cpu")
-    given = dict(read.conditioning) | ({} if guidance is None else {"guidance": guidance})
+    conditioning = dict(read.conditioning) | ({} if guidance is None else {"guidance": guidance})
     if row.audio is not None:
-        given["latent_shapes"] = [torch.Size((1, *row.latent)), torch.Size((1, *row.audio))]
+        conditioning["latent_shapes"] = [torch.Size((1, *row.latent)), torch.Size((1, *row.audio))]
         if noisy.ndim != 3:
-            noisy, _ = comfy.utils.pack_latents([noisy, drawn(f"{sample.name} audio")(1, *row.audio)])
+            noisy, _ = comfy.utils.pack_latents([noisy, source_of(f"{sample.name} audio")(1, *row.audio)])
     if noisy.ndim > 3:
-        given = {"width": noisy.shape[3] * 8, "height": noisy.shape[2] * 8, "prompt_type": "positive"} | given
-    made = model.extra_conds(cross_attn=read.text, noise=noisy, device=cpu, **given)
-    return noisy, {name: cond.process_cond(batch_size=1, area=None, device=cpu).cond for name, cond in made.items()}
+        conditioning = {
+            "width": noisy.shape[3] * 8,
+            "height": noisy.shape[2] * 8,
+            "prompt_type": "positive",
+        } | conditioning
+    conds = model.extra_conds(cross_attn=read.text, noise=noisy, device=cpu, **conditioning)
+    return noisy, {name: cond.process_cond(batch_size=1, area=None, device=cpu).cond for name, cond in conds.items()}
 
 
 def core_forward(patcher: Any, row: NativeRow, sample: Any, sigma: float, x: Tensor | None = None) -> Tensor:
-    """Run ComfyUI's own `extra_conds` and `apply_model` of one sample under no_grad, as its sampler does; return what
-    the model takes for the clean latent, (C, …) in its own space.
+    """Run ComfyUI's own `extra_conds` and `apply_model` of one sample under no_grad, as its sampler does; return the
+    predicted clean latent, (C, …) in its own space.
 
-    x: (C, …) noisy latent in the model's space; the sample's latent where it is None.
+    x: (C, …) noisy latent in the model's space; the sample's latent if it is None.
     """
     model = patcher.model
     latent = (model.process_latent_in(sample.load().latent[None]) if x is None else x[None]).clone()

@@ -30,12 +30,13 @@ def batch_of(trainer: Any, *indices: int) -> Any:
 
     samples, settings = [trainer.data.samples[index] for index in indices or (0,)], trainer.settings
     read = [(sample, sample.load(FIRST_VARIANT)) for sample in samples]
-    of, objective = (trainer.patcher, trainer.family), settings.objective
-    return make_batch(*of, read, objective, trainer.device, settings.seed, (0, 0), trainer.batches.strata)
+    model_and_family, objective = (trainer.patcher, trainer.family), settings.objective
+    return make_batch(*model_and_family, read, objective, trainer.device, settings.seed, (0, 0), trainer.batches.strata)
 
 
 def guidance_of(trainer: Any) -> float | None:
-    """That of the objective, where it was distilled into the model; else the model keeps what core gives it."""
+    """Return the guidance of the objective if it was distilled into the model; else the model keeps the guidance of
+    core."""
     return trainer.settings.objective.guidance if trainer.family.takes_guidance(trainer.patcher.model) else None
 
 
@@ -60,10 +61,11 @@ def written_out(row: NativeRow, trainer: Any, model: Any = None) -> tuple[float,
     return float(loss.detach()), gradients
 
 
-def difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+def difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Return the largest relative error of one matrix, of those that the loss reaches."""
-    assert found.keys() == wanted.keys()
-    largest = max(float(value.norm()) for value in wanted.values())
+    assert actual.keys() == expected.keys()
+    largest = max(float(value.norm()) for value in expected.values())
     return max(
-        float((found[name] - value).norm()) / max(float(value.norm()), 1e-4 * largest) for name, value in wanted.items()
+        float((actual[name] - value).norm()) / max(float(value.norm()), 1e-4 * largest)
+        for name, value in expected.items()
     )

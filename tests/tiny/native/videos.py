@@ -58,8 +58,8 @@ LTX_WITH_SOUND: dict[str, Any] = LTX | {
     "connector_num_attention_heads": 2,
     "connector_num_layers": 1,
 }
-# What the file of LTX-2.3 tells beside its sizes: gates in attention, text modulated by the noise level, and a text of
-# each stream that its encoder projects.
+# Fields of the file of LTX-2.3 in addition to its sizes: gates in attention, text modulated by the noise level, and a
+# text of each stream that its encoder projects.
 LTX_2_3: dict[str, Any] = LTX_WITH_SOUND | {
     "connector_attention_head_dim": 32,
     "audio_connector_attention_head_dim": 16,
@@ -188,7 +188,7 @@ FURTHER = (
         name="hunyuan-image-distilled",
         model="HunyuanImage21",
         tier="A",
-        # What the distilled file tells beside its sizes: guidance, and the sigma of the next step.
+        # Fields of the distilled file in addition to its sizes: guidance, and the sigma of the next step.
         unet=HUNYUAN_IMAGE | {"guidance_embed": True, "meanflow": True},
         latent=(64, 4, 6),
         text=TEXT,

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 WORKFLOWS = Path(__file__).resolve().parents[3] / "workflows" / "api"
-# The workflow, and the tiny model in place of what its loaders name.
+# The workflow, and the tiny model in place of its loaders.
 CASES = {
     "z_image_lora": "z-image",
     "krea2_lora": "krea-2",
@@ -18,7 +18,7 @@ CASES = {
 }
 # Of CASES, those that train on clips.
 CLIPS = ("hunyuan_video15_lora", "ltx_video_lora", "ltx2_3_lora", "minimax_h3_lora")
-LEAST_FRAMES = {"minimax_h3_lora": 5}  # of a preview that is a clip, where it isn't 9
+LEAST_FRAMES = {"minimax_h3_lora": 5}  # of a preview that is a clip, if not 9
 FOLDERS = ("TesseraImageFolder", "TesseraVideoFolder")
 # The places of MODEL, CLIP, VAE and VAE of the sound among the outputs of each loader.
 LOADERS = {
@@ -67,10 +67,10 @@ def fitted(name: str, folder: str = "", **training: Any) -> dict[str, Any]:
         node["inputs"] |= SMALL.get(kind, {}) | (training if kind == "TesseraTrainLora" else {})
         if folder and kind in FOLDERS:
             node["inputs"]["folder"] = folder
-        for each, value in list(node["inputs"].items()):
+        for name_of_input, value in list(node["inputs"].items()):
             if isinstance(value, list) and value[0] in sounds:
-                del node["inputs"][each]
+                del node["inputs"][name_of_input]
             elif isinstance(value, list) and value[0] in loaders:
-                node["inputs"][each] = ["tiny", LOADERS[loaders[value[0]]][value[1]]]
+                node["inputs"][name_of_input] = ["tiny", LOADERS[loaders[value[0]]][value[1]]]
     prompt["tiny"] = {"class_type": "TesseraTinyNative", "inputs": {"name": CASES[name]}}
     return prompt
