@@ -16,7 +16,7 @@ from ...memory.comfy_compiler import without_comfy_compiler
 from ...memory.weights.residency import FrozenModule
 from ..blocks import BlockOfModel, list_of
 from ..family import ModelInputs, RunBlock
-from ..layers.attention import Attention, sdpa
+from ..layers.attention import Attention
 from ..layers.lora_linear import LoraLayer
 from ..transformer_options import steady
 from .blocks import NativeBlock, flatten, varying_attributes
@@ -100,9 +100,8 @@ class NativeTransformer:
         return [*self.shadow.layers.values(), *self.shadow.tensors.values()]
 
     def training(self) -> Any:
-        """Return the context of a forward and its backward: differentiable kernels, and the chosen attention, which may
-        support only the run's dtype."""
-        return training_kernels(self.attention if self._compute_dtype == self.dtype else sdpa)
+        """Return the context of a forward and its backward: differentiable kernels, and the chosen attention."""
+        return training_kernels(self.attention)
 
     def forward(self, run: RunBlock, inputs: ModelInputs) -> Tensor:
         """Compute the raw output of each sample as tokens, (B, N, C·patch)."""
