@@ -90,10 +90,12 @@ def test_a_layer_that_comfyui_cannot_run_is_named(monkeypatch):
 def test_a_dtype_that_dynamic_vram_casts_to_is_read_by_both(monkeypatch):
     """It notes on the module what the weight is cast to at each use, such as fp8 for a bf16 file."""
     patcher = build(BY_NAME["z-image"], torch.bfloat16)
-    for module in patcher.model.diffusion_model.modules():
-        if hasattr(module, "in_features"):
-            module.weight_comfy_model_dtype = torch.float8_e5m2
-    assert Shadow(patcher, FrozenWeights(patcher, CPU, torch.bfloat16)).misread() is None
+    linears = [n for n, m in patcher.model.diffusion_model.named_modules() if hasattr(m, "in_features")]
+    patched = lora_on(patcher, [f"{name}.weight" for name in linears])
+    for name in linears:
+        patcher.model.diffusion_model.get_submodule(name).weight_comfy_model_dtype = torch.float8_e5m2
+    for model in (patcher, patched):
+        assert Shadow(model, FrozenWeights(model, CPU, torch.bfloat16)).misread() is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
