@@ -1,5 +1,6 @@
 """The first check of a run on ComfyUI's own forward sees what bf16's rounding hides."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ from tessera.models.native.blocks import NativeBlock
 from tessera.train.settings import MemoryOptions
 from tiny.flash_attn import installed
 from tiny.native import ROWS, build, data_of
-from tiny.training import make_trainer
+from tiny.native.step import batch_of
+from tiny.training import adding_more, make_trainer
 
 BY_NAME = {row.name: row for row in ROWS}
 
@@ -42,4 +44,18 @@ def ends_with_a_stronger_block(trainer: Any, monkeypatch: pytest.MonkeyPatch) ->
             trainer.run()
     trainer.run()
     assert trainer.placed.checks.forward_done
+    trainer.close()
+
+
+def test_one_block_of_twelve_that_adds_two_percent_too_much_ends_the_run(tmp_path):
+    """Whichever it is, as docs/models.md has it."""
+    row = replace(BY_NAME["z-image"], unet={**BY_NAME["z-image"].unet, "n_layers": 12})
+    trainer = make_trainer(build(row, torch.bfloat16), data_of(row), tmp_path)
+    inputs = batch_of(trainer, 0).inputs
+    blocks = [block for name, block in trainer.placed.transformer.blocks() if name.startswith("layers.")]
+    assert len(blocks) == 12
+    for block in (blocks[0], blocks[6], blocks[11]):
+        with adding_more(block), pytest.raises(ValueError, match="whose output is .* different when it runs for train"):
+            trainer.placed.check_forward(inputs)
+    trainer.placed.check_forward(inputs)
     trainer.close()
