@@ -122,10 +122,12 @@ class Shadow:
             memo: dict[int, Any] = {}
             self.layers: dict[str, Any] = {}
             convs = convolutions(model.diffusion_model)
+    swapped: the blocks, by module name, whose weights are on the host.
             for name, module in model.diffusion_model.named_modules():
                 if is_linear(module):
                     memo[id(module)] = self.layers[name] = self.make_linear(weights, name, module)
                 elif name in convs:
+        self.swapped = weights.on_host
                     memo[id(module)] = self.layers[name] = NativeConv(weights, name, convs[name])
             fresh = fresh_attributes(model) or {}
             stale: dict[str, dict[str, Any]] = {}

@@ -23,8 +23,9 @@ from .blocks import NativeBlock, flatten, varying_attributes
 from .comfyui.entries import entries_of, hook_block
 from .gradients import check_gradients
 from .inputs import NativeGroup, NativeInputs, patchify
-from .kernels import training_kernels, unusable
+from .kernels import kernel_that_raised, training_kernels, unread_option, unusable
 from .shadow import Shadow, restore
+from .verify.outside import Unloaded
 from .verify.precision import cast_buffers, dtype_told, run_in
 from .writes.out_of_place import OutOfPlace
 
@@ -155,9 +156,12 @@ class NativeTransformer:
     def _core_output(self, on_device: OnDevice, inputs: ModelInputs) -> list[Tensor]:
         def core(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
             function = _run_core if self._compute_dtype == self.dtype else partial(run_in, torch.float32, _run_core)
-            return block.result(on_device(function, block, *tensors, call), call.method)
+            with unloaded.loaded(block):
+                return block.result(on_device(function, block, *tensors, call), call.method)
 
-        return self._forward(core, inputs, outer=False)
+        # Both sides of a comparison would read the same slots.
+        with Unloaded([block for block in self._blocks.values() if block.name in self.shadow.swapped]) as unloaded:
+            return self._forward(core, inputs, outer=False)
 
     @contextmanager
     def in_fp32(self) -> Iterator[None]:
@@ -243,6 +247,10 @@ class NativeTransformer:
             cause = str(error).strip().partition("\n")[0]
             if isinstance(getattr(error, "obj", None), FrozenModule) or "NativeLinear" in cause:
                 raise unusable("its layers", cause) from error
+            if (kernel := kernel_that_raised(error)) is not None:
+                raise unusable(kernel, cause) from error
+            if isinstance(error, KeyError):
+                raise unread_option(cause) from error
             raise ValueError(
                 f"model is {self.title}, whose forward fails on this data ({shown(cause)}); prepare the data with the "
                 "VAE and the text encoders of this model."

@@ -1,5 +1,6 @@
 """A model class that nobody has seen, with code as ComfyUI's models have it, trains without a change of the pack."""
 
+from dataclasses import replace
 from typing import Any
 
 import comfy.cli_args
@@ -49,8 +50,8 @@ class TomorrowBlock(nn.Module):
 
     def __init__(self, index: int, operations: Any):
         super().__init__()
-        self.index = index
-        self.norm = operations.LayerNorm(WIDTH, elementwise_affine=False)
+        self.index, self.heads = index, HEADS
+        self.norm = operations.LayerNorm(WIDTH)
         self.modulation = operations.Linear(WIDTH, 2 * WIDTH)
         self.to_qkv = operations.Linear(WIDTH, 3 * WIDTH)
         self.to_out = operations.Linear(WIDTH, WIDTH)
@@ -292,3 +293,25 @@ def test_its_lora_loads_in_comfyui_and_changes_every_layer_that_it_trains(tmp_pa
     keys = comfy.lora.model_lora_keys_unet(model.model, {})
     patches = comfy.lora.load_lora(tensors, keys, log_missing=True)
     assert len(model.clone().add_patches(patches, 1.0)) == 2 * 3
+@pytest.mark.parametrize("part", ["gate", "norm.weight"])
+def test_a_tensor_of_a_swapped_block_that_is_read_outside_of_it_is_refused(part, tmp_path, monkeypatch):
+    forward = TomorrowModel.forward
+
+    def reaching_in(self: TomorrowModel, x: Tensor, timestep: Tensor, context: Tensor, **named: Any) -> Tensor:
+        assert [layer.gate.shape for layer in self.layers] == [(WIDTH,)] * 3 and self.layers[2].gate.dtype == x.dtype
+        text = self.txt_in(context).detach()
+        text = text * self.layers[2].gate if part == "gate" else self.layers[2].norm(text)
+        self.prompt = self.prompts["first"] = text.mean(dim=1)
+        return forward(self, x, timestep, context, **named)
+
+    monkeypatch.setattr(TomorrowModel, "forward", reaching_in)
+    trainer, _, _ = step(tmp_path / "resident")
+    words = rf"its {part} is read while its block layers\.2 does not run.*; set blocks_to_swap to 0"
+    with pytest.raises(ValueError, match=words):
+        step(tmp_path / "swapped", blocks_to_swap=2)
+    trainer.placed.memory = replace(trainer.placed.memory, blocks_to_swap=2)
+    trainer.placed.rebuild(1)  # as when memory runs out
+    with pytest.raises(ValueError, match=words):
+        trainer.forward_backward([shown(0, 1)])
+
+
