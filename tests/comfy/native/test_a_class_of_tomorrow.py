@@ -329,7 +329,7 @@ def turning_by_a_table_of_another_shape(q: Tensor, transformer_options: dict[str
 
 
 def attending_with_a_mask_of_another_shape(q: Tensor, transformer_options: dict[str, Any]) -> Tensor:
-    return optimized_attention(q, q, q, HEADS, mask=torch.zeros(7, 9))
+    return comfy.ldm.modules.attention.optimized_attention(q, q, q, HEADS, mask=torch.zeros(7, 9))
 
 
 @pytest.mark.parametrize(
