@@ -167,8 +167,9 @@ other model runs **ComfyUI's own forward**, made safe for training.
 
 The training forward of every run is compared with ComfyUI's own before the first step, and again after a resume; where
 they differ the run stops. Both run one sample on the weights of the run, without the LoRA: as the run computes, and a
-small piece of it in fp32, where a block that is 1 % too strong shows. Of each format of weights one layer is compared
-with ComfyUI's reading of it. It costs about as much time as two steps, and no second copy of the weights. What it can't
+small piece of it in fp32. There one block of twelve that adds 2 % too much shows, be it the first, the middle or the
+last; the more blocks a model has, the less each counts. Of each format of weights one layer is compared with ComfyUI's
+reading of it. It costs about as much time as two steps, and no second copy of the weights. What it can't
 see: a fault that ComfyUI's own forward has too, weights that are wrong in the file, and what only other sizes show than
 those of your smallest picture or clip. The gradients are checked by the tests, and
 for a model that they don't know by name by a certificate before the first step: `verify` on *Training Memory*, whose

@@ -2,13 +2,14 @@
 the weights that training has read."""
 
 import copy
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import comfy.model_management
 import torch
-from comfy.model_patcher import LowVramPatch
+from comfy.model_patcher import LowVramPatch, ModelPatcher
 from comfy.quant_ops import QuantizedTensor
 from torch import Tensor, nn
 
@@ -16,11 +17,12 @@ from ...common.core import intended_dtype, quantised_layout
 from ...common.gguf_tensor import block_type, is_gguf, type_name, with_patches
 from .frozen import FrozenWeights
 
+log = logging.getLogger(__name__)
+
 # The largest allowed relative difference of both outputs in fp32, by the dtypes that a weight is rounded to on the way.
 # A weight that is 2 % too large exceeds each of them.
 _ROUNDING = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 _DEQUANTISED = 1e-2  # ComfyUI dequantises in 16 bits
-_PATCHED = 0.4  # 4-bit weights with a LoRA, rounded stochastically, are up to 0.2 from those without it
 _ROWS = 4
 
 # Set on modules by ComfyUI's loading and by its dynamic VRAM, under which a module reads its weight through them.
@@ -46,6 +48,19 @@ class Misread(NamedTuple):
     difference: float
 
 
+class Comparison(NamedTuple):
+    """Result of the check.
+
+    misread: the first layer that differs; None if none does.
+    kinds: the kinds of layers compared, as class and format of weight and bias.
+    unknown: those that ComfyUI itself can't run on this device.
+    """
+
+    misread: Misread | None
+    kinds: tuple[str, ...]
+    unknown: tuple[str, ...]
+
+
 def has_known_forward(module: nn.Module) -> bool:
     """Return whether a layer runs torch's or ComfyUI's own forward.
 
@@ -56,7 +71,15 @@ def has_known_forward(module: nn.Module) -> bool:
 
 
 def find_misread(weights: FrozenWeights, forwards: Mapping[str, Callable[[Tensor], Tensor]]) -> Misread | None:
-    """Compare one module of each kind and format; None if none differs.
+    """Return the first misread layer of `compare_readings`."""
+    compared = compare_readings(weights, forwards)
+    if compared.unknown:
+        log.info("ComfyUI can't run %s here, so their reading is not compared.", ", ".join(compared.unknown))
+    return compared.misread
+
+
+def compare_readings(weights: FrozenWeights, forwards: Mapping[str, Callable[[Tensor], Tensor]]) -> Comparison:
+    """Compare one module of each kind and format, up to the first that differs.
 
     forwards: for each module name, a function that runs it on an fp32 input with the weights that training has read, on
         `weights.device`.
@@ -64,27 +87,30 @@ def find_misread(weights: FrozenWeights, forwards: Mapping[str, Callable[[Tensor
     Modules whose input shape is not known from their class are skipped. One weight is held at a time, and the MODEL is
     unchanged. Under dynamic VRAM the weight is the one that ComfyUI keeps on the host.
     """
-    kinds_seen = set()
+    kinds: dict[tuple[Any, ...], str] = {}
+    unknown: list[str] = []
     for name, run in forwards.items():
         module = weights.patcher.model.get_submodule(f"diffusion_model.{name}".rstrip("."))
         sample = _input_of(module, weights)
         patched = any(f"diffusion_model.{name}.{part}" in weights.patcher.patches for part in ("weight", "bias"))
         if sample is None or (patched and not _casts(module)):
             continue
-        kind = (type(module), patched, *(_format(getattr(module, part, None)) for part in ("weight", "bias")))
-        if kind in kinds_seen:
+        formats = [_format(getattr(module, part, None)) for part in ("weight", "bias")]
+        kind = (type(module), patched, *formats)
+        if kind in kinds:
             continue
-        kinds_seen.add(kind)
+        kinds[kind] = " ".join([type(module).__name__, *filter(None, formats), *["with a LoRA"] * patched])
         core = _as_core_runs(weights, name, module)
-        if not (difference := _difference(run, core, sample)) <= _limit(core.weight, patched, weights.compute_dtype):
-            return Misread(name, difference)
-    return None
+        difference = _difference(run, core, sample)
+        if difference is None:
+            unknown.append(kinds[kind])
+        elif not difference <= _limit(core.weight, weights.compute_dtype):
+            return Comparison(Misread(name, difference), tuple(kinds.values()), tuple(unknown))
+    return Comparison(None, tuple(kind for kind in kinds.values() if kind not in unknown), tuple(unknown))
 
 
-def _limit(weight: Any, patched: bool, compute_dtype: torch.dtype) -> float:
-    if isinstance(weight, QuantizedTensor) or (weight.dtype.itemsize == 1 and not is_gguf(weight)):
-        return _PATCHED if patched else _DEQUANTISED
-    if is_gguf(weight):
+def _limit(weight: Any, compute_dtype: torch.dtype) -> float:
+    if isinstance(weight, QuantizedTensor) or weight.dtype.itemsize == 1 or is_gguf(weight):
         return _DEQUANTISED
     return max(_ROUNDING[compute_dtype], _ROUNDING.get(weight.dtype, 0.0))
 
@@ -142,19 +168,34 @@ def _as_core_runs(weights: FrozenWeights, name: str, module: nn.Module) -> nn.Mo
     in_blocks = any(block_type(weight) is not None for weight in parameters.values())
     for part in ("weight", "bias"):
         key, dtype = f"diffusion_model.{name}.{part}", intended_dtype(module, part)
+        patched = key in weights.patcher.patches
+        stored: Any = parameters.get(part)
+        rounded = patched and _is_narrow(stored, dtype)
+        if rounded:
+            # As a whole load has it: without this rounding a right weight would differ by up to 0.2 in 4 bits.
+            by_core = ModelPatcher.patch_weight_to_device(
+                weights.patcher, key, device_to=weights.device, return_weight=True
+            )
+            parameters[part] = nn.Parameter(by_core, requires_grad=False)
         if dtype is not None and type(getattr(parameters.get(part), "data", None)) is Tensor:
             # As dynamic VRAM casts it at each use.
             parameters[part] = nn.Parameter(parameters[part].data.to(dtype), requires_grad=False)
-        if key in weights.patcher.patches and in_blocks and is_gguf(parameters[part]):
-            parameters[part] = with_patches(parameters[part], [(weights.patcher.patches[key], key)])
-        elif key in weights.patcher.patches:
+        if patched and in_blocks and is_gguf(stored):
+            parameters[part] = with_patches(stored, [(weights.patcher.patches[key], key)])
+        elif patched and not rounded:
             setattr(clone, f"{part}_function", [LowVramPatch(key, weights.patcher.patches)])
     return clone
 
 
+def _is_narrow(weight: Any, dtype: torch.dtype | None) -> bool:
+    """Return whether a weight is used in 8 bits or fewer, into which ComfyUI rounds a LoRA; not one of a GGUF file."""
+    return isinstance(weight, QuantizedTensor) or (not is_gguf(weight) and (dtype or weight.dtype).itemsize == 1)
+
+
 @torch.no_grad()
-def _difference(forward: Callable[[Tensor], Tensor], core: Any, x: Tensor) -> float:
-    """Return the relative difference; 0 if ComfyUI itself cannot run the module so, as some formats on some devices."""
+def _difference(forward: Callable[[Tensor], Tensor], core: Any, x: Tensor) -> float | None:
+    """Return the relative difference; None if ComfyUI itself cannot run the module so, as some formats on some
+    devices."""
     if x.is_floating_point() and not _casts(core):
         x = x.to(core.weight.dtype)
     try:
@@ -162,7 +203,7 @@ def _difference(forward: Callable[[Tensor], Tensor], core: Any, x: Tensor) -> fl
     except RuntimeError as error:
         if comfy.model_management.is_oom(error):
             raise
-        return 0.0
+        return None
     actual = forward(x).float().cpu()
     if not x.is_floating_point():
         return _relative(actual, expected)

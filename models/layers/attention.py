@@ -1,5 +1,7 @@
 """The attention of the training forward, by the user's choice: torch's SDPA, cuDNN's kernel or flash-attn.
 
+The last two compute in 16 bits. Checks run a 16-bit model in fp32 too; there SDPA stands in for both.
+
 Models whose captions are padded take ragged attention: each sample of a batch sees its own first tokens and no pad.
 """
 
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...memory.host.to_device import to_device
+from . import flash_attention as flash_kernels
 from .flash_attention import PACKAGES, flash_attention, flash_package
 from .ragged_attention import ragged_attention
 
@@ -30,6 +33,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Run `sdpa` on cuDNN's kernel, by its own op: SDPA would fall back to another if this one refuses."""
+    if not _in_16_bits(q):
+        return sdpa(q, k, v)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)[0]
     return out.transpose(1, 2).flatten(2)
@@ -40,9 +45,15 @@ def flash(package: str) -> Attention:
     """Make `sdpa` on the kernels of one of `flash_attention.PACKAGES`; fp16 or bf16 on a GPU."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not _in_16_bits(q):
+            return sdpa(q, k, v)
         return flash_attention(q, k, v, None, package)[0].flatten(2)
 
     return attend
+
+
+def _in_16_bits(q: Tensor) -> bool:
+    return q.dtype in flash_kernels.DTYPES
 
 
 def settle_kernel_order() -> None:
@@ -116,7 +127,7 @@ def ragged_sdpa(only_cudnn: bool = False) -> Callable[[Tensor, Tensor, Tensor, T
     """Make ragged attention on torch's kernels."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-        return ragged_attention(q, k, v, lengths, only_cudnn)[0].flatten(2)
+        return ragged_attention(q, k, v, lengths, only_cudnn and _in_16_bits(q))[0].flatten(2)
 
     return attend
 
@@ -133,6 +144,9 @@ def ragged_flash(package: str) -> Callable[[Tensor, Tensor, Tensor, Tensor], Ten
     """Make ragged attention on flash-attn's varlen kernels."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
+        if not _in_16_bits(q):
+            lengths = (bounds[1::2] - bounds[:-1:2]).to("cpu", torch.int64)
+            return ragged_attention(q, k, v, lengths)[0].flatten(2)
         return flash_attention(q, k, v, bounds, package)[0].flatten(2)
 
     return attend

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from traceback import walk_tb
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -170,6 +171,23 @@ def unusable(name: str, cause: str) -> ValueError:
         f"model calls {name} of ComfyUI {version()} in a way that Train LoRA doesn't know ({cause}); update Tessera or "
         "choose another model."
     )
+
+
+def unread_option(key: str) -> ValueError:
+    """Make the error for an entry, such as an option of the sampler, that ComfyUI's code reads and training lacks."""
+    return ValueError(
+        f"model reads {key} in ComfyUI {version()}, which Train LoRA doesn't set; update Tessera or choose another "
+        "model."
+    )
+
+
+def kernel_that_raised(error: BaseException) -> str | None:
+    """Return the name of ComfyUI's kernel in whose replacement an error was raised; None for one outside of them."""
+    for frame, _ in walk_tb(error.__traceback__):
+        if frame.f_code.co_filename == __file__:
+            form = frame.f_locals.get("form")
+            return "optimized_attention" if form is None else form.__name__
+    return None
 
 
 @contextmanager

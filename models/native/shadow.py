@@ -19,7 +19,15 @@ from ..convolutions import convolutions
 from ..layers.lora_conv import LoraConv
 from ..layers.lora_linear import LoraLinear
 from .comfyui.entries import Running
-from .comfyui.leftovers import OF_TORCH, cannot_be_copied, fresh_attributes, leftovers, reset
+from .comfyui.leftovers import (
+    OF_TORCH,
+    cannot_be_copied,
+    fresh_attributes,
+    is_setting,
+    leftovers,
+    module_leftovers,
+    reset,
+)
 
 _NOT_COPIED = object()
 
@@ -114,10 +122,12 @@ class Shadow:
     base: copy of the MODEL's BaseModel, whose `apply_model` returns the raw output.
     layers: the Linears, and the convolutions that can have an adapter, by the MODEL's own module names.
     tensors: those of all other modules, by module name.
+    swapped: the blocks, by module name, whose weights are on the host.
     """
 
     def __init__(self, patcher: ModelPatcher, weights: FrozenWeights):
         model, self._weights = patcher.model, weights
+        self.swapped = weights.on_host
         with torch.inference_mode(False):
             memo: dict[int, Any] = {}
             self.layers: dict[str, Any] = {}
@@ -131,10 +141,11 @@ class Shadow:
             stale: dict[str, dict[str, Any]] = {}
             for name, module in model.diffusion_model.named_modules():
                 initial = fresh.get(f"diffusion_model.{name}".rstrip("."))
-                stale[name] = leftovers(vars(module), initial, settings_too=True)
+                stale[name] = module_leftovers(module, initial)
                 for attribute, value in vars(module).items():
-                    # A copy's destruction would free the MODEL's own memory.
-                    if value is not None and (attribute in LOADING or attribute in stale[name]):
+                    # A copy's destruction would free the MODEL's own memory. Others may hold the same True or 1.
+                    is_stale = attribute in stale[name] and not is_setting(value)
+                    if value is not None and (attribute in LOADING or is_stale):
                         memo[id(value)] = _NOT_COPIED
                     elif cannot_be_copied(value):
                         memo[id(value)] = value

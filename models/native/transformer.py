@@ -16,15 +16,16 @@ from ...memory.comfy_compiler import without_comfy_compiler
 from ...memory.weights.residency import FrozenModule
 from ..blocks import BlockOfModel, list_of
 from ..family import ModelInputs, RunBlock
-from ..layers.attention import Attention, sdpa
+from ..layers.attention import Attention
 from ..layers.lora_linear import LoraLayer
 from ..transformer_options import steady
 from .blocks import NativeBlock, flatten, varying_attributes
 from .comfyui.entries import entries_of, hook_block
 from .gradients import check_gradients
 from .inputs import NativeGroup, NativeInputs, patchify
-from .kernels import training_kernels, unusable
+from .kernels import kernel_that_raised, training_kernels, unread_option, unusable
 from .shadow import Shadow, restore
+from .verify.outside import Unloaded
 from .verify.precision import cast_buffers, dtype_told, run_in
 from .writes.out_of_place import OutOfPlace
 
@@ -100,9 +101,8 @@ class NativeTransformer:
         return [*self.shadow.layers.values(), *self.shadow.tensors.values()]
 
     def training(self) -> Any:
-        """Return the context of a forward and its backward: differentiable kernels, and the chosen attention, which may
-        support only the run's dtype."""
-        return training_kernels(self.attention if self._compute_dtype == self.dtype else sdpa)
+        """Return the context of a forward and its backward: differentiable kernels, and the chosen attention."""
+        return training_kernels(self.attention)
 
     def forward(self, run: RunBlock, inputs: ModelInputs) -> Tensor:
         """Compute the raw output of each sample as tokens, (B, N, C·patch)."""
@@ -156,9 +156,12 @@ class NativeTransformer:
     def _core_output(self, on_device: OnDevice, inputs: ModelInputs) -> list[Tensor]:
         def core(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
             function = _run_core if self._compute_dtype == self.dtype else partial(run_in, torch.float32, _run_core)
-            return block.result(on_device(function, block, *tensors, call), call.method)
+            with unloaded.loaded(block):
+                return block.result(on_device(function, block, *tensors, call), call.method)
 
-        return self._forward(core, inputs, outer=False)
+        # Both sides of a comparison would read the same slots.
+        with Unloaded([block for block in self._blocks.values() if block.name in self.shadow.swapped]) as unloaded:
+            return self._forward(core, inputs, outer=False)
 
     @contextmanager
     def in_fp32(self) -> Iterator[None]:
@@ -244,6 +247,10 @@ class NativeTransformer:
             cause = str(error).strip().partition("\n")[0]
             if isinstance(getattr(error, "obj", None), FrozenModule) or "NativeLinear" in cause:
                 raise unusable("its layers", cause) from error
+            if (kernel := kernel_that_raised(error)) is not None:
+                raise unusable(kernel, cause) from error
+            if isinstance(error, KeyError):
+                raise unread_option(cause) from error
             raise ValueError(
                 f"model is {self.title}, whose forward fails on this data ({quoted(cause)}); prepare the data with the "
                 "VAE and the text encoders of this model."

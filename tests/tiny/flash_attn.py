@@ -2,7 +2,7 @@
 have the same signatures and compute attention by its formula, on real tensors only, like the kernels."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -18,15 +18,19 @@ NAMES = {
 }
 
 
+EVERY_DTYPE = (torch.float32, torch.bfloat16, torch.float16)
+
+
 class FakeKernels:
     """The kernels of one package, and how often each function was called.
 
     scale: what results are multiplied by, for a package whose values are wrong.
+    dtypes: of the tensors that they take.
     """
 
-    def __init__(self, scale: float = 1.0) -> None:
+    def __init__(self, scale: float = 1.0, dtypes: Sequence[torch.dtype] = EVERY_DTYPE) -> None:
         self.calls: list[str] = []
-        self.scale = scale
+        self.scale, self.dtypes = scale, dtypes
 
     def forward(self, name: str, q: Tensor, k: Tensor, v: Tensor, *ragged: Any) -> tuple[Tensor, Tensor]:
         self.called(name, q, k, v)
@@ -53,6 +57,8 @@ class FakeKernels:
     def called(self, name: str, *tensors: Tensor) -> None:
         for tensor in tensors:
             assert tensor.stride(-1) == 1 and tensor.data_ptr() is not None  # a traced tensor has no address
+        if tensors[0].dtype not in self.dtypes:
+            raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
         self.calls.append(name)
 
 
@@ -197,12 +203,14 @@ _MADE_BY = {"2": _package_2, "3": _package_3, "4": _package_4}
 
 
 @contextmanager
-def installed(*versions: str, scale: float = 1.0) -> Iterator[dict[str, FakeKernels]]:
-    """Install these versions, and no other, on the CPU and in any dtype."""
+def installed(
+    *versions: str, scale: float = 1.0, dtypes: Sequence[torch.dtype] = EVERY_DTYPE
+) -> Iterator[dict[str, FakeKernels]]:
+    """Install these versions, and no other, on the CPU and in these dtypes."""
     from tessera.models.layers import flash_attention
 
     monkeypatch = pytest.MonkeyPatch()
-    kernels = {version: FakeKernels(scale) for version in versions}
+    kernels = {version: FakeKernels(scale, dtypes) for version in versions}
     for module in NAMES.values():
         for name in _parents(module):
             monkeypatch.setitem(sys.modules, name, None)
@@ -213,7 +221,7 @@ def installed(*versions: str, scale: float = 1.0) -> Iterator[dict[str, FakeKern
         functions = {name: f for name, f in _MADE_BY[version](fake).items() if name != "kernels"}
         vars(sys.modules[NAMES[version]]).update(functions)
     monkeypatch.setattr(flash_attention, "DEVICES", ("cpu",))
-    monkeypatch.setattr(flash_attention, "DTYPES", (torch.float32, torch.bfloat16, torch.float16))
+    monkeypatch.setattr(flash_attention, "DTYPES", tuple(dtypes))
     flash_attention.flash_package.cache_clear()
     try:
         yield kernels

@@ -1,6 +1,7 @@
 """Synthetic training data and a trainer over it, for tests that look inside a run."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,3 +95,24 @@ def reference_masters(trainer: Any) -> tuple[dict[str, Any], dict[str, torch.Ten
         masters[f"{name}.down"], masters[f"{name}.up"] = pair
         lora[name] = (*pair, scale)
     return lora, masters
+
+
+@contextmanager
+def adding_more(block: Any, share: float = 0.02) -> Iterator[None]:
+    """Let one block of a transformer add this much more to its streams than it does."""
+    forward = block.forward
+
+    def stronger(*args: Any) -> Any:
+        out = forward(*args)
+        streams = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        results = []
+        for result in (out,) if isinstance(out, torch.Tensor) else out:
+            before = next(stream for stream in streams if stream.shape == result.shape)
+            results.append(result + share * (result - before))
+        return results[0] if isinstance(out, torch.Tensor) else tuple(results)
+
+    block.forward = stronger
+    try:
+        yield
+    finally:
+        del block.forward

@@ -187,6 +187,8 @@ class PlacedModel:
         self.resident.modules, self.swap, self.sharing.swap = (), None, None
         comfy.model_management.soft_empty_cache()
         self._build_within_memory(step)
+        if self.swap is not None and not self.family.own_forward:
+            self.checks.forward_done = False  # ComfyUI's forward may read a block outside of it, which may swap now
         self.network.attach(self.transformer.linears())
         if auto.choice_facts(self.runner.memory) == auto.choice_facts(self.memory):
             self.runner.set_blocks(self.transformer.blocks())

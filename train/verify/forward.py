@@ -11,7 +11,6 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 
-import comfy.model_management
 import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
@@ -135,14 +134,8 @@ def _check_own_forward(
     whole, sigma = check_sample(family, patcher, sample)
     small, level = cut_to(whole, sample.grid, SMALL, SMALL_FRAMES), sigmas(sigma)
     exact = core.velocity(small, level, guidance, torch.float32)
-    try:
-        small_output = core.own_velocity(transformer, small, level, guidance, torch.float32)
-    except RuntimeError as error:  # kernels of flash-attn and cuDNN compute in 16 bits only
-        if dtype == torch.float32 or comfy.model_management.is_oom(error):
-            raise
-        log.debug("%s is not compared in fp32: %s", family.title, error)
-    else:
-        _check(family, relative(small_output, exact), LEAST if _loses_by_rounding(patcher, dtype) else EXACT)
+    small_output = core.own_velocity(transformer, small, level, guidance, torch.float32)
+    _check(family, relative(small_output, exact), LEAST if _loses_by_rounding(patcher, dtype) else EXACT)
     if dtype == torch.float32 and small.tokens == whole.tokens:
         return
     noise = 0.0 if dtype == torch.float32 else relative(core.velocity(small, level, guidance, dtype), exact)

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Attributes of one object as its constructor sets them: None, False or an empty container; _FILLED for any other value.
+# Attributes of one object as its constructor sets them: None, False, 0 or an empty container; _FILLED for other values.
 Fresh = Mapping[str, Any]
 
 OF_TORCH = frozenset(vars(nn.Module()))
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum)
 _SETTINGS = (
-    *(bool, int, float, complex, str, bytes, type(None), type, enum.Enum, torch.dtype, torch.device, nn.Module),
+    *(*_PLAIN, type, torch.dtype, torch.device, nn.Module),
     *(FunctionType, BuiltinFunctionType, MethodType, ModuleType),
 )
 _FILLED = object()
@@ -64,34 +65,43 @@ def _empty_ones(table: Mapping[str, Any]) -> Fresh:
 
 
 def _is_empty(value: Any) -> bool:
-    return value is None or value is False or (isinstance(value, list | tuple | dict | set) and not value)
+    return isinstance(value, (*_PLAIN, list, tuple, dict, set)) and not value
 
 
-def _is_setting(value: Any) -> bool:
+def is_setting(value: Any, kinds: tuple[type, ...] = _SETTINGS) -> bool:
     """Return whether a loader or another node may have set the value: no tensor, no size, no handle."""
     if isinstance(value, torch.Size):
         return False
     if isinstance(value, list | tuple | set | frozenset):
-        return all(map(_is_setting, value))
+        return all(is_setting(inner, kinds) for inner in value)
     if isinstance(value, dict):
-        return all(map(_is_setting, value.values()))
-    return isinstance(value, _SETTINGS)
+        return all(is_setting(inner, kinds) for inner in value.values())
+    return isinstance(value, kinds)
 
 
-def leftovers(table: Mapping[str, Any], fresh: Fresh | None, settings_too: bool = False) -> dict[str, Any]:
+def module_leftovers(module: nn.Module, fresh: Fresh | None) -> dict[str, Any]:
+    """Collect `leftovers` of a module; loaders set plain values on ComfyUI's layers, such as a quantised format."""
+    return leftovers(vars(module), fresh, settings_too=True, counters=not hasattr(module, "comfy_cast_weights"))
+
+
+def leftovers(
+    table: Mapping[str, Any], fresh: Fresh | None, settings_too: bool = False, counters: bool = True
+) -> dict[str, Any]:
     """Collect the attributes that hold state of a sample, with their fresh values; ABSENT for those without one.
 
     table: attributes of a model or a module; those of torch, parameters among them, are left out.
-    settings_too: include a cache's plain values, such as the length that it was made for.
+    settings_too: include a cache's settings, such as the dtype that it was made for.
+    counters: include plain values that the constructor sets to 0, False or nothing, such as a counter of calls.
     """
     if fresh is None:
         return {name: None for name, value in table.items() if name not in OF_TORCH and _holds_sizes(value)}
     fresh_values = {}
     for name, value in table.items():
-        if name in OF_TORCH or name.startswith("_tessera") or _is_setting(value):
-            continue
         initial = fresh.get(name, ABSENT)
-        if initial is not _FILLED:
+        if name in OF_TORCH or name.startswith("_tessera") or initial is _FILLED:
+            continue
+        declared = counters and initial is not ABSENT and is_setting(value, _PLAIN)
+        if (value != initial) if declared else not is_setting(value):
             fresh_values[name] = copy.copy(initial)
     if fresh_values and settings_too:
         plain = {name: initial for name, initial in fresh.items() if initial is not _FILLED and name in table}
@@ -128,7 +138,7 @@ def as_loaded(model: Any) -> Any:
     outer, inner = copy.copy(model), copy.copy(model.diffusion_model)
     outer._modules = {**model._modules, "diffusion_model": inner}
     reset(vars(outer), leftovers(vars(outer), fresh.get("")))
-    reset(vars(inner), leftovers(vars(inner), fresh.get("diffusion_model"), settings_too=True))
+    reset(vars(inner), module_leftovers(inner, fresh.get("diffusion_model")))
     return outer
 
 

@@ -1,5 +1,6 @@
 """A model class that nobody has seen, with code as ComfyUI's models have it, trains without a change of the pack."""
 
+from dataclasses import replace
 from typing import Any
 
 import comfy.cli_args
@@ -7,6 +8,7 @@ import comfy.conds
 import comfy.latent_formats
 import comfy.lora
 import comfy.model_base
+import comfy.model_management
 import comfy.model_patcher
 import comfy.supported_models
 import comfy.supported_models_base
@@ -19,6 +21,7 @@ from tiny.native.reference import plain_model, tokens, with_lora
 from tiny.native.step import batch_of
 from tiny.reference_gradients import lora_gradients
 from tiny.runs import train, training_data
+from tiny.sampling import sample_prompts
 from tiny.training import fill_up_matrices, make_trainer, micro_batch, reference_masters
 from torch import Tensor, nn
 
@@ -49,8 +52,8 @@ class TomorrowBlock(nn.Module):
 
     def __init__(self, index: int, operations: Any):
         super().__init__()
-        self.index = index
-        self.norm = operations.LayerNorm(WIDTH, elementwise_affine=False)
+        self.index, self.heads = index, HEADS
+        self.norm = operations.LayerNorm(WIDTH)
         self.modulation = operations.Linear(WIDTH, 2 * WIDTH)
         self.to_qkv = operations.Linear(WIDTH, 3 * WIDTH)
         self.to_out = operations.Linear(WIDTH, WIDTH)
@@ -69,7 +72,7 @@ class TomorrowBlock(nn.Module):
         self, x: Tensor, vec: Tensor, transformer_options: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self._qkv(x, vec)
-        out = self.to_out(optimized_attention(q, k, v, HEADS))
+        out = self.to_out(optimized_attention(q, k, v, self.heads))
         out *= self.gate
         x += out
         return x, k, v
@@ -94,6 +97,7 @@ class TomorrowModel(nn.Module):
         self.layers = nn.ModuleList(TomorrowBlock(index, operations) for index in range(3))
         self.head = operations.Linear(WIDTH, 4)
         self.prompt, self.prompts = None, {}
+        self.calls, self.warm, self.mode, self.steps = 0, False, "", []
 
     def forward(
         self, x: Tensor, timestep: Tensor, context: Tensor, transformer_options: dict[str, Any], **kwargs: Any
@@ -104,6 +108,8 @@ class TomorrowModel(nn.Module):
         if self.prompt is None:
             self.prompt = self.prompts["first"] = txt.mean(dim=1).detach()
         vec = self.prompt + self.prompts["first"] + torch.cos(timestep)[:, None]
+        vec = vec + self.calls + 2 * self.warm + len(self.mode) + len(self.steps)
+        self.calls, self.warm, self.mode, self.steps = self.calls + 1, True, "warm", [*self.steps, float(timestep[0])]
         RECORDER.begin()
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -119,10 +125,14 @@ class TomorrowModel(nn.Module):
 class TomorrowBase(comfy.model_base.BaseModel):
     def __init__(self, config: Any, device: Any = None):
         super().__init__(config, comfy.model_base.ModelType.FLOW, device=device, unet_model=TomorrowModel)
-        self.latent_shapes = None
+        self.latent_shapes, self.sampled = None, 0
 
     def process_latent_in(self, latent: Tensor) -> Tensor:
-        return super().process_latent_in(latent) + (0.0 if self.latent_shapes is None else 1.0)
+        return super().process_latent_in(latent) + (0.0 if self.latent_shapes is None else 1.0) + self.sampled
+
+    def process_latent_out(self, latent: Tensor) -> Tensor:
+        self.sampled += 1
+        return super().process_latent_out(latent)
 
     def extra_conds(self, **kwargs: Any) -> dict[str, Any]:
         return super().extra_conds(**kwargs) | {"c_crossattn": comfy.conds.CONDRegular(kwargs["cross_attn"])}
@@ -248,19 +258,22 @@ def test_its_gradients_are_those_of_code_without_a_write_in_fp64(memory, tmp_pat
 
 
 def sample(patcher: Any) -> None:
-    """Leave on the MODEL what a sampler does."""
-    text = torch.full((2, 5, TEXT), 3.0)
-    with torch.inference_mode():
-        patcher.model.latent_shapes = [torch.Size((2, 4, 8, 8)), torch.Size((2, 8))]
-        patcher.model.apply_model(torch.zeros(2, 4, 8, 8), torch.full((2,), 0.5), c_crossattn=text)
-    assert patcher.model.diffusion_model.prompt is not None and patcher.model.diffusion_model.prompts
-    patcher.model.diffusion_model.layers[0]._graph_of_tomorrow = OfLoading()
+    """Sample, and leave on the MODEL what newer ComfyUIs do as well."""
+    text = [[torch.full((1, 5, TEXT), 3.0), {}]]
+    sample_prompts(patcher, text, text, torch.zeros(2, 4, 8, 8))
+    comfy.model_management.unload_all_models()
+    patcher.model.latent_shapes = [torch.Size((2, 4, 8, 8)), torch.Size((2, 8))]
+    inner = patcher.model.diffusion_model
+    assert inner.prompt is not None and inner.prompts and patcher.model.sampled
+    assert inner.calls >= HEADS and inner.warm and inner.mode and inner.steps
+    inner.layers[0]._graph_of_tomorrow = OfLoading()
 
 
 def test_what_sampling_leaves_on_the_model_changes_no_step(tmp_path):
     _, loss, wanted = step(tmp_path / "fresh")
     used = tomorrow()
     sample(used)
+    assert used.model.diffusion_model.calls is used.model.diffusion_model.layers[0].heads
     trainer = make_trainer(used, data(), tmp_path / "used", batch_size=2, memory=MemoryOptions(checkpointing="none"))
     fill_up_matrices(trainer)
     sample(used)  # between the start of a run and its next step, as a preview does
@@ -285,6 +298,64 @@ def test_a_layer_that_runs_without_its_block_is_refused(tmp_path, monkeypatch):
     trainer.close()
 
 
+@pytest.mark.parametrize("part", ["gate", "norm.weight"])
+def test_a_tensor_of_a_swapped_block_that_is_read_outside_of_it_is_refused(part, tmp_path, monkeypatch):
+    forward = TomorrowModel.forward
+
+    def reaching_in(self: TomorrowModel, x: Tensor, timestep: Tensor, context: Tensor, **named: Any) -> Tensor:
+        assert [layer.gate.shape for layer in self.layers] == [(WIDTH,)] * 3 and self.layers[2].gate.dtype == x.dtype
+        text = self.txt_in(context).detach()
+        text = text * self.layers[2].gate if part == "gate" else self.layers[2].norm(text)
+        self.prompt = self.prompts["first"] = text.mean(dim=1)
+        return forward(self, x, timestep, context, **named)
+
+    monkeypatch.setattr(TomorrowModel, "forward", reaching_in)
+    trainer, _, _ = step(tmp_path / "resident")
+    words = rf"its {part} is read while its block layers\.2 does not run.*; set blocks_to_swap to 0"
+    with pytest.raises(ValueError, match=words):
+        step(tmp_path / "swapped", blocks_to_swap=2)
+    trainer.placed.memory = replace(trainer.placed.memory, blocks_to_swap=2)
+    trainer.placed.rebuild(1)  # as when memory runs out
+    with pytest.raises(ValueError, match=words):
+        trainer.forward_backward([micro_batch(0, 1)])
+
+
+def reading_an_option(q: Tensor, transformer_options: dict[str, Any]) -> Tensor:
+    return q * transformer_options["new"]
+
+
+def turning_by_a_table_of_another_shape(q: Tensor, transformer_options: dict[str, Any]) -> Tensor:
+    return comfy.quant_ops.ck.apply_rope1(q, torch.zeros(1, 1, 5, 3, 2, 2))
+
+
+def attending_with_a_mask_of_another_shape(q: Tensor, transformer_options: dict[str, Any]) -> Tensor:
+    return comfy.ldm.modules.attention.optimized_attention(q, q, q, HEADS, mask=torch.zeros(7, 9))
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (reading_an_option, r"^model reads 'new' in ComfyUI [\d.]+, which Train LoRA doesn't set; update Tessera"),
+        (turning_by_a_table_of_another_shape, r"^model calls apply_rope1 of ComfyUI [\d.]+ in a way .*\(The size of"),
+        (attending_with_a_mask_of_another_shape, r"^model calls optimized_attention of ComfyUI [\d.]+ in a way"),
+    ],
+)
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "in a block"])
+def test_what_a_newer_comfyui_does_is_not_blamed_on_the_data(code, words, inside, tmp_path, monkeypatch):
+    owner, name = (TomorrowBlock, "forward_gen") if inside else (TomorrowModel, "forward")
+    forward = getattr(owner, name)
+
+    def newer(self: Any, x: Tensor, *args: Any, transformer_options: dict[str, Any], **named: Any) -> Tensor:
+        code(torch.zeros(1, 4, WIDTH), transformer_options)
+        return forward(self, x, *args, transformer_options=transformer_options, **named)
+
+    monkeypatch.setattr(owner, name, newer)
+    trainer = make_trainer(tomorrow(), data(), tmp_path)
+    with pytest.raises(ValueError, match=words):
+        trainer.run()
+    trainer.close()
+
+
 def test_its_lora_loads_in_comfyui_and_changes_every_layer_that_it_trains(tmp_path):
     result = train(tomorrow(), data(), tmp_path, steps=2, network={"rank": 2})
     tensors = comfy.utils.load_torch_file(str(result.path))
@@ -292,3 +363,23 @@ def test_its_lora_loads_in_comfyui_and_changes_every_layer_that_it_trains(tmp_pa
     keys = comfy.lora.model_lora_keys_unet(model.model, {})
     patches = comfy.lora.load_lora(tensors, keys, log_missing=True)
     assert len(model.clone().add_patches(patches, 1.0)) == 2 * 3
+
+
+def test_the_certificate_compares_each_method_as_run(tmp_path, monkeypatch):
+    from tessera.train.certificate.adapters import perturbed
+    from tessera.train.certificate.execution import check_execution
+    from tessera.train.placement.block_runner import BlockRunner
+
+    trainer = make_trainer(tomorrow(), data(), tmp_path, memory=MemoryOptions(checkpointing="full"))
+    run, inputs = BlockRunner.__call__, batch_of(trainer).inputs
+
+    def wrong(self: Any, block: Any, *args: Any) -> Any:
+        out = run(self, block, *args)
+        return 1.1 * out if args[-2].method == "forward_gen" else out
+
+    trainer.placed.ensure()
+    with perturbed(trainer.placed):
+        assert check_execution(trainer.placed, inputs)[0] is None
+        monkeypatch.setattr(BlockRunner, "__call__", wrong)
+        fault = check_execution(trainer.placed, inputs)[0]
+    assert fault is not None and fault.startswith("layers.0 is 10.0% different from the plain block")
