@@ -18,7 +18,7 @@ from ..family import Family, ModelInputs, NoisySample, Origin, Patches, SampleFa
 from ..latents import LatentPolicy, policy_of_format
 from ..layers.attention import attention_function
 from .comfyui.leftovers import as_loaded
-from .facts.lookup import facts_of, named_facts
+from .facts.lookup import facts_of, is_tested, named_facts
 from .facts.untrained import why_untrained
 from .inputs import native_inputs, patchify
 from .kernels import unread_arguments
@@ -59,9 +59,9 @@ class NativeFamily(Family):
         self._streams: dict[str, set[int]] = {}
         self._batching = Batching()
         self.title = self.facts.title
-        self.tested_by_name = named_facts(model) is not None
+        self.tested_by_name = is_tested(model)
         # One without a row may have a class of our families, with another forward.
-        self.name = self.facts.name if self.tested_by_name else f"native-{self.facts.name}"
+        self.name = f"native-{self.facts.name}" if named_facts(model) is None else self.facts.name
         self.model_class = type(model)
         self.transformer_class = type(model.diffusion_model)
         self.names = native_names(model)

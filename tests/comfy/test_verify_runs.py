@@ -8,9 +8,11 @@ import pytest
 import tiny
 import torch
 from comfy.model_management import InterruptProcessingException
+from tessera.data.samples import Sample, SampleTensors
+from tessera.models.registry import family_of
 from tessera.train.certificate import watcher as certificates
-from tiny.native import ROWS, build, data_of
-from tiny.runs import Watcher, cancel_at, mixed_data, train
+from tiny.native import ROWS, build, data_of, qwen_image21
+from tiny.runs import Watcher, cancel_at, mixed_data, train, training_data
 
 BY_NAME = {row.name: row for row in ROWS}
 BY_RULE = "joy-image"
@@ -38,6 +40,31 @@ def test_a_model_that_is_known_by_rule_gets_one_and_a_resumed_run_keeps_it(tmp_p
     assert any(note.startswith(made["text"]) and "checked when the run began" in note for note in watcher.notes)
     assert result.summary["final_file"]["layers_loaded"] == result.summary["final_file"]["layers"] > 0
     assert result.summary["final_file"]["layers_that_differ"] == 0
+
+
+def test_a_run_that_crashes_keeps_it(tmp_path, monkeypatch):
+    from tessera.train import train_lora
+
+    monkeypatch.setattr(train_lora, "_write_summary", lambda *_: None)
+    with pytest.raises(InterruptProcessingException):
+        run(BY_RULE, tmp_path, cancel_at(1), steps=2)
+    (summary,) = tmp_path.rglob("summary.json")
+    made = json.loads(summary.read_text())["certificate"]
+    monkeypatch.undo()
+    monkeypatch.setattr(certificates, "make_certificate", None)
+    assert run(BY_RULE, tmp_path, steps=2).summary["certificate"] == made
+
+
+def test_a_row_whose_class_is_newer_than_the_tests_comfyui_gets_one(tmp_path):
+    source = torch.Generator().manual_seed(0)
+    latent = torch.randn(qwen_image21.CHANNELS, 4, 6, generator=source)
+    tensors = SampleTensors(latent, torch.randn(1, 5, qwen_image21.TEXT, generator=source), {})
+    data = training_data(Sample("a", (1, 4, 6), 24, 5, lambda *_: tensors))
+    with qwen_image21.newer_comfyui():
+        model = qwen_image21.load()
+        assert family_of(model).name == "qwen-image-2.1"
+        result = train(model, data, tmp_path, steps=1, memory={"verify": "auto"})
+    assert result.summary["certificate"]["text"].startswith("Qwen Image 2.1: forward equal, gradients within")
 
 
 def test_off_makes_none_and_a_named_model_needs_none(tmp_path):
@@ -79,3 +106,28 @@ def test_core_s_rounding_is_told_of_a_quantised_model(tmp_path, tiny_files):
     (said,) = (note for note in watcher.notes if note.startswith("ComfyUI rounds this LoRA into the model's fp8"))
     assert f"changes {result.summary['final_file']['rounding']:.0%} of its effect" in said
     assert 0 < result.summary["final_file"]["rounding"]
+
+
+def test_a_file_that_cannot_be_checked_is_said(tmp_path, monkeypatch, tiny_flux):
+    from tessera.train.certificate import final_file
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("a loader of tomorrow")
+
+    monkeypatch.setattr(final_file, "check_file", fails)
+    watcher = Watcher()
+    result = train(tiny_flux, mixed_data(), tmp_path, watcher, steps=1)
+    assert "final_file" not in result.summary
+    assert any("could not be checked with ComfyUI's loader" in note for note in watcher.notes)
+
+
+def test_rounding_that_cannot_be_measured_leaves_the_rest_of_the_check(tmp_path, monkeypatch, tiny_files):
+    from tessera.train.certificate import final_file
+
+    monkeypatch.setattr(final_file, "small_inputs", lambda *_: None)
+    watcher = Watcher()
+    model = tiny.load_flux(tiny_files["flux"], torch.float8_e4m3fn)
+    result = train(model, mixed_data(), tmp_path, watcher, steps=1)
+    assert result.summary["final_file"]["layers_loaded"] == result.summary["final_file"]["layers"] > 0
+    assert "rounding" not in result.summary["final_file"]
+    assert any("could not be measured" in note for note in watcher.notes)

@@ -8,18 +8,22 @@
 
 Made for a model that no test of ours covers by name, or if `verify` is on. It takes about thirty forwards of a few
 dozen tokens, one forward of the first batch, and the memory of a step; never a second copy of the weights.
+
+A check ends the run only by its result. One that can't be made, such as where ComfyUI's code of a model does not run in
+fp32, is left out, and the certificate says so.
 """
 
+import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import comfy.model_management
 
-from ...common.text import shortlist
+from ...common.text import cut, joined, shortlist
 from ...data.samples import Sample
 from ...lora.files.formats import save_lora
 from ...models.family import ModelInputs
@@ -29,52 +33,100 @@ from ..verify.forward import small_inputs
 from ..verify.sample import check_sample, inputs_of, smallest
 from .adapters import perturbed
 from .execution import check_execution
-from .gradients import GradientCheck, check_gradients
+from .gradients import UNMEASURABLE, GradientCheck, check_gradients
 from .lora_file import FileCheck, check_file, loaded_by_core
 from .reach import effect_difference, targets_without_gradient
 
-SIDES = (4, 8, 10**6)  # tokens a side of the grids to try, the smallest first
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SIDES = (4, 8)  # tokens a side of the grids to try before the whole one
 SAME_EFFECT = 0.01
+HIDDEN = "the model's own rounding hides the differences"
+
+
+class CheckFailed(ValueError):
+    """Result of a check: this run would train a wrong LoRA."""
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """Results of the checks, all passed.
+    """Results of the checks, all passed; None for a check that could not be made.
 
     title: title of the model.
     unreached: targets without an effect on the output, which get no gradient.
+    effect: relative difference between the effects of LoRA and file on the output.
+    unchecked: checks that could not be made, each with the reason.
     """
 
     title: str
-    gradients: GradientCheck
-    blocks: float
+    gradients: GradientCheck | None
+    blocks: float | None
     unreached: tuple[str, ...]
-    file: FileCheck
-    effect: float
+    file: FileCheck | None
+    effect: float | None
+    unchecked: Mapping[str, str]
 
     @property
     def text(self) -> str:
         """Line for the node."""
-        worst = max(self.gradients.worst, 1e-4)
-        file = self.file.layers - len(self.file.missing)
-        text = (
-            f"{self.title}: forward equal, gradients within {worst:.2%}, blocks equal to plain ones, {file} of "
-            f"{self.file.layers} layers load in ComfyUI."
-        )
+        parts = ["forward equal"]
+        if self.gradients is not None:
+            parts.append(self.gradients.text)
+        if self.blocks is not None:
+            parts.append("blocks equal to plain ones")
+        if self.file is not None:
+            loaded = self.file.layers - len(self.file.missing)
+            parts.append(f"{loaded} of {self.file.layers} layers load in ComfyUI")
+        text = f"{self.title}: {', '.join(parts)}."
         if self.unreached:
             text += f" {len(self.unreached)} layers have no effect on the output ({shortlist(self.unreached)})."
+        if self.unchecked:
+            checks: dict[str, list[str]] = {}
+            for check, reason in self.unchecked.items():
+                checks.setdefault(reason, []).append(check)
+            text += f" Not checked: {'; '.join(f'{joined(names)} ({reason})' for reason, names in checks.items())}."
         return text
 
     def summary(self) -> dict[str, Any]:
         """Return the entries of summary.json: finite numbers and text only."""
+        gradients = {} if self.gradients is None else self.gradients.measured
         return {
             "text": self.text,
-            "gradients": {name: float(f"{error:.3g}") for name, error in self.gradients.errors.items()},
-            "blocks": float(f"{self.blocks:.3g}"),
+            "gradients": {name: float(f"{error:.3g}") for name, error in gradients.items()},
+            **({} if self.blocks is None else {"blocks": float(f"{self.blocks:.3g}")}),
             "without_effect": list(self.unreached),
-            "file": self.file.summary(),
-            "effect_difference": float(f"{self.effect:.3g}"),
+            **({} if self.file is None else {"file": self.file.summary()}),
+            **({} if self.effect is None else {"effect_difference": float(f"{self.effect:.3g}")}),
+            **({"not_checked": dict(self.unchecked)} if self.unchecked else {}),
         }
+
+
+class _Checks:
+    """Checks of one run in turn; those that can't be made are collected, with the reason."""
+
+    def __init__(self, title: str, observer: Observer):
+        self.title, self.observer = title, observer
+        self.unchecked: dict[str, str] = {}
+
+    def phase(self, text: str) -> None:
+        self.observer.check_interrupted()
+        self.observer.phase(f"Checking {self.title}: {text}")
+
+    def make(self, name: str, check: Callable[[], T]) -> T | None:
+        """Make a check; None if it can't be made. Raises its CheckFailed, and OOM."""
+        self.phase(name)
+        try:
+            return check()
+        except CheckFailed:
+            raise
+        except Exception as error:  # such as from code of ComfyUI's that does not run in fp32
+            if comfy.model_management.is_oom(error):
+                raise
+            log.warning("%s: the check of %s could not be made", self.title, name, exc_info=error)
+            self.unchecked[name] = cut(str(error).strip().partition("\n")[0].rstrip(".")) or type(error).__name__
+            return None
 
 
 def make_certificate(
@@ -84,32 +136,31 @@ def make_certificate(
     title = placed.family.title
     placed.ensure()
     sample = smallest(samples)
-
-    def phase(text: str) -> None:
-        observer.check_interrupted()
-        observer.phase(f"Checking {title}: {text}")
-
+    checks = _Checks(title, observer)
     whole, sigma = check_sample(placed.family, placed.patcher, sample)
     inputs = inputs_of(placed.family, placed.patcher, whole, sigma, guidance)
-    phase("forward")
+    checks.phase("forward")
     placed.check_forward(inputs)
     with off_the_record(placed), placed.products.switched_off(placed.transformer.blocks()):
-        phase("gradients")
-        small, gradients = _on_smallest_grid(placed, targets, samples, guidance, inputs)
-        _passed("gradients", gradients.fault)
-        phase("targets")
-        wrong, unreached = targets_without_gradient(placed, small)
-        _passed("targets", f"{shortlist(wrong)} gets no gradient" if wrong else None)
+        checked = checks.make("gradients", lambda: _on_smallest_grid(placed, targets, samples, guidance, inputs))
+        small, gradients = checked or (inputs, None)
+        if gradients is not None and not gradients.measured:
+            gradients, checks.unchecked["gradients"] = None, HIDDEN
+        unreached = checks.make("targets", lambda: _check_targets(placed, small))
     with off_the_record(placed), perturbed(placed):
-        phase("blocks")
-        fault, blocks = check_execution(placed, inputs)
-        _passed("blocks", fault)
-    with off_the_record(placed), placed.products.switched_off(placed.transformer.blocks()):
-        phase("LoRA file")
-        file, effect = _check_lora_file(placed, small)
-        _passed("LoRA file", file.fault)
-        _passed("LoRA file", None if effect <= SAME_EFFECT else f"it moves the output {effect:.1%} differently")
-    return Certificate(title, gradients, blocks, tuple(unreached), file, effect)
+        blocks = checks.make("blocks", lambda: _check_blocks(placed, inputs))
+    with off_the_record(placed), placed.products.switched_off(placed.transformer.blocks()), perturbed(placed):
+        with tempfile.TemporaryDirectory(prefix="tessera-verify-") as folder:
+            path = Path(folder) / "lora.safetensors"
+            file = checks.make("LoRA file", lambda: _check_lora_file(placed, path))
+            effect = None
+            if file is None or checked is None:
+                checks.unchecked["effect of the file"] = checks.unchecked["LoRA file" if file is None else "gradients"]
+            elif not max(checked[1].noise.values(), default=0.0) <= UNMEASURABLE:
+                checks.unchecked["effect of the file"] = HIDDEN
+            else:
+                effect = checks.make("effect of the file", lambda: _check_effect(placed, small, path))
+    return Certificate(title, gradients, blocks, tuple(unreached or ()), file, effect, checks.unchecked)
 
 
 def off_the_record(placed: PlacedModel) -> AbstractContextManager[None]:
@@ -119,7 +170,7 @@ def off_the_record(placed: PlacedModel) -> AbstractContextManager[None]:
 
 def _passed(check: str, fault: str | None) -> None:
     if fault is not None:
-        raise ValueError(
+        raise CheckFailed(
             f"verify: the check of {check} failed: {fault.rstrip('.')}. The LoRA would be wrong, so nothing was "
             "trained; please report this model. To train in spite of it, set verify to off on Training Memory."
         )
@@ -129,25 +180,49 @@ def _on_smallest_grid(
     placed: PlacedModel, targets: Sequence[str], samples: Sequence[Sample], guidance: float, whole: ModelInputs
 ) -> tuple[ModelInputs, GradientCheck]:
     """Check the gradients on the smallest grid that the model takes; returns its inputs too."""
-    for side in SIDES[:-1]:
+    for side in SIDES:
         small = small_inputs(placed.family, placed.patcher, samples, guidance, side)
         if small is None:
             continue
         try:
-            return small, check_gradients(placed, small, targets)
+            gradients = check_gradients(placed, small, targets)
         except Exception as error:  # from code of ComfyUI's that needs a larger grid
             if comfy.model_management.is_oom(error):
                 raise
-    return whole, check_gradients(placed, whole, targets)
+            log.debug("%s fails on a grid of %d tokens a side: %s", placed.family.title, side, error)
+        else:
+            _passed("gradients", gradients.fault)
+            return small, gradients
+    gradients = check_gradients(placed, whole, targets)
+    _passed("gradients", gradients.fault)
+    return whole, gradients
 
 
-def _check_lora_file(placed: PlacedModel, inputs: ModelInputs) -> tuple[FileCheck, float]:
-    """Write the LoRA, perturbed to have an effect, to a temporary file, and load it as ComfyUI does."""
-    with perturbed(placed), tempfile.TemporaryDirectory(prefix="tessera-verify-") as folder:
-        path = Path(folder) / "lora.safetensors"
-        lora = placed.network.snapshot()
-        save_lora(path, lora)
-        linears = placed.transformer.linears()
-        checked = check_file(path, lora, placed.patcher, placed.network, linears, placed.device)
-        patches = loaded_by_core(path, placed.patcher)
-        return checked, effect_difference(placed, inputs, patches)
+def _check_targets(placed: PlacedModel, inputs: ModelInputs) -> list[str]:
+    """Check that each target gets a gradient. Returns those without an effect on the output."""
+    wrong, unreached = targets_without_gradient(placed, inputs)
+    _passed("targets", f"{shortlist(wrong)} gets no gradient" if wrong else None)
+    return unreached
+
+
+def _check_blocks(placed: PlacedModel, inputs: ModelInputs) -> float:
+    """Compare blocks as run with plain ones. Returns the largest difference."""
+    fault, difference = check_execution(placed, inputs)
+    _passed("blocks", fault)
+    return difference
+
+
+def _check_lora_file(placed: PlacedModel, path: Path) -> FileCheck:
+    """Write the LoRA, which must have an effect, to a temporary file, and load it as ComfyUI does."""
+    lora = placed.network.snapshot()
+    save_lora(path, lora)
+    checked = check_file(path, lora, placed.patcher, placed.network, placed.transformer.linears(), placed.device)
+    _passed("LoRA file", checked.fault)
+    return checked
+
+
+def _check_effect(placed: PlacedModel, inputs: ModelInputs, path: Path) -> float:
+    """Compare the effects of a file, as ComfyUI patches it, and of the LoRA on the output. Returns the difference."""
+    effect = effect_difference(placed, inputs, loaded_by_core(path, placed.patcher))
+    _passed("LoRA file", None if effect <= SAME_EFFECT else f"it moves the output {effect:.1%} differently")
+    return effect

@@ -1,8 +1,9 @@
 """Compare blocks as the run computes them, checkpointed, swapped and compiled, with the same blocks run plainly.
 
 A forward of the run's first batch goes through the run's own path. At the first block of each kind, and at the first
-swapped block of each kind, the block and its backward are run once more, plainly: eager, without recompute, its weights
-read from the MODEL. The error of the run's dtype relative to fp32 in that block is measured too, and sets the bound.
+swapped block of each kind, and for each method by which the model enters them, the block and its backward are run once
+more, plainly: eager, without recompute, its weights read from the MODEL. The error of the run's dtype relative to fp32
+in that block is measured too, and sets the bound of each output and gradient.
 """
 
 from collections.abc import Iterator
@@ -19,6 +20,10 @@ from ...models.registry import run_in_fp32
 from ..placement.placed_model import PlacedModel
 
 NOISES, LEAST = 4.0, 1e-4
+ROUNDINGS = 2.0  # of the run's dtype, which every bound allows
+FLOOR = 0.05  # of the largest norm of its kind: a smaller tensor counts as that large
+
+Results = tuple[list[Tensor], list[Tensor], list[Tensor]]
 
 
 def check_execution(placed: PlacedModel, inputs: ModelInputs) -> tuple[str | None, float]:
@@ -27,48 +32,53 @@ def check_execution(placed: PlacedModel, inputs: ModelInputs) -> tuple[str | Non
     The adapters must have an effect. Compiles the graphs that the run's first step would compile.
     """
     faults: list[str] = []
-    largest = [0.0]
-    names_by_id = _first_blocks(placed)
+    largest = 0.0
+    names_by_id = {id(block): name for name, block in placed.transformer.blocks()}
+    compared: set[tuple[str, bool, str]] = set()
     as_run = placed.run_block(inputs, None)
 
     def run(block: Block, *args: Any) -> Any:
-        name = names_by_id.pop(id(block), None)
-        if name is not None:
+        nonlocal largest
+        kind = block.structure(), _is_swapped(placed, block), _method(block)
+        if kind not in compared:
+            compared.add(kind)
             difference, bound = _compare(placed, as_run, block, args)
-            largest[0] = max(largest[0], difference)
+            largest = max(largest, difference)
             if not difference <= bound:
+                name = names_by_id[id(block)]
                 faults.append(
                     f"{name} is {difference:.1%} different from the plain block, {_execution_text(placed, block)}"
                 )
         return as_run(block, *args)
 
     placed.network.write_casts()
-    with placed.training():
-        placed.transformer.forward(run, inputs)
-    placed.runner.discard_offloaded()
-    return (faults[0] if faults else None), largest[0]
+    try:
+        with placed.training():
+            placed.transformer.forward(run, inputs)
+    finally:
+        placed.runner.discard_offloaded()
+    return (faults[0] if faults else None), largest
+
+
+def _is_swapped(placed: PlacedModel, block: Block) -> bool:
+    return placed.swap is not None and id(block) in placed.swap.number
+
+
+def _method(block: Block) -> str:
+    """Return the name of the block's method that the model has called."""
+    call = getattr(block, "call", None)
+    return "forward" if call is None else call[1].method
 
 
 def _execution_text(placed: PlacedModel, block: Block) -> str:
     """Describe the run's execution of a block."""
-    swapped = placed.swap is not None and id(block) in placed.swap.number
-    words = ["swapped"] * swapped + [f"checkpointing {placed.memory.checkpointing}"]
+    words = ["swapped"] * _is_swapped(placed, block) + [f"checkpointing {placed.memory.checkpointing}"]
     return " and ".join(words + ["compiled"] * (placed.runner.planned_graphs > 0))
 
 
-def _first_blocks(placed: PlacedModel) -> dict[int, str]:
-    """Return the names of the first block of each structure, resident and swapped, by block id."""
-    structures_seen, names_by_id = set(), {}
-    for name, block in placed.transformer.blocks():
-        swapped = placed.swap is not None and id(block) in placed.swap.number
-        if (block.structure(), swapped) not in structures_seen:
-            structures_seen.add((block.structure(), swapped))
-            names_by_id[id(block)] = name
-    return names_by_id
-
-
 def _compare(placed: PlacedModel, as_run: Any, block: Block, args: tuple[Any, ...]) -> tuple[float, float]:
-    """Return the difference of outputs and gradients, and the bound that the dtype's rounding sets."""
+    """Return the relative difference of the output or gradient that is the most beyond its bound, and this bound, which
+    its own rounding sets."""
     call = getattr(block, "call", None)
     run = _with_backward(as_run, block, args)
     attached: Any = block
@@ -79,17 +89,23 @@ def _compare(placed: PlacedModel, as_run: Any, block: Block, args: tuple[Any, ..
         wide = [arg.float() if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args]
         with placed.products.switched_off([("", block)]):  # their rounding counts as noise
             exact = _with_backward(partial(run_in_fp32, _plain), block, tuple(wide))
-    noise = max(_relative(a, b) for a, b in zip(plain, exact, strict=True))
-    return max(_relative(a, b) for a, b in zip(run, plain, strict=True)), max(NOISES * noise, LEAST)
+    least = max(LEAST, ROUNDINGS * torch.finfo(placed.dtype).eps)
+    pairs = [(0.0, least)]
+    for tensors in zip(run, plain, exact, strict=True):  # outputs, gradients of inputs, gradients of adapters
+        smallest = FLOOR * max((float(tensor.norm()) for tensor in tensors[1]), default=0.0)
+        for actual, expected, precise in zip(*tensors, strict=True):
+            noise = _relative(expected, precise, smallest)
+            pairs.append((_relative(actual, expected, smallest), max(NOISES * noise, least)))
+    return max(pairs, key=lambda pair: pair[0] / pair[1])
 
 
 def _plain(block: Block, *args: Any) -> Any:
     return block(*args, {})
 
 
-def _with_backward(run: Any, block: Block, args: tuple[Any, ...]) -> list[Tensor]:
-    """Run a block and its backward on detached leaves of its arguments. Returns its outputs, and the gradients of these
-    leaves and of its adapters' weights, zeros if there are none."""
+def _with_backward(run: Any, block: Block, args: tuple[Any, ...]) -> Results:
+    """Run a block and its backward on detached leaves of its arguments. Returns its outputs, the gradients of these
+    leaves, and those of its adapters' weights, zeros if there are none."""
     leaf_args = [a.detach().requires_grad_() if isinstance(a, Tensor) and a.requires_grad else a for a in args]
     out = run(block, *leaf_args)
     outputs = (out,) if isinstance(out, Tensor) else out
@@ -104,17 +120,15 @@ def _with_backward(run: Any, block: Block, args: tuple[Any, ...]) -> list[Tensor
     inputs = [*leaves, *(tensor for pair in sources for tensor in pair if tensor is not None)]
     partials = torch.autograd.grad(outs, inputs, ends, allow_unused=True) if outs and inputs else [None] * len(inputs)
     gradients = [torch.zeros_like(w) if g is None else g for w, g in zip(inputs, partials, strict=True)]
-    results = [output.detach().float() for output in outputs] + [g.float() for g in gradients[: len(leaves)]]
     rest = iter(gradients[len(leaves) :])
-    for _, cast in sources:
-        results.append(next(rest).float() + (0.0 if cast is None else next(rest).float()))
-    return results
+    of_adapters = [next(rest).float() + (0.0 if cast is None else next(rest).float()) for _, cast in sources]
+    return [output.detach().float() for output in outputs], [g.float() for g in gradients[: len(leaves)]], of_adapters
 
 
 @contextmanager
 def own_weights(placed: PlacedModel, block: Block) -> Iterator[None]:
     """Give a swapped block its weights as read from the MODEL, in place of its slot, inside the context."""
-    if placed.swap is None or id(block) not in placed.swap.number:
+    if not _is_swapped(placed, block):
         yield
         return
     modules = list(frozen_modules(block).values())
@@ -130,7 +144,7 @@ def own_weights(placed: PlacedModel, block: Block) -> Iterator[None]:
             module._buffers.update(buffers)
 
 
-def _relative(actual: Tensor, expected: Tensor) -> float:
-    size = max(float(expected.norm()), 1e-12)
-    error = float((actual - expected).norm()) / size
+def _relative(actual: Tensor, expected: Tensor, smallest: float) -> float:
+    """Compute ‖actual − expected‖ / ‖expected‖, which counts as `smallest` at least; NaN becomes infinity."""
+    error = float((actual - expected).norm()) / max(float(expected.norm()), smallest, 1e-12)
     return error if error >= 0 else float("inf")

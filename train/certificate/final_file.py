@@ -45,6 +45,10 @@ class FinalFileWatcher:
             return {"final_file": self._check(trainer)}
         except Exception as error:
             log.warning("The final file could not be checked", exc_info=error)
+            trainer.observer.note(
+                "The LoRA is saved, but its file could not be checked with ComfyUI's loader; try it in a workflow "
+                "before you rely on it."
+            )
             return {}
 
     def _check(self, trainer: Trainer) -> dict[str, Any]:
@@ -64,8 +68,7 @@ class FinalFileWatcher:
             trainer.observer.note(f"{checked.fault} Please report this model; the LoRA is saved all the same.")
         entries = checked.summary()
         layouts = quantised_targets(placed.patcher, placed.network.adapters)
-        if layouts and trainer.world.is_lone:
-            rounding = self._rounding(trainer)
+        if layouts and trainer.world.is_lone and (rounding := self._rounding(trainer)) is not None:
             entries["rounding"] = float(f"{rounding:.3g}")
             trainer.observer.note(
                 f"ComfyUI rounds this LoRA into the model's {' and '.join(layouts)} weights when it samples, which "
@@ -73,9 +76,17 @@ class FinalFileWatcher:
             )
         return entries
 
-    def _rounding(self, trainer: Trainer) -> float:
+    def _rounding(self, trainer: Trainer) -> float | None:
         """Return the relative error of the LoRA's effect on the output when ComfyUI bakes it into the MODEL's own
-        weights."""
+        weights; None, with a note, if it can't be measured."""
+        try:
+            return self._measured_rounding(trainer)
+        except Exception as error:
+            log.warning("The rounding of the final LoRA could not be measured", exc_info=error)
+            trainer.observer.note("How much ComfyUI's rounding changes this LoRA could not be measured.")
+            return None
+
+    def _measured_rounding(self, trainer: Trainer) -> float:
         placed, context = trainer.placed, self.context
         placed.ensure()
         guidance = trainer.settings.objective.guidance

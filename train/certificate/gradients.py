@@ -36,14 +36,25 @@ class GradientCheck:
     noise: Mapping[str, float]
 
     @property
+    def measured(self) -> Mapping[str, float]:
+        """Errors of the layers whose differences stand out from the noise."""
+        return {name: error for name, error in self.errors.items() if self.noise[name] <= UNMEASURABLE}
+
+    @property
     def worst(self) -> float:
-        return max((error for name, error in self.errors.items() if self.noise[name] <= UNMEASURABLE), default=0.0)
+        return max(self.measured.values(), default=0.0)
+
+    @property
+    def text(self) -> str:
+        count, total = len(self.measured), len(self.errors)
+        share = "" if count == total else f" ({count} of {total} layers could be measured)"
+        return f"gradients within {max(self.worst, 1e-4):.2%}{share}"
 
     @property
     def fault(self) -> str | None:
         """Return a sentence on the first layer whose gradient is wrong."""
-        for name, error in self.errors.items():
-            if self.noise[name] <= UNMEASURABLE and not error <= max(LEAST, NOISES * self.noise[name]):
+        for name, error in self.measured.items():
+            if not error <= max(LEAST, NOISES * self.noise[name]):
                 return f"the gradient of {name} is {error:.1%} off"
         return None
 

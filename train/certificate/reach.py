@@ -22,10 +22,12 @@ def targets_without_gradient(placed: PlacedModel, inputs: ModelInputs) -> tuple[
         with perturbed(placed), placed.training():
             out = forward()
             r = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out.device)
-            weights = placed.network.parameters()
-            gradients = torch.autograd.grad((out.float() * r).sum(), weights, allow_unused=True)
-        reached_ids = {id(w) for w, g in zip(weights, gradients, strict=True) if g is not None and bool((g != 0).any())}
-        unreached = [name for name, adapter in adapters.items() if not reached_ids & set(map(id, adapter.parameters()))]
+            # Core's code that casts to 16 bits reads the casts, if there are any.
+            sources = [(n, w) for n, a in adapters.items() for w in (*a.parameters(), *a.casts.values())]
+            gradients = torch.autograd.grad((out.float() * r).sum(), [w for _, w in sources], allow_unused=True)
+        pairs = zip(sources, gradients, strict=True)
+        reached = {name for (name, _), g in pairs if g is not None and bool((g != 0).any())}
+        unreached = [name for name in adapters if name not in reached]
         if not unreached:
             return [], []
         with torch.no_grad():

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,8 @@ class CertificateWatcher:
         finally:
             trainer.learner.zero_grad()
         self.entries = {**certificate.summary(), "key": key}
+        if trainer.world.is_first:
+            self._save()
         trainer.observer.note(certificate.text)
         trainer.observer.phase(trainer.placed.runner.progress_text())
 
@@ -71,6 +74,12 @@ class CertificateWatcher:
     def facts(self, trainer: Trainer) -> dict[str, Any]:
         """Return the certificate for summary.json."""
         return {"certificate": self.entries} if self.entries else {}
+
+    def _save(self) -> None:
+        """Write the certificate to the run's summary now, so that a run that crashes keeps it."""
+        folder = self.context.folder
+        with suppress(OSError):  # the summary is written again at the run's end
+            folder.write_summary({**_summary_in(folder.path), "certificate": self.entries})
 
     def _key(self, trainer: Trainer) -> str:
         """Fingerprint of model, versions and plan."""
@@ -109,10 +118,16 @@ def _read_earlier(earlier: Path | None, key: str) -> Mapping[str, Any] | None:
     """Read the certificate of an earlier run, None if it has none of this key."""
     folders = [] if earlier is None else [earlier, *list(earlier.parents)[:2]]
     for folder in folders:
-        try:
-            entries = read_json(folder / SUMMARY, RUN_SUMMARY).get("certificate", {})
-        except (OSError, ValueError, AttributeError):
-            continue
+        entries = _summary_in(folder).get("certificate", {})
         if isinstance(entries, dict) and entries.get("key") == key and isinstance(entries.get("text"), str):
             return entries
     return None
+
+
+def _summary_in(folder: Path) -> dict[str, Any]:
+    """Read the summary in a folder, whole or not; empty without one."""
+    try:
+        summary = read_json(folder / SUMMARY, RUN_SUMMARY)
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return summary if isinstance(summary, dict) else {}

@@ -36,6 +36,12 @@ def facts_of(model: Any) -> ModelFacts:
     return replace(facts, default_targets=targets or default_targets(model))
 
 
+def is_tested(model: Any) -> bool:
+    """Return whether our tests run the model's own class: a row names it, and it is in the ComfyUI that they run."""
+    facts = named_facts(model)
+    return facts is not None and facts not in NEWER
+
+
 def named_facts(model: Any) -> ModelFacts | None:
     """Return the row of a model; None if no row names it. A pack's class with the same name as core's is not core's."""
     kind, config = type(model), type(getattr(model, "model_config", None))

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import allow_mutation_on_saved_tensors
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .row import NativeRow, core_conds
 
@@ -63,6 +64,31 @@ class _Retained(WeakKeyDictionary[Any, Tensor]):
         super().__delitem__(key)
 
 
+class _CopyBeforeWrite(TorchDispatchMode):
+    """Copies each saved tensor before a write to any part of its memory; torch looks only for those that begin where
+    the written one does, so that a first write to a later slice would change what autograd has saved."""
+
+    def __init__(self, context: Any):
+        super().__init__()
+        self.context = context
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for number, argument in enumerate(function._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = kwargs[argument.name] if argument.name in kwargs else args[number]
+                for tensor in written if isinstance(written, list | tuple) else [written]:
+                    self._copy(tensor.untyped_storage().data_ptr())
+        return function(*args, **kwargs)
+
+    def _copy(self, address: int) -> None:
+        saved, copies = self.context.original, self.context.cloned
+        for handle, tensor in list(saved.items()):
+            if tensor.untyped_storage().data_ptr() == address:
+                copies[handle] = tensor.clone()
+                del saved[handle]
+
+
 @contextmanager
 def writing_allowed() -> Iterator[None]:
     """Let code write into tensors that autograd has saved, of which it keeps copies.
@@ -73,7 +99,8 @@ def writing_allowed() -> Iterator[None]:
     """
     with allow_mutation_on_saved_tensors() as context:
         context.original = _Retained()
-        yield
+        with _CopyBeforeWrite(context):
+            yield
 
 
 @contextmanager
