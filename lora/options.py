@@ -22,13 +22,6 @@ LOW_NOISE: dict[str, Any] = {
 }
 # LoRAs under the trained one, with the input of their strength.
 _BENEATH = {"base_lora": "base_strength", "training_adapter": "training_adapter_strength"}
-_WITHOUT_NORM = {
-    "dora": "dora trains the lengths of a layer's columns apart from its matrices, whose size does not limit them; set "
-    "scale_weight_norms to 0",
-    "oft": "oft rotates a layer's output, which keeps its size; set scale_weight_norms to 0 (constraint limits the "
-    "rotation)",
-}
-
 _NEEDS_BASE = Unread(lambda options: options.base_lora is None, ": base_lora is none.")
 _NEEDS_TRAINING_ADAPTER = Unread(lambda options: options.training_adapter is None, ": training_adapter is none.")
 
@@ -131,10 +124,11 @@ class NetworkOptions:
             raise ValueError(
                 f"scale_weight_norms is {self.scale_weight_norms:g}; set it to 0 (off) or more (1 is usual)."
             )
-        if self.scale_weight_norms and self.algorithm in _WITHOUT_NORM:
+        if self.scale_weight_norms and not (kind := ADAPTERS[self.algorithm]).has_norm:
+            *with_norm, last = [name for name, other in ADAPTERS.items() if other.has_norm]
             raise ValueError(
-                f"scale_weight_norms is {self.scale_weight_norms:g} and {_WITHOUT_NORM[self.algorithm]}, or "
-                "algorithm to lora, loha or lokr."
+                f"scale_weight_norms is {self.scale_weight_norms:g} and {kind.no_norm}, or algorithm to "
+                f"{', '.join(with_norm)} or {last}."
             )
         if self.lora_plus_ratio != 1 and self.algorithm not in ("lora", "dora"):
             raise ValueError(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,8 @@ class Adapter(nn.Module):
     has_norm: true if the update is a constant times the product of all master weights, so that `norm` exists.
     reads_casts: true if `forward` reads each master weight in the dtype of x only.
     strength_field: the hyperparameter that sets `strength`.
+    unlike_matrices: names the master weights that are no matrices, for an optimizer that takes matrices only.
+    no_norm: says for an adapter without `norm` why `scale_weight_norms` is not for it, and how to go on.
     casts: copies of the master weights in the compute dtype, by name, if any; their owner writes them before each
         forward and passes their gradients on to the master weights.
     """
@@ -74,6 +76,8 @@ class Adapter(nn.Module):
     has_norm: ClassVar[bool] = False
     reads_casts: ClassVar[bool] = False
     strength_field: ClassVar[str] = "alpha"
+    unlike_matrices: ClassVar[str] = "tensors that are no matrices"
+    no_norm: ClassVar[str] = "the norm of this algorithm's update is not known; set scale_weight_norms to 0"
     casts: Mapping[str, nn.Parameter]
 
     def __init__(self, spec: AdapterSpec, out_features: int, in_features: int):
@@ -89,6 +93,12 @@ class Adapter(nn.Module):
     def shapes(cls, spec: AdapterSpec, out_features: int, in_features: int) -> dict[str, Shape]:
         """Return the shapes of the master weights by name, without reading a weight."""
         raise AssertionError(f"{cls.__name__} has no shapes")
+
+    @classmethod
+    def network_args(cls, spec: AdapterSpec) -> dict[str, Any]:
+        """Return the arguments with which LyCORIS makes such an adapter, for a file's metadata; none for kohya's own
+        LoRA."""
+        return {"algo": cls.algorithm}
 
     def start(self, source: torch.Generator, read: ReadWeights) -> None:
         """Initialise the master weights, which are on the host like `source`. read: returns the frozen weights, for

@@ -2,6 +2,7 @@
 2402.09353)."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,11 @@ class DoraAdapter(LoraAdapter):
     shares_input = False  # its down is scaled by the lengths of this layer's adapted weight
     reads_casts = False  # down is scaled by the ratio of lengths in fp32
     has_norm = False  # the column lengths are parameters too
+    unlike_matrices = "a vector of lengths for each layer too"
+    no_norm = (
+        "dora trains the lengths of a layer's columns apart from its matrices, whose size does not limit them; set "
+        "scale_weight_norms to 0"
+    )
     magnitude: nn.Parameter
     lengths: Tensor
     """(in,): ‖W‖ of each column, fp32."""
@@ -39,6 +45,10 @@ class DoraAdapter(LoraAdapter):
     def __init__(self, spec: AdapterSpec, out_features: int, in_features: int):
         super().__init__(spec, out_features, in_features)
         self.register_buffer("lengths", torch.ones(in_features), persistent=False)
+
+    @classmethod
+    def network_args(cls, spec: AdapterSpec) -> dict[str, Any]:
+        return {"algo": "lora", "dora_wd": True, "wd_on_output": False}
 
     @classmethod
     def shapes(cls, spec: AdapterSpec, out_features: int, in_features: int) -> dict[str, Shape]:

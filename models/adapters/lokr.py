@@ -1,6 +1,8 @@
 """LoKr: the Kronecker product of a small matrix and a low-rank or full one (LyCORIS, arXiv 2309.14859; KronA, arXiv
 2212.10650)."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -41,6 +43,10 @@ class LokrAdapter(Adapter):
         self.full_matrix = self.is_full_matrix(spec, out_features, in_features)
         if self.full_matrix:
             self.scale = 1.0
+
+    @classmethod
+    def network_args(cls, spec: AdapterSpec) -> dict[str, Any]:
+        return {"algo": cls.algorithm, "factor": spec.factor}
 
     @classmethod
     def shapes(cls, spec: AdapterSpec, out_features: int, in_features: int) -> dict[str, Shape]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,10 @@ class LoraAdapter(Adapter):
     """True if x itself is multiplied by the down of `factors`, so that one matmul can serve several Linears."""
     down: nn.Parameter
     up: nn.Parameter
+
+    @classmethod
+    def network_args(cls, spec: AdapterSpec) -> dict[str, Any]:
+        return {}
 
     @classmethod
     def shapes(cls, spec: AdapterSpec, out_features: int, in_features: int) -> dict[str, Shape]:

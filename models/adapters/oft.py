@@ -1,5 +1,7 @@
 """OFT: blocks of the output are rotated (Qiu et al. 2023, arXiv 2306.07280), as LyCORIS's diag-oft."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +22,16 @@ class OftAdapter(Adapter):
     algorithm = "oft"
     rank_drop_scaled = False  # a scaled update is no rotation
     strength_field = "constraint"
+    unlike_matrices = "stacks of blocks"
+    no_norm = (
+        "oft rotates a layer's output, which keeps its size; set scale_weight_norms to 0 (constraint limits the "
+        "rotation)"
+    )
     oft_blocks: nn.Parameter
+
+    @classmethod
+    def network_args(cls, spec: AdapterSpec) -> dict[str, Any]:
+        return {"algo": "diag-oft", "constraint": spec.constraint}
 
     @classmethod
     def shapes(cls, spec: AdapterSpec, out_features: int, in_features: int) -> dict[str, Shape]:

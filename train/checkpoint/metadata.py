@@ -27,7 +27,9 @@ from ...data.samples import TrainingData, data_facts, shown_per_epoch
 from ...lora.files.header import for_file, last_part, without_paths
 from ...lora.files.lora_model import ALPHA, DOWN, MODULES, LoraModel
 from ...lora.options import NetworkOptions
+from ...lora.plan import base_spec
 from ...memory.weights.requantise import AS_STORED, base_of
+from ...models.adapters.registry import adapter_kind
 from ...models.family import Family, Origin
 from ..objective.options import ObjectiveOptions
 from ..optim.options import OptimizerOptions
@@ -159,14 +161,8 @@ def metadata_for(facts: RunFacts, tensors: Mapping[str, Tensor]) -> dict[str, st
 
 def _network_args(network: NetworkOptions, tensors: Mapping[str, Tensor]) -> str:
     """Format the network module's arguments as kohya's scripts do: JSON of strings, empty without arguments."""
-    by_algorithm: dict[str, dict[str, Any]] = {
-        "lora": {},
-        "loha": {"algo": "loha"},
-        "lokr": {"algo": "lokr", "factor": network.factor},
-        "dora": {"algo": "lora", "dora_wd": True, "wd_on_output": False},
-        "oft": {"algo": "diag-oft", "constraint": network.constraint},
-    }
-    args = by_algorithm[network.algorithm] | {
+    spec = base_spec(network)
+    args = adapter_kind(spec).network_args(spec) | {
         name: value for name in ("rank_dropout", "module_dropout") if (value := getattr(network, name))
     }
     if network.lora_plus_ratio != 1:

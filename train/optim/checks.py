@@ -19,8 +19,6 @@ from .schedule import INVERSE_SQRT_STEPS
 from .state_dict import pack_state, unpack_state
 
 PRODIGY_USUAL_RATE = 0.1
-# Parameters that are not matrices, by algorithm.
-_NO_MATRIX = {"dora": "a vector of lengths for each layer too", "oft": "stacks of blocks"}
 _Running = tuple[torch.optim.Optimizer, LambdaLR]
 
 
@@ -33,10 +31,10 @@ def check_optimizer(
     """
     network = network or NetworkOptions()
     check_ratio(ratio := network.lora_plus_ratio, options)
-    shapes = _small_adapter(network)
+    shapes, kind = _small_adapter(network), ADAPTERS[network.algorithm]
     if options.optimizer == "muon" and any(len(shape) != 2 for shape in shapes.values()):
         raise ValueError(
-            f"muon trains matrices only, and {network.algorithm} trains {_NO_MATRIX[network.algorithm]}; choose "
+            f"muon trains matrices only, and {network.algorithm} trains {kind.unlike_matrices}; choose "
             "another optimizer, such as adamw, or another algorithm."
         )
     whole = _small_weights(shapes, device, options.learning_rate, ratio)
