@@ -48,7 +48,7 @@ class Misread(NamedTuple):
     difference: float
 
 
-class Comparison(NamedTuple):
+class ReadingCheck(NamedTuple):
     """Result of the check.
 
     misread: the first layer that differs; None if none does.
@@ -78,7 +78,7 @@ def find_misread(weights: FrozenWeights, forwards: Mapping[str, Callable[[Tensor
     return compared.misread
 
 
-def compare_readings(weights: FrozenWeights, forwards: Mapping[str, Callable[[Tensor], Tensor]]) -> Comparison:
+def compare_readings(weights: FrozenWeights, forwards: Mapping[str, Callable[[Tensor], Tensor]]) -> ReadingCheck:
     """Compare one module of each kind and format, up to the first that differs.
 
     forwards: for each module name, a function that runs it on an fp32 input with the weights that training has read, on
@@ -105,8 +105,8 @@ def compare_readings(weights: FrozenWeights, forwards: Mapping[str, Callable[[Te
         if difference is None:
             unknown.append(kinds[kind])
         elif not difference <= _limit(core.weight, weights.compute_dtype):
-            return Comparison(Misread(name, difference), tuple(kinds.values()), tuple(unknown))
-    return Comparison(None, tuple(kind for kind in kinds.values() if kind not in unknown), tuple(unknown))
+            return ReadingCheck(Misread(name, difference), tuple(kinds.values()), tuple(unknown))
+    return ReadingCheck(None, tuple(kind for kind in kinds.values() if kind not in unknown), tuple(unknown))
 
 
 def _limit(weight: Any, compute_dtype: torch.dtype) -> float:
@@ -168,7 +168,8 @@ def _as_core_runs(weights: FrozenWeights, name: str, module: nn.Module) -> nn.Mo
     in_blocks = any(block_type(weight) is not None for weight in parameters.values())
     for part in ("weight", "bias"):
         key, dtype = f"diffusion_model.{name}.{part}", intended_dtype(module, part)
-        patched, stored = key in weights.patcher.patches, parameters.get(part)
+        patched = key in weights.patcher.patches
+        stored: Any = parameters.get(part)
         rounded = patched and _is_narrow(stored, dtype)
         if rounded:
             # As a whole load has it: without this rounding a right weight would differ by up to 0.2 in 4 bits.
