@@ -48,7 +48,7 @@ class Misread(NamedTuple):
     difference: float
 
 
-class ReadingComparison(NamedTuple):
+class ReadingCheck(NamedTuple):
     """Result of the check.
 
     misread: the first layer that differs; None if none does.
@@ -78,7 +78,7 @@ def find_misread(weights: FrozenWeights, forwards: Mapping[str, Callable[[Tensor
     return compared.misread
 
 
-def compare_readings(weights: FrozenWeights, forwards: Mapping[str, Callable[[Tensor], Tensor]]) -> ReadingComparison:
+def compare_readings(weights: FrozenWeights, forwards: Mapping[str, Callable[[Tensor], Tensor]]) -> ReadingCheck:
     """Compare one module of each kind and format, up to the first that differs.
 
     forwards: for each module name, a function that runs it on an fp32 input with the weights that training has read, on
@@ -105,8 +105,8 @@ def compare_readings(weights: FrozenWeights, forwards: Mapping[str, Callable[[Te
         if difference is None:
             unknown.append(kinds[kind])
         elif not difference <= _limit(core.weight, weights.compute_dtype):
-            return ReadingComparison(Misread(name, difference), tuple(kinds.values()), tuple(unknown))
-    return ReadingComparison(None, tuple(kind for kind in kinds.values() if kind not in unknown), tuple(unknown))
+            return ReadingCheck(Misread(name, difference), tuple(kinds.values()), tuple(unknown))
+    return ReadingCheck(None, tuple(kind for kind in kinds.values() if kind not in unknown), tuple(unknown))
 
 
 def _limit(weight: Any, compute_dtype: torch.dtype) -> float:

@@ -87,6 +87,7 @@ class NativeTransformer:
         self._run: Callable[[NativeBlock, list[Tensor], Any], Any] | None = None
         self._samples, self._ran = 1, False
         self._mode: OutOfPlace | None = None
+        self._running: str | None = None  # name of the block that the model has called
         self._streams = streams
         self._previous_ids: dict[str, tuple[int, ...]] = {}
         self._clean = shadow.state()
@@ -274,15 +275,24 @@ class NativeTransformer:
         if block.running.depth or not tensors:  # called from within the block, or no computation
             return getattr(type(block.core), method)(block.core, *args, **kwargs)
         assert self._run is not None, block.name
-        if mode is None:
-            return self._run(block, tensors, call)
-        args, kwargs = mode.current(args), mode.current(kwargs)
-        mode.__exit__(None, None, None)  # a block has its own mode, which the compiler sees
+        if self._running is not None:
+            raise ValueError(
+                f"model can't be trained: its block {block.name} runs inside its block {self._running}; choose another "
+                "model."
+            )
+        self._running = block.name
         try:
-            tensors, call = flatten(_steady(args), _steady(kwargs), self._samples, method)
-            return self._run(block, self._alike(block, tensors, method), call)
+            if mode is None:
+                return self._run(block, tensors, call)
+            args, kwargs = mode.current(args), mode.current(kwargs)
+            mode.__exit__(None, None, None)  # a block has its own mode, which the compiler sees
+            try:
+                tensors, call = flatten(_steady(args), _steady(kwargs), self._samples, method)
+                return self._run(block, self._alike(block, tensors, method), call)
+            finally:
+                mode.__enter__()
         finally:
-            mode.__enter__()
+            self._running = None
 
     def _alike(self, block: NativeBlock, tensors: list[Tensor], method: str) -> list[Tensor]:
         """Make the first block of a kind look like the others to the compiler: tensors from the previous block are

@@ -320,6 +320,43 @@ def test_a_tensor_of_a_swapped_block_that_is_read_outside_of_it_is_refused(part,
         trainer.forward_backward([micro_batch(0, 1)])
 
 
+@pytest.mark.parametrize("memory", [{}, {"blocks_to_swap": 2}], ids=["plain", "swapped"])
+def test_a_block_that_calls_another_is_refused(memory, tmp_path, monkeypatch):
+    forward, gen = TomorrowModel.forward, TomorrowBlock.forward_gen
+
+    def linked(self: TomorrowModel, *args: Any, **named: Any) -> Tensor:
+        self.layers[0].others = [self.layers[1]]
+        return forward(self, *args, **named)
+
+    def calling(self: TomorrowBlock, x: Tensor, *args: Any, **named: Any) -> Tensor:
+        x = gen(self, x, *args, **named)
+        return self.others[0].forward_gen(x, *args, **named) if self.index == 0 else x
+
+    monkeypatch.setattr(TomorrowModel, "forward", linked)
+    monkeypatch.setattr(TomorrowBlock, "forward_gen", calling)
+    with pytest.raises(ValueError, match=r"its block layers\.1 runs inside its block layers\.0; choose another model"):
+        step(tmp_path, **memory)
+
+
+@pytest.mark.parametrize("memory", [{}, {"blocks_to_swap": 2}], ids=["plain", "swapped"])
+def test_a_block_that_is_entered_by_a_generator_is_refused(memory, tmp_path, monkeypatch):
+    prefix, forward = TomorrowBlock.forward_prefix, TomorrowModel.forward
+
+    def by_parts(self: TomorrowBlock, *args: Any, **named: Any) -> Any:
+        yield self.modulation(args[1])
+        yield prefix(self, *args, **named)
+
+    def stepping(self: TomorrowModel, x: Tensor, timestep: Tensor, context: Tensor, **named: Any) -> Tensor:
+        txt = self.txt_in(context)
+        list(self.layers[0].by_parts(txt, txt.mean(dim=1), **named))
+        return forward(self, x, timestep, context, **named)
+
+    monkeypatch.setattr(TomorrowBlock, "by_parts", by_parts, raising=False)
+    monkeypatch.setattr(TomorrowModel, "forward", stepping)
+    with pytest.raises(ValueError, match=r"its modulation runs while its block layers\.0 does not"):
+        step(tmp_path, **memory)
+
+
 def reading_an_option(q: Tensor, transformer_options: dict[str, Any]) -> Tensor:
     return q * transformer_options["new"]
 
