@@ -483,7 +483,7 @@ def test(arguments: list[str]) -> int:
             print(f"The core part with {comfyui} …", flush=True)
             status = pytest.run("pytest", *IN_PARALLEL, *core_files(), **newest_packages(python, comfyui))
         elif "--wide" in modes:
-            status = pytest.run("pytest", *IN_PARALLEL, *WIDE)
+            status = wide(pytest, python)
         elif arguments:
             status = only_pytest(pytest, python)
         elif torch is not None:
@@ -520,6 +520,11 @@ def only_pytest(pytest: Pytest, python: str) -> int:
     if chromium := find_chromium(python):
         pytest.variables["CHROMIUM"] = chromium
     return pytest.run("pytest")
+
+
+def wide(pytest: Pytest, python: str) -> int:
+    pytest.variables["CHROMIUM"] = provide_chromium(python)
+    return pytest.run("pytest", *IN_PARALLEL, *WIDE, "--ignore", PURE_TESTS)
 
 
 def fast(pytest: Pytest) -> int:

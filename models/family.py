@@ -328,6 +328,10 @@ class Family(ABC):
         or None."""
         return None
 
+    def check_outside(self, transformer: Transformer, on_device: RunBlock, inputs: ModelInputs) -> None:
+        """Raise ValueError if the model reads tensors of a swapped block outside of it."""
+        raise AssertionError("our own forwards read none")
+
     @abstractmethod
     def transformer(self, model: Any, weights: FrozenWeights, attention: Any) -> Transformer:
         """Build the training forward. attention: an Attention, or a RaggedAttention if the family is `ragged`."""

@@ -42,14 +42,14 @@ def is_regular(path: Path) -> bool:
         return False
 
 
-def file_state(path: Path) -> tuple[int, int, int, int]:
-    """Return (size, modification time, change time, inode) of a file; one of them differs once it was written or
-    replaced, by `rsync -t` too, which sets the modification time.
+def file_state(path: Path) -> tuple[int, int, int]:
+    """Return (size, modification time, change time) of a file; one of them differs once it was written or replaced, by
+    `rsync -t` too, which sets the modification time.
 
-    Raises OSError.
+    No inode: some network and FAT file systems number their files anew. Raises OSError.
     """
     status = path.stat()
-    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def check_regular(status: os.stat_result, path: Path) -> None:

@@ -194,6 +194,10 @@ class NativeFamily(Family):
         self._batching.apart = True
         return f"Samples of one batch change each other in {self.title}, so each runs by itself."
 
+    def check_outside(self, transformer: Transformer, on_device: OnDevice, inputs: ModelInputs) -> None:
+        assert isinstance(transformer, NativeTransformer)
+        transformer.check_outside(on_device, inputs)
+
     def transformer(self, model: Any, weights: FrozenWeights, attention: Any) -> Transformer:
         raise AssertionError("a native family builds its transformer from a patcher")
 

@@ -128,7 +128,8 @@ class NativeTransformer:
         gradients.
 
         on_device: calls a function on a block and its arguments with the block's weights on the device. Raises
-        ValueError for a block with an operation that has no gradient.
+        ValueError for a block with an operation that has no gradient, or whose tensors are read outside of it while it
+        is swapped.
         """
 
         def run_block(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
@@ -153,6 +154,11 @@ class NativeTransformer:
                     actual = self._forward(run_block, inputs, outer=True)
                 expected = self._core_output(on_device, inputs)
             return relative(actual, expected), relative(rounded, expected)
+
+    def check_outside(self, on_device: OnDevice, inputs: ModelInputs) -> None:
+        """Run ComfyUI's forward. Raises ValueError if it reads tensors of a swapped block outside of it."""
+        with torch.no_grad():
+            self._core_output(on_device, inputs)
 
     def _core_output(self, on_device: OnDevice, inputs: ModelInputs) -> list[Tensor]:
         def core(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:

@@ -10,7 +10,9 @@ import torch
 from comfy.model_management import InterruptProcessingException
 from tessera.data.samples import Sample, SampleTensors
 from tessera.models.registry import family_of
+from tessera.train.certificate import certificate
 from tessera.train.certificate import watcher as certificates
+from tessera.train.errors import CannotContinue, TrainingStopped
 from tiny.native import ROWS, build, data_of, qwen_image21
 from tiny.runs import Watcher, cancel_at, mixed_data, train, training_data
 
@@ -53,6 +55,29 @@ def test_a_run_that_crashes_keeps_it(tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(certificates, "make_certificate", None)
     assert run(BY_RULE, tmp_path, steps=2).summary["certificate"] == made
+
+
+def test_a_check_without_memory_is_left_out_and_made_when_the_run_goes_on(tmp_path, monkeypatch):
+    def out_of_memory(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(certificate, "check_execution", out_of_memory)
+    with pytest.raises(InterruptProcessingException):
+        run(BY_RULE, tmp_path, cancel_at(1), steps=2)
+    (summary,) = tmp_path.rglob("summary.json")
+    made = json.loads(summary.read_text())["certificate"]
+    assert made["not_checked"] == {"blocks": "it is out of memory"} and "gradients within" in made["text"]
+    monkeypatch.undo()
+    assert "not_checked" not in run(BY_RULE, tmp_path, steps=2).summary["certificate"]
+
+
+def test_a_rank_that_leaves_during_a_check_ends_the_run(tmp_path, monkeypatch):
+    def left(*_: Any) -> Any:
+        raise CannotContinue("Device 1 has left the run")
+
+    monkeypatch.setattr(certificate, "targets_without_gradient", left)
+    with pytest.raises((CannotContinue, TrainingStopped), match="Device 1 has left the run"):
+        run(BY_RULE, tmp_path, steps=1)
 
 
 def test_a_row_whose_class_is_newer_than_the_tests_comfyui_gets_one(tmp_path):

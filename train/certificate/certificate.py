@@ -27,13 +27,14 @@ from ...common.text import cut, joined, shortlist
 from ...data.samples import Sample
 from ...lora.files.formats import save_lora
 from ...models.family import ModelInputs
+from ..errors import CannotContinue, error_sentence, log_error
 from ..observer import Observer
 from ..placement.placed_model import PlacedModel
 from ..verify.forward import small_inputs
 from ..verify.sample import check_sample, inputs_of, smallest
 from .adapters import perturbed
 from .execution import check_execution
-from .gradients import UNMEASURABLE, GradientCheck, check_gradients
+from .gradients import NOISES, UNMEASURABLE, GradientCheck, check_gradients
 from .lora_file import FileCheck, check_file, loaded_by_core
 from .reach import effect_difference, targets_without_gradient
 
@@ -58,6 +59,7 @@ class Certificate:
     unreached: targets without an effect on the output, which get no gradient.
     effect: relative difference between the effects of LoRA and file on the output.
     unchecked: checks that could not be made, each with the reason.
+    is_transient: True if a reason was want of memory or disk.
     """
 
     title: str
@@ -67,6 +69,7 @@ class Certificate:
     file: FileCheck | None
     effect: float | None
     unchecked: Mapping[str, str]
+    is_transient: bool = False
 
     @property
     def text(self) -> str:
@@ -109,24 +112,26 @@ class _Checks:
     def __init__(self, title: str, observer: Observer):
         self.title, self.observer = title, observer
         self.unchecked: dict[str, str] = {}
+        self.is_transient = False
 
     def phase(self, text: str) -> None:
         self.observer.check_interrupted()
         self.observer.phase(f"Checking {self.title}: {text}")
 
     def make(self, name: str, check: Callable[[], T]) -> T | None:
-        """Make a check; None if it can't be made. Raises its CheckFailed, and OOM."""
+        """Make a check; None if it can't be made, for want of memory too. Raises its CheckFailed, and CannotContinue: a
+        rank that has left."""
         self.phase(name)
         try:
             return check()
-        except CheckFailed:
+        except (CheckFailed, CannotContinue):
             raise
         except Exception as error:  # such as from code of ComfyUI's that does not run in fp32
-            if comfy.model_management.is_oom(error):
-                raise
-            log.warning("%s: the check of %s could not be made", self.title, name, exc_info=error)
-            self.unchecked[name] = cut(str(error).strip().partition("\n")[0].rstrip(".")) or type(error).__name__
-            return None
+            log_error(f"{self.title}: the check of {name} could not be made", error)
+            self.unchecked[name] = cut(error_sentence(error).rstrip("."))
+            self.is_transient |= isinstance(error, OSError) or comfy.model_management.is_oom(error)
+        comfy.model_management.soft_empty_cache()  # once the error no longer holds the tensors of its frames
+        return None
 
 
 def make_certificate(
@@ -150,17 +155,20 @@ def make_certificate(
     with off_the_record(placed), perturbed(placed):
         blocks = checks.make("blocks", lambda: _check_blocks(placed, inputs))
     with off_the_record(placed), placed.products.switched_off(placed.transformer.blocks()), perturbed(placed):
-        with tempfile.TemporaryDirectory(prefix="tessera-verify-") as folder:
+        with tempfile.TemporaryDirectory(prefix="tessera-verify-", ignore_cleanup_errors=True) as folder:
             path = Path(folder) / "lora.safetensors"
             file = checks.make("LoRA file", lambda: _check_lora_file(placed, path))
             effect = None
             if file is None or checked is None:
                 checks.unchecked["effect of the file"] = checks.unchecked["LoRA file" if file is None else "gradients"]
-            elif not max(checked[1].noise.values(), default=0.0) <= UNMEASURABLE:
+            elif not all(noise <= UNMEASURABLE for noise in checked[1].noise.values()):
                 checks.unchecked["effect of the file"] = HIDDEN
             else:
-                effect = checks.make("effect of the file", lambda: _check_effect(placed, small, path))
-    return Certificate(title, gradients, blocks, tuple(unreached or ()), file, effect, checks.unchecked)
+                bound = max([SAME_EFFECT, *(NOISES * noise for noise in checked[1].noise.values())])
+                effect = checks.make("effect of the file", lambda: _check_effect(placed, small, path, bound))
+    return Certificate(
+        title, gradients, blocks, tuple(unreached or ()), file, effect, checks.unchecked, checks.is_transient
+    )
 
 
 def off_the_record(placed: PlacedModel) -> AbstractContextManager[None]:
@@ -221,8 +229,8 @@ def _check_lora_file(placed: PlacedModel, path: Path) -> FileCheck:
     return checked
 
 
-def _check_effect(placed: PlacedModel, inputs: ModelInputs, path: Path) -> float:
+def _check_effect(placed: PlacedModel, inputs: ModelInputs, path: Path, bound: float) -> float:
     """Compare the effects of a file, as ComfyUI patches it, and of the LoRA on the output. Returns the difference."""
     effect = effect_difference(placed, inputs, loaded_by_core(path, placed.patcher))
-    _passed("LoRA file", None if effect <= SAME_EFFECT else f"it moves the output {effect:.1%} differently")
+    _passed("LoRA file", None if effect <= bound else f"it moves the output {effect:.1%} differently")
     return effect

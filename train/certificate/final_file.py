@@ -1,6 +1,5 @@
 """Check of a run's final file, loaded as its user will load it."""
 
-import logging
 from typing import Any
 
 import comfy.model_management
@@ -11,6 +10,7 @@ from comfy.quant_ops import QuantizedTensor
 
 from ...common.core import quantised_layout
 from ...models.registry import in_fp32
+from ..errors import log_error
 from ..preflight.context import RunContext
 from ..trainer import Trainer
 from ..verify.forward import relative, small_inputs
@@ -18,8 +18,6 @@ from .adapters import patched_by_core
 from .certificate import off_the_record
 from .gradients import precise_forward
 from .lora_file import FileCheck, check_file, loaded_by_core
-
-log = logging.getLogger(__name__)
 
 SIDE = 8
 
@@ -44,7 +42,7 @@ class FinalFileWatcher:
         try:
             return {"final_file": self._check(trainer)}
         except Exception as error:
-            log.warning("The final file could not be checked", exc_info=error)
+            log_error("The final file could not be checked", error)
             trainer.observer.note(
                 "The LoRA is saved, but its file could not be checked with ComfyUI's loader; try it in a workflow "
                 "before you rely on it."
@@ -82,7 +80,7 @@ class FinalFileWatcher:
         try:
             return self._measured_rounding(trainer)
         except Exception as error:
-            log.warning("The rounding of the final LoRA could not be measured", exc_info=error)
+            log_error("The rounding of the final LoRA could not be measured", error)
             trainer.observer.note("How much ComfyUI's rounding changes this LoRA could not be measured.")
             return None
 

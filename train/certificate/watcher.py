@@ -12,14 +12,12 @@ import torch
 from ...common.core import features
 from ...common.fingerprint import fingerprint
 from ...common.untrusted.budgets import RUN_SUMMARY
-from ...common.untrusted.json_text import read_json
 from ..checkpoint.metadata import VERSION
+from ..checkpoint.run_record import SUMMARY, read_object
 from ..preflight.context import RunContext
 from ..trainer import Trainer, Watcher
 from .certificate import make_certificate
 from .final_file import FinalFileWatcher
-
-SUMMARY = "summary.json"
 
 
 class CertificateWatcher:
@@ -56,13 +54,15 @@ class CertificateWatcher:
                 raise
             comfy.model_management.soft_empty_cache()
             trainer.observer.note(
-                "verify is skipped: the memory isn't enough to check this model; the first batch is compared with "
-                "ComfyUI's forward all the same."
+                "verify is skipped: the memory isn't enough to check this model; a batch is compared with ComfyUI's "
+                "forward all the same."
             )
             return
         finally:
             trainer.learner.zero_grad()
-        self.entries = {**certificate.summary(), "key": key}
+        self.entries = certificate.summary()
+        if not certificate.is_transient:  # else a resumed run, with more memory or disk, makes it again
+            self.entries["key"] = key
         if trainer.world.is_first:
             self._save()
         trainer.observer.note(certificate.text)
@@ -79,7 +79,8 @@ class CertificateWatcher:
         """Write the certificate to the run's summary now, so that a run that crashes keeps it."""
         folder = self.context.folder
         with suppress(OSError):  # the summary is written again at the run's end
-            folder.write_summary({**_summary_in(folder.path), "certificate": self.entries})
+            summary = read_object(folder.path, SUMMARY, RUN_SUMMARY)
+            folder.write_summary({**summary, "certificate": self.entries})
 
     def _key(self, trainer: Trainer) -> str:
         """Fingerprint of model, versions and plan."""
@@ -118,16 +119,7 @@ def _read_earlier(earlier: Path | None, key: str) -> Mapping[str, Any] | None:
     """Read the certificate of an earlier run, None if it has none of this key."""
     folders = [] if earlier is None else [earlier, *list(earlier.parents)[:2]]
     for folder in folders:
-        entries = _summary_in(folder).get("certificate", {})
+        entries = read_object(folder, SUMMARY, RUN_SUMMARY).get("certificate", {})
         if isinstance(entries, dict) and entries.get("key") == key and isinstance(entries.get("text"), str):
             return entries
     return None
-
-
-def _summary_in(folder: Path) -> dict[str, Any]:
-    """Read the summary in a folder, whole or not; empty without one."""
-    try:
-        summary = read_json(folder / SUMMARY, RUN_SUMMARY)
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return summary if isinstance(summary, dict) else {}

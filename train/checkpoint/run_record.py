@@ -208,7 +208,7 @@ class RunReader:
 
     def facts(self) -> dict[str, Any]:
         """Read run.json or, if there is none, summary.json; empty without either."""
-        return _read_object(self.folder, RUN, RUN_FILE) or _read_object(self.folder, SUMMARY, RUN_SUMMARY)
+        return read_object(self.folder, RUN, RUN_FILE) or read_object(self.folder, SUMMARY, RUN_SUMMARY)
 
     def read(self) -> RunCurve:
         """Read the record. Damaged lines are skipped."""
@@ -239,7 +239,7 @@ class RunReader:
 
     def _curve_from_summary(self) -> RunCurve:
         """Build the curve of a run that was trained by an older version."""
-        summary, curve = _read_object(self.folder, SUMMARY, RUN_SUMMARY), RunCurve()
+        summary, curve = read_object(self.folder, SUMMARY, RUN_SUMMARY), RunCurve()
         points = summary.get("validation", {}).get("points", []) if isinstance(summary.get("validation"), dict) else []
         try:
             for line in (
@@ -290,7 +290,8 @@ def thinned(points: Sequence[tuple[Any, ...]], limit: int = MOST_POINTS) -> list
     return [points[i] for i in sorted(indices)]
 
 
-def _read_object(folder: Path, name: str, budget: Budget) -> dict[str, Any]:
+def read_object(folder: Path, name: str, budget: Budget) -> dict[str, Any]:
+    """Read a JSON object from a run's own file, never through a link; empty without a readable one."""
     path = own_file(folder, name)
     try:
         content = {} if path is None else read_json(path, budget)

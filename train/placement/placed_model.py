@@ -184,11 +184,12 @@ class PlacedModel:
         self.runner.discard_offloaded()
         self.resident.release()
         # Drop our references to the host weights: then only ComfyUI's modules hold them, and moving one frees it.
+        swapped_before = self.swap is not None
         self.resident.modules, self.swap, self.sharing.swap = (), None, None
         comfy.model_management.soft_empty_cache()
         self._build_within_memory(step)
-        if self.swap is not None and not self.family.own_forward:
-            self.checks.forward_done = False  # ComfyUI's forward may read a block outside of it, which may swap now
+        if self.swap is not None and not swapped_before:
+            self.checks.note_first_swap()
         self.network.attach(self.transformer.linears())
         if auto.choice_facts(self.runner.memory) == auto.choice_facts(self.memory):
             self.runner.set_blocks(self.transformer.blocks())

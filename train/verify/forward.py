@@ -19,6 +19,7 @@ from ...common.core import features
 from ...data.samples import Sample
 from ...models.family import Family, ModelInputs, RunBlock, Transformer
 from ...models.registry import core_forward
+from ..errors import CannotContinue
 from .sample import SMALL, SMALL_FRAMES, check_sample, cut_to, inputs_of, sigmas, smallest
 
 log = logging.getLogger(__name__)
@@ -36,13 +37,19 @@ class FirstChecks:
     forward_done: True once the forward was compared.
     """
 
+    _outside_due = False
+
     def __init__(self, family: Family, samples: Sequence[Sample], guidance: float):
         self.family, self.samples, self.guidance = family, samples, guidance
         self.forward_done, self._batch_done = False, family.own_forward  # ours runs each sample separately
 
     def due(self, inputs: ModelInputs) -> bool:
         """Return whether this batch is to be checked."""
-        return not self.forward_done or self._batch_due(inputs)
+        return not self.forward_done or self._outside_due or self._batch_due(inputs)
+
+    def note_first_swap(self) -> None:
+        """Check on the next batch that no block's tensors are read outside of it: blocks swap since the last check."""
+        self._outside_due = not self.family.own_forward
 
     def _batch_due(self, inputs: ModelInputs) -> bool:
         return not self._batch_done and len(inputs.timestep) > 1
@@ -61,12 +68,18 @@ class FirstChecks:
         note: takes a sentence for the user.
 
         Returns the blocks that must not be compiled, each with the reason. Raises ValueError if the training forward
-        and ComfyUI's differ.
+        and ComfyUI's differ, CannotContinue if blocks have begun to swap in a model that doesn't allow it.
         """
         eager: dict[str, str] = {}
         if not self.forward_done:
             eager = check_forward(self.family, patcher, transformer, on_device, inputs, self.samples, self.guidance)
             self.forward_done = True
+        elif self._outside_due:
+            try:
+                self.family.check_outside(transformer, on_device, inputs)
+            except ValueError as error:
+                raise CannotContinue(str(error).rstrip(".")) from error
+        self._outside_due = False
         if self._batch_due(inputs):
             if (text := self.family.check_batch(transformer, on_device, inputs)) is not None:
                 note(text)

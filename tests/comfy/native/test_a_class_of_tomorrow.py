@@ -16,6 +16,8 @@ import comfy.utils
 import pytest
 import torch
 from comfy.ldm.modules.attention import optimized_attention
+from tessera.models.native.transformer import NativeTransformer
+from tessera.train.errors import CannotContinue
 from tessera.train.settings import MemoryOptions
 from tiny.native.reference import plain_model, tokens, with_lora
 from tiny.native.step import batch_of
@@ -316,8 +318,18 @@ def test_a_tensor_of_a_swapped_block_that_is_read_outside_of_it_is_refused(part,
         step(tmp_path / "swapped", blocks_to_swap=2)
     trainer.placed.memory = replace(trainer.placed.memory, blocks_to_swap=2)
     trainer.placed.rebuild(1)  # as when memory runs out
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(CannotContinue, match=words):  # and not that nothing was trained
         trainer.forward_backward([micro_batch(0, 1)])
+
+
+def test_swap_that_begins_in_mid_run_compares_no_forward_again(tmp_path, monkeypatch):
+    trainer, _, _ = step(tmp_path)
+    monkeypatch.setattr(NativeTransformer, "difference", None)
+    for blocks_to_swap in (1, 2):
+        trainer.placed.memory = replace(trainer.placed.memory, blocks_to_swap=blocks_to_swap)
+        trainer.placed.rebuild(1)
+        trainer.forward_backward([micro_batch(0, 1)])
+    trainer.close()
 
 
 @pytest.mark.parametrize("memory", [{}, {"blocks_to_swap": 2}], ids=["plain", "swapped"])
