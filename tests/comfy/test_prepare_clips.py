@@ -166,7 +166,7 @@ def test_a_film_is_read_once_however_many_clips_it_gives(films, wan_vae, wan_cli
     read = calls_of(monkeypatch, videos, "_digest")
     prepared = run(films_of(films, 5, method="chunk"), wan_vae, wan_clip, tmp_path, image_to_video=True)
     assert len(prepared.data.samples) == 11
-    assert sorted(path.name for (path,) in read) == ["a.mp4", "b.webm"]
+    assert sorted(path.name for path, _ in read) == ["a.mp4", "b.webm"]
 
 
 @pytest.mark.parametrize("curve", [16, 18])
