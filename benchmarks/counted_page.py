@@ -179,7 +179,7 @@ def rest_lines(counted: dict[str, Any], earlier: dict[str, Any]) -> str:
 
 
 def page(counted: dict[str, Any], earlier: dict[str, Any]) -> str:
-    """The page. before: counts of the commit that the changes are shown against."""
+    """The page. earlier: counts of the commit that the changes are shown against."""
     rows: Rows = counted["rows"]
     h100 = rates("H100")
     first = next(iter(rows))

@@ -99,7 +99,7 @@ def state_dict_model(spec: dict[str, Any], model: Any) -> Any:
 
 
 def take_away(free_bytes: float) -> torch.Tensor | None:
-    """Take memory of the card until `left` bytes are free."""
+    """Take memory of the card until `free_bytes` bytes are free."""
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     return torch.empty(int(free - free_bytes), dtype=torch.uint8, device="cuda") if free > free_bytes else None

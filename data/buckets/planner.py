@@ -319,7 +319,7 @@ def _try_all(
 ) -> tuple[float, list[int]]:
     """Find the best `size` columns from `first` on by trying all; returns the cost and the columns.
 
-    so_far: (rows,), row minimum of the columns chosen already.
+    row_minima: (rows,), row minimum of the columns chosen already.
     """
     if size == 1:
         costs = shares @ np.minimum(table[:, first:], row_minima[:, None])

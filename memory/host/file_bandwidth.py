@@ -6,7 +6,7 @@ from dataclasses import dataclass
 def worth_streaming(inside: int, needed: int, room: float) -> bool:
     """Return True if swapped blocks should stream from their file rather than from RAM.
 
-    So if RAM has no `room` (bytes) for the bytes `inside` the file, and these are at least half of the bytes `needed`.
+    True if RAM has no `room` (bytes) for the bytes `inside` the file, and these are at least half of those `needed`.
     """
     return inside > max(0, room) and inside * 2 >= needed
 

@@ -1,7 +1,7 @@
 """OOM retry: if a sampler's call of the model runs out of memory, offload resident weights and repeat it.
 
-Only if the number of swapped blocks was chosen automatically. NVIDIA's system memory fallback, which raises no error,
-is also reported here.
+Active only if the number of swapped blocks was chosen automatically. NVIDIA's system memory fallback, which raises no
+error, is also reported here.
 """
 
 from collections.abc import Callable

@@ -51,7 +51,7 @@ class BlockSwap:
 
     def _make_ring(self, device: torch.device, prefetch: int, pinned: bool, in_place: bool) -> SlotRing:
         flat_weights = [
-            scattered(refs, layout) if in_place else into_flat(refs, layout, pinned, self._record_move, later=True)
+            scattered(refs, layout) if in_place else into_flat(refs, layout, pinned, self._repoint, later=True)
             for refs, layout in zip(self.refs, self.layouts, strict=True)
         ]
         ring = SlotRing(flat_weights, device, prefetch)
@@ -103,7 +103,7 @@ class BlockSwap:
     def _is_foreign(self, ref: WeightRef) -> bool:
         return (id(ref.owner), ref.attribute) in self._foreign
 
-    def _record_move(self, ref: WeightRef, tensor: Tensor, parts: list[Tensor]) -> None:
+    def _repoint(self, ref: WeightRef, tensor: Tensor, parts: list[Tensor]) -> None:
         """Record that a frozen buffer moved into a flat one; from here on it is read from its slot."""
         if _relocate(ref, tensor, parts):
             self._foreign.add((id(ref.owner), ref.attribute))
@@ -143,7 +143,7 @@ def _layout(refs: Sequence[WeightRef]) -> Layout:
 def _relocate(ref: WeightRef, tensor: Tensor, parts: list[Tensor]) -> bool | None:
     """Notify the owning module of the buffer's new host memory; True if the MODEL's own weight differs from it."""
     assert isinstance(ref.owner, FrozenModule)
-    return ref.owner.record_move(ref.attribute, tensor, parts[0])
+    return ref.owner.repoint(ref.attribute, tensor, parts[0])
 
 
 class _BeforeBackward(torch.autograd.Function):

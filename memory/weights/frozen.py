@@ -127,7 +127,7 @@ class FrozenWeights:
         dtype = intended_dtype(owner, "weight") or weight.dtype
         return weight.nbytes if weight.dtype in WIDE and dtype in WIDE else None
 
-    def record_move(self, name: str, source: Tensor, target: Tensor) -> bool:
+    def repoint(self, name: str, source: Tensor, target: Tensor) -> bool:
         """Point ComfyUI's module at its weight in `target`, so that the host holds it once.
 
         source: the tensor that the weight, or the stored part of a quantised one, was read as. Returns True if it is

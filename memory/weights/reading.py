@@ -71,10 +71,10 @@ def has_known_forward(module: nn.Module) -> bool:
 
 
 def find_misread(weights: FrozenWeights, forwards: Mapping[str, Callable[[Tensor], Tensor]]) -> Misread | None:
-    """Return the first misread layer of `compare_readings`."""
+    """Return the first misread layer of `compare_readings`, None without one."""
     compared = compare_readings(weights, forwards)
     if compared.unknown:
-        log.info("ComfyUI can't run %s here, so their reading is not compared.", ", ".join(compared.unknown))
+        log.warning("ComfyUI can't run %s here, so their reading is not compared.", ", ".join(compared.unknown))
     return compared.misread
 
 

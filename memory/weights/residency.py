@@ -24,7 +24,7 @@ class FrozenModule(nn.Module):
         for name in self._buffers:
             self._buffers[name] = None
 
-    def record_move(self, name: str, source: Tensor, target: Tensor) -> bool | None:
+    def repoint(self, name: str, source: Tensor, target: Tensor) -> bool | None:
         """Record that the host copy of the buffer `name` has moved from `source` to `target`.
 
         Returns True if the MODEL has a separate weight of its own, because this one is patched or cast.

@@ -66,8 +66,8 @@ def core_has_kernel(function: str) -> bool:
 
 
 def _fits_core(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if core's kernel supports these: one scale, and codes that divide evenly into its reads of 8, which
-    otherwise go past the end (`dequantize_fp8_tensor_kernel` of comfy-kitchen)."""
+    """Return True if core's kernel supports these: one scale, and codes in multiples of 16, since its
+    reads would otherwise go past the end (`dequantize_fp8_tensor_kernel` of comfy-kitchen)."""
     even = bool(codes.numel() % 16 == 0 and codes.storage_offset() % 16 == 0 and codes.is_contiguous())
     dtype_supported = dtype in (torch.float32, torch.float16, torch.bfloat16)
     return scale.numel() == 1 and even and dtype_supported and core_has_kernel("dequantize_per_tensor_fp8")

@@ -20,9 +20,9 @@ class FrozenTensors(FrozenModule):
         for name in names:
             self.register_buffer(name, weights.tensor(f"{prefix}.{name}"), persistent=False)
 
-    def record_move(self, name: str, source: Tensor, target: Tensor) -> None:
+    def repoint(self, name: str, source: Tensor, target: Tensor) -> None:
         weights, prefix, _ = self._source
-        weights.record_move(f"{prefix}.{name}", source, target)
+        weights.repoint(f"{prefix}.{name}", source, target)
 
 
 class RMSNorm(FrozenTensors):

@@ -37,9 +37,9 @@ class LoraConv(LoraLayer):
         assert weight is not None, name
         return FrozenLinear(weight.flatten(1), None, None).to(weights.device)
 
-    def record_move(self, name: str, source: Tensor, target: Tensor) -> bool:
+    def repoint(self, name: str, source: Tensor, target: Tensor) -> bool:
         weights, layer_name = self._source
-        return weights.record_move(f"{layer_name}.{name}", source, target)
+        return weights.repoint(f"{layer_name}.{name}", source, target)
 
     def frozen(self) -> FrozenConv:
         """Return the weights that the buffers hold."""

@@ -85,11 +85,11 @@ class LoraLinear(LoraLayer):
         """Return the seconds spent on converting weights to `base`, over all Linears of the transformer."""
         return self._source[0].base_seconds
 
-    def record_move(self, name: str, source: Tensor, target: Tensor) -> bool:
+    def repoint(self, name: str, source: Tensor, target: Tensor) -> bool:
         weights, layer_name = self._source
         if name == "weight_scale" and self.layout is None:
             return True
-        return weights.record_move(f"{layer_name}.{'weight' if name in self._parts else name}", source, target)
+        return weights.repoint(f"{layer_name}.{'weight' if name in self._parts else name}", source, target)
 
     def frozen(self) -> FrozenLinear:
         """Return the weights that the buffers hold."""

@@ -109,8 +109,8 @@ class SharedTensors(FrozenModule):
         for name, buffer in self.source_buffers.items():
             self._buffers[name] = share_outside_inference_mode(buffer).to(self.weights.home(self._name(name)))
 
-    def record_move(self, name: str, source: Tensor, target: Tensor) -> bool:
-        return True if name in self.source_buffers else self.weights.record_move(self._name(name), source, target)
+    def repoint(self, name: str, source: Tensor, target: Tensor) -> bool:
+        return True if name in self.source_buffers else self.weights.repoint(self._name(name), source, target)
 
     def _name(self, name: str) -> str:
         return f"{self.prefix}.{name}" if self.prefix else name

@@ -102,7 +102,8 @@ class NativeTransformer:
         return [*self.shadow.layers.values(), *self.shadow.tensors.values()]
 
     def training(self) -> Any:
-        """Return the context of a forward and its backward: differentiable kernels, and the chosen attention."""
+        """Return the context of a forward and its backward: differentiable kernels, and the chosen attention, which may
+        take 16 bits only (`models.layers.attention`)."""
         return training_kernels(self.attention)
 
     def forward(self, run: RunBlock, inputs: ModelInputs) -> Tensor:

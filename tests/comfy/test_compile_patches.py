@@ -3,6 +3,7 @@ ControlNets; and what is taken off again leaves the old graphs."""
 
 import types
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -103,8 +104,10 @@ def test_a_patch_added_after_the_first_run_takes_effect_and_removed_gives_the_ol
     assert compiled_model.notes == [] and compiled_model.report().counts().graph_breaks == 0
 
 
-@pytest.mark.parametrize("scope", ["stack", "model"])
-@pytest.mark.parametrize("patch", [override_attention, patch_attention_inputs, replace_a_block])
+@pytest.mark.parametrize(
+    ("patch", "scope"),
+    one_in(2, product([override_attention, patch_attention_inputs, replace_a_block], ["stack", "model"])),
+)
 def test_patches_take_effect_in_the_larger_scopes(patch, scope, tiny_files):
     model = tiny.load_model("flux", tiny_files["flux"])
     plain, patched = sample(model, "flux"), sample(and_then(model, patch), "flux")
@@ -134,8 +137,10 @@ def test_a_patch_whose_setting_changes_is_followed(tiny_files):
     assert (pictures[0] - pictures[1]).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize("place", ["diffusion_model.double_blocks.1", "diffusion_model.double_blocks"])
+@pytest.mark.parametrize(
+    ("place", "scope"),
+    one_in(2, product(["diffusion_model.double_blocks.1", "diffusion_model.double_blocks"], SCOPES)),
+)
 def test_blocks_that_an_object_patch_puts_in_place_are_the_ones_that_run(place, scope, tiny_files):
     model = tiny.load_model("flux", tiny_files["flux"])
     blocks = tiny.load_model("schnell", tiny_files["schnell"]).model.diffusion_model.double_blocks

@@ -30,12 +30,16 @@ def every_case(*axes: str, fast: bool = False, thin: bool = False) -> Any:
 
 
 def modes_in_turn(modes: Sequence[str], *axes: str, thin: bool = False) -> Any:
-    """Parametrize a test's `case` and `mode` over such rows: the first in every mode, the others in each in turn."""
-    params = [
-        pytest.param(case, mode, id=f"{case.name}-{mode}", marks=marks_of(case, *axes, fast=False, thin=thin))
-        for number, case in enumerate(cases(*axes))
-        for mode in (modes if number == 0 else [modes[number % len(modes)]])
-    ]
+    """Parametrize a test's `case` and `mode` over such rows: the first in every mode, the others in each in turn.
+
+    thin: mark all but one of each family `wide`.
+    """
+    params = []
+    for number, case in enumerate(cases(*axes)):
+        marks = marks_of(case, *axes, fast=False, thin=thin)
+        for mode in modes if number == 0 else [modes[number % len(modes)]]:
+            params.append(pytest.param(case, mode, id=f"{case.name}-{mode}", marks=marks))
+            marks = [pytest.mark.wide] if thin else []
     return pytest.mark.parametrize(("case", "mode"), params)
 
 

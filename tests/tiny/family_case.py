@@ -305,6 +305,6 @@ def noisy(sample: Any) -> Any:
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """|found − expected| / |expected|, by the Frobenius norm."""
+    """|actual − expected| / |expected|, by the Frobenius norm."""
     assert actual.shape == expected.shape
     return float((actual.double() - expected.double()).norm() / expected.double().norm())

@@ -90,7 +90,7 @@ def test_plain_tensors_are_read_over_their_own_memory(plain):
     assert type(found.weight) is torch.Tensor and found.layout is None and found.shape == (5, 32)
     assert torch.equal(found.weight, values) and found.weight.data_ptr() == memory.data_ptr()
     elsewhere = found.weight.clone()
-    assert weights.record_move("layer.weight", found.weight, elsewhere) is False
+    assert weights.repoint("layer.weight", found.weight, elsewhere) is False
     own = weights.patcher.model.diffusion_model.layer.weight
     assert own.data_ptr() == elsewhere.data_ptr() and own.shape == values.shape and own.tensor_type == kind_of(plain)
     assert torch.equal(weights.linear("layer").weight, values)
@@ -104,7 +104,7 @@ def test_a_weight_moves_with_what_the_loader_has_put_on_it():
     read = weights.linear("layer")
     assert read.weight.data_ptr() == stored.data_ptr() and type(read.weight) is torch.Tensor
     moved = stored.clone()
-    assert weights.record_move("layer.weight", read.weight, moved) is False
+    assert weights.repoint("layer.weight", read.weight, moved) is False
     own = weights.patcher.model.diffusion_model.layer.weight
     assert isinstance(own, nn.Parameter) and type(own) is type(tensor) and own.is_largest_weight
     assert own.data_ptr() == moved.data_ptr() and tuple(own.shape) == (5, 256) and own.patches == []

@@ -15,8 +15,8 @@ from .world import World
 
 # Layout after the gradients: the loss, the number of ranks that leave, the requests of rank 0's user, and one flag per
 # weight for whether it has a gradient.
-_LOSS, _LEAVING, _ASKED, _FLAGS = 0, 1, 2, 3
-_ASKS = {SAVE: 1, STOP: 2, SAMPLE: 4}  # bit flags
+_LOSS, _LEAVING, _REQUESTS, _FLAGS = 0, 1, 2, 3
+_REQUEST_BITS = {SAVE: 1, STOP: 2, SAMPLE: 4}  # bit flags
 
 
 class GradientSync:
@@ -52,8 +52,10 @@ class GradientSync:
             return loss[None]
         present = [float(group.weights[number].grad is not None) for group, number in self.weights]
         self.trailer[_FLAGS:] = torch.tensor(present)
-        request_flags = sum(_ASKS[request] for request in self.observer.take_requests()) if self.world.is_first else 0
-        self.trailer[_LOSS], self.trailer[_LEAVING], self.trailer[_ASKED] = loss, 0.0, float(request_flags)
+        request_flags = (
+            sum(_REQUEST_BITS[request] for request in self.observer.take_requests()) if self.world.is_first else 0
+        )
+        self.trailer[_LOSS], self.trailer[_LEAVING], self.trailer[_REQUESTS] = loss, 0.0, float(request_flags)
         self.sums_left -= 1
         try:
             self.world.sum(self.buffer, step)
@@ -89,7 +91,7 @@ class GradientSync:
         """Return the user's requests after the last checked step, the same on every rank."""
         if self.world.is_lone:
             return self.observer.take_requests()
-        return {request for request, number in _ASKS.items() if self._request_flags & number}
+        return {request for request, number in _REQUEST_BITS.items() if self._request_flags & number}
 
     def leave(self, error: BaseException, step: int, leave_gathers: Callable[[], None]) -> None:
         """Leave the run because of an error of this rank: all ranks end at the step that it did not finish.
