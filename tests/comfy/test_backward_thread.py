@@ -58,9 +58,11 @@ def deep_flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def combinations() -> Iterator[Any]:
+    """List all combinations; half of them, in which each pair of two settings meets, are not `wide`."""
     for checkpointing, swap, backend in product(CHECKPOINTING, (0, 3), (None, "aot_eager")):
         name = f"{checkpointing}-{'swapped' if swap else 'resident'}-{'compiled' if backend else 'eager'}"
-        yield pytest.param(checkpointing, swap, backend, id=name)
+        is_repeated = (CHECKPOINTING.index(checkpointing) + bool(swap) + bool(backend)) % 2 == 1
+        yield pytest.param(checkpointing, swap, backend, id=name, marks=[pytest.mark.wide] * is_repeated)
 
 
 @pytest.mark.parametrize(("checkpointing", "swap", "backend"), combinations())

@@ -11,6 +11,7 @@ from family_cases import cases, every_case, marks_of, modes_in_turn
 from tessera.lora.options import NetworkOptions
 from tessera.models.registry import family_of
 from tessera.train.settings import MemoryOptions
+from thinned import one_in
 from tiny import swapping
 from tiny.compiling import Graphs
 from tiny.family_case import FamilyCase, computing_in
@@ -85,7 +86,7 @@ def swapped_runs() -> Iterator[Any]:
             )
 
 
-@pytest.mark.parametrize(("case", "count", "prefetch", "mode"), swapped_runs())
+@pytest.mark.parametrize(("case", "count", "prefetch", "mode"), one_in(2, swapped_runs()))
 def test_swapped_equals_resident_bit_for_bit(resident, trained, tmp_path, case, count, prefetch, mode):
     plain = resident(case, checkpointing=mode)  # first: what comes next unloads it
     swapped = trained(case, tmp_path, checkpointing=mode, blocks_to_swap=count, prefetch_blocks=prefetch)
