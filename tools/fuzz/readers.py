@@ -175,7 +175,7 @@ def run_folders(draw: st.DrawFn) -> dict[str, str]:
     line = RECORD_LINES.map(hostile.dumped) | hostile.json_texts(KINDS)
     lines = draw(st.lists(st.tuples(line, st.sampled_from((1, 1, 1, 2000))), max_size=8))
     files = {"progress.jsonl": "".join(f"{text}\n" * count for text, count in lines)}
-    run = hostile.objects({"output_name": ("fox",), "steps": (2,), "id": ("x",), "begun": ("2026-01-01T00:00:00",)})
+    run = hostile.objects({"output_name": ("fox",), "steps": (2,), "id": ("x",), "started": ("2026-01-01T00:00:00",)})
     for name, content in (("run.json", run), ("summary.json", SUMMARY), ("index.json", SHOTS)):
         if draw(st.booleans()):
             files[name] = draw(content.map(hostile.dumped) | hostile.json_texts(("loss", "step")))
