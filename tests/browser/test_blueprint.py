@@ -63,6 +63,20 @@ def picture(page, name):
         page.screenshot(path=f"{folder}/{name}.png")
 
 
+def put_down(page, attempt):
+    """Click until the node no longer hangs on the pointer."""
+    at = f"JSON.stringify({OUTER}?.pos ?? null)"
+    for _ in range(4):
+        page.mouse.click(900, 500)
+        page.wait_for_timeout(500 * attempt)
+        before = page.evaluate(at)
+        page.mouse.move(800, 420, steps=3)
+        page.wait_for_timeout(300 * attempt)
+        if page.evaluate(at) == before:
+            return
+        page.mouse.move(900, 500, steps=3)
+
+
 def add_from_search(frontend):
     """As a person does: a double click on the canvas, the name, Enter; once more where a busy page was not ready."""
     page = frontend.page
@@ -76,8 +90,7 @@ def add_from_search(frontend):
             picture(page, "search")
             page.keyboard.press("Enter")
             page.wait_for_timeout(300 * attempt)
-            page.mouse.click(900, 500)  # puts down what hangs on the pointer
-            page.wait_for_timeout(500 * attempt)
+            put_down(page, attempt)
             if page.evaluate(f"app.graph.nodes.length === 1 && !!({OUTER})"):
                 playwright.expect(page.get_by_role("dialog")).to_have_count(0)
                 return
