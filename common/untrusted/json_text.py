@@ -46,7 +46,7 @@ def depth_of(text: str, enough: int | None = None) -> int:
     deepest = level = 0
     for start in range(0, len(brackets), _SLICE):
         levels = list(accumulate(map(_STEPS.__getitem__, brackets[start : start + _SLICE]), initial=level))
-        level, deepest = levels[-1], max(deepest, *levels)
+        level, deepest = levels[-1], max(deepest, max(levels))
         if enough is not None and deepest > enough:
             break
     return deepest

@@ -50,7 +50,7 @@ _CONVERSION = (
 class VideoFacts:
     """Facts of a video file for planning.
 
-    digest: hash of its bytes.
+    digest: hash of its bytes, and of mirroring and track if those are unusual.
     size: (height, width) in pixels when upright and with square pixels.
     stamps: time stamp of each frame, ascending, in units of `time_base`.
     end: time at which the last frame ends, in the same units.
@@ -132,9 +132,9 @@ def _inspect(path: Path, state: tuple[int, ...]) -> VideoFacts:
         stamps, end = _timeline(container, stream)
     with _opened(path) as (container, stream):
         first = next(container.decode(stream))
-        # Latents cached before these were read belong to other pixels.
-        variant = f"mirrored {_orientation(first)[1]}, track {container.streams.video.index(stream)}"
-        digest = _digest(path, "" if variant == "mirrored False, track 0" else variant)
+        (_, is_mirrored), track = _orientation(first), container.streams.video.index(stream)
+        # Latents that were cached before mirrors and tracks were read belong to other pixels.
+        digest = _digest(path, f"mirrored {is_mirrored}, track {track}" if is_mirrored or track else "")
         upright = _upright_size(first, stream.sample_aspect_ratio)
         hdr = stream.codec_context.color_trc in _HDR_CURVES
     assert stream.time_base is not None
@@ -142,6 +142,7 @@ def _inspect(path: Path, state: tuple[int, ...]) -> VideoFacts:
 
 
 def _digest(path: Path, variant: str) -> str:
+    """Hash a file's bytes. variant: says how they are read, if otherwise than usual."""
     digest = blake2b(variant.encode(), digest_size=20)
     with path.open("rb") as file:
         while piece := file.read(1 << 20):

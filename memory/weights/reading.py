@@ -206,13 +206,13 @@ def _difference(forward: Callable[[Tensor], Tensor], core: Any, x: Tensor) -> fl
         return None
     actual = forward(x).float().cpu()
     if not x.is_floating_point():
-        return _relative(actual, expected)
+        return relative_error(actual, expected)
     # x and −x: separates the weight from a large bias, which would hide its error.
     (a, b), (c, d) = actual.chunk(2), expected.chunk(2)
-    return max(_relative(a - b, c - d), _relative(a + b, c + d, 0.3 * float((c - d).norm())))
+    return max(relative_error(a - b, c - d), relative_error(a + b, c + d, 0.3 * float((c - d).norm())))
 
 
-def _relative(actual: Tensor, expected: Tensor, least: float = 1e-12) -> float:
+def relative_error(actual: Tensor, expected: Tensor, least: float = 1e-12) -> float:
     """Return ‖actual − expected‖ / max(‖expected‖, `least`), infinite for NaN."""
     error = float((actual - expected).norm()) / max(float(expected.norm()), least)
     return error if error >= 0 else math.inf

@@ -1,4 +1,4 @@
-"""Which cases of a test are left to `dev.py test --wide`."""
+"""Cases of a test that are left to `dev.py test --wide`."""
 
 import pytest
 from thinned import one_in

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...memory.swap.training import frozen_modules
+from ...memory.weights.reading import relative_error
 from ...models.family import Block, ModelInputs
 from ...models.registry import run_in_fp32
 from ..placement.placed_model import PlacedModel
@@ -92,10 +93,10 @@ def _compare(placed: PlacedModel, as_run: Any, block: Block, args: tuple[Any, ..
     least = max(LEAST, ROUNDINGS * torch.finfo(placed.dtype).eps)
     pairs = [(0.0, least)]
     for tensors in zip(run, plain, exact, strict=True):  # outputs, gradients of inputs, gradients of adapters
-        smallest = FLOOR * max((float(tensor.norm()) for tensor in tensors[1]), default=0.0)
+        smallest = max([1e-12, *(FLOOR * float(tensor.norm()) for tensor in tensors[1])])
         for actual, expected, precise in zip(*tensors, strict=True):
-            noise = _relative(expected, precise, smallest)
-            pairs.append((_relative(actual, expected, smallest), max(NOISES * noise, least)))
+            noise = relative_error(expected, precise, smallest)
+            pairs.append((relative_error(actual, expected, smallest), max(NOISES * noise, least)))
     return max(pairs, key=lambda pair: pair[0] / pair[1])
 
 
@@ -142,9 +143,3 @@ def own_weights(placed: PlacedModel, block: Block) -> Iterator[None]:
     finally:
         for module, buffers in zip(modules, saved_buffers, strict=True):
             module._buffers.update(buffers)
-
-
-def _relative(actual: Tensor, expected: Tensor, smallest: float) -> float:
-    """Compute ‖actual − expected‖ / ‖expected‖, which counts as `smallest` at least; NaN becomes infinity."""
-    error = float((actual - expected).norm()) / max(float(expected.norm()), smallest, 1e-12)
-    return error if error >= 0 else float("inf")

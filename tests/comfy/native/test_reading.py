@@ -17,7 +17,7 @@ BY_NAME = {row.name: row for row in ROWS}
 
 
 def misread(weights: FrozenWeights, read: Any) -> Any:
-    """What is found wrong in LAYER; ComfyUI's own layer must have run."""
+    """Return the misread layer, None without one; ComfyUI's own layer must have run."""
     compared = compare_readings(weights, {LAYER: read.apply})
     assert len(compared.kinds) == 1 and not compared.unknown
     return compared.misread
