@@ -38,21 +38,28 @@ def place_in_output(path: Path) -> Path:
     return path.relative_to(folder_paths.get_output_directory())
 
 
+def prompt_id() -> str:
+    """Return the id of the prompt that is being executed; empty outside of one."""
+    context = get_executing_context()
+    return context.prompt_id if context else ""
+
+
 class ServerObserver:
-    """Observer that sends events `{"node": id, "kind": …, …}` to the client that queued the run."""
+    """Observer that sends events `{"node": id, "prompt_id": …, "kind": …, …}` to the client that queued the run."""
 
     def __init__(self, node_id: str, steps: int):
         self.node_id = node_id
+        self.prompt_id = prompt_id()
         self.bar = ProgressBar(steps, node_id=node_id)
         self.last_shown = -LEAST_WAIT  # time of the last line
 
     def _send(self, kind: str, **values: Any) -> None:
         if server := client_server():
-            server.send_sync(EVENT, {"node": self.node_id, "kind": kind, **values}, server.client_id)
+            event = {"node": self.node_id, "prompt_id": self.prompt_id, "kind": kind, **values}
+            server.send_sync(EVENT, event, server.client_id)
 
     def began(self, folder: Path) -> None:
-        context = get_executing_context()
-        training_now.begin(folder, self.node_id or "", context.prompt_id if context else "")
+        training_now.begin(folder, self.node_id or "", self.prompt_id)
         self._send("begin", folder=place_in_output(folder).as_posix())
 
     def ended(self, status: str, text: str) -> None:

@@ -340,7 +340,7 @@ def test_what_comes_of_a_workflow_stands_on_no_node_of_another_that_was_opened_m
     tell = "detail => app.api.dispatchEvent(new CustomEvent('execution_error', { detail }))"
     detail = {"node_id": "6", "node_type": "TesseraTrainLora", "exception_message": said}
     page.evaluate(tell, detail | {"prompt_id": prompt_id})
-    assert page.locator(".tessera-report").count() == 0
+    assert page.locator(".tessera-report").all_text_contents() == []
     page.evaluate(tell, detail | {"prompt_id": "queued before this page was opened"})
     assert page.locator(".tessera-report").inner_text() == said
     assert frontend.crashes == []
@@ -365,8 +365,31 @@ def test_a_page_that_was_reloaded_still_knows_which_workflow_it_queued(frontend,
     comfyui.wait(prompt_id)
     page.wait_for_function("window.heard.includes('end')")  # the notes and saves before it have come too
     page.wait_for_timeout(500)
-    assert page.locator(".tessera-report").count() == 0
+    assert page.locator(".tessera-report").all_text_contents() == []
     assert frontend.crashes == []
+
+
+def test_an_answer_that_comes_late_draws_nothing_for_a_workflow_that_is_gone(frontend, comfyui):
+    folder = comfyui.base / "output" / "loras" / "late-1234abcd"
+    folder.mkdir(parents=True)
+    asked = re.compile(r"/tessera/runs/.+\?since=")
+    (folder / "run.json").write_text(json.dumps({"output_name": "late", "model": "FLUX", "steps": 1}))
+    (folder / "progress.jsonl").write_text('{"kind": "step", "step": 1, "loss": 1.0, "rate": 1e-4}\n')
+    page, held = frontend.page, []
+    page.route(asked, lambda route: held.append(route))
+    open_graph(frontend, graph(frontend.ENCODERS, "late"))
+    for _ in range(200):
+        if not held:
+            page.wait_for_timeout(50)
+    assert held
+    open_graph(frontend, graph(frontend.ENCODERS, "of_the_other"))
+    for route in held:
+        route.continue_()
+    page.unroute(asked)
+    page.wait_for_timeout(500)
+    assert page.locator(".tessera-report").all_text_contents() == []
+    assert frontend.crashes == []
+    shutil.rmtree(folder)
 
 
 def test_the_notes_of_a_run_are_there_after_a_reload_and_go_with_it(frontend, comfyui):

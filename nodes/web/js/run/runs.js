@@ -3,7 +3,7 @@
 import { app } from '../../../../scripts/app.js'
 import { api } from '../../../../scripts/api.js'
 import { addComparison } from './compare_loras.js'
-import { ourNodes } from '../nodes.js'
+import { nodeAt, ourNodes } from '../nodes.js'
 import { change, previewAddress, read, RUNS_CHANGED } from './ask.js'
 import { draw, makePanel } from './run_panel.js'
 import { setError, setNotes, setPanel } from '../report_widget.js'
@@ -112,9 +112,13 @@ async function newestOf({ node, hosts }) {
 
 const places = ({ node, hosts }) => [node, ...hosts]
 
+/** Tells whether the node is still in the open workflow: one that is gone must get no widget. */
+const isOpen = (live) => nodeAt(live.path) === live.node
+
 async function update(live) {
   // A run in training is asked for by itself: its name may be changed on the node meanwhile.
   const newest = live.run?.running ? { id: live.id } : await newestOf(live)
+  if (!isOpen(live)) return
   if (!newest) {
     Object.assign(live, { id: undefined, run: undefined, points: [], previews: [], sampled: '' })
     removePanels(live)
@@ -137,6 +141,7 @@ async function update(live) {
   live.run = run
   live.points.push(...run.loss)
   await updatePreviews(live)
+  if (!isOpen(live)) return
   for (const place of places(live)) drawOn(place, live)
   tellFailure(live)
   setNotes(live.node, run.notes)
