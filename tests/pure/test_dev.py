@@ -161,8 +161,8 @@ def test_without_a_chromium_everything_else_is_checked_and_the_browser_tests_fai
         {"mypy"},
     ]
     assert PURE in pure and "--ignore" not in pure
-    assert ignored(tests) == ["tests/browser", PURE, *dev.core_files()]
-    assert set(dev.core_files()) <= set(core)
+    assert ignored(tests) == ["tests/browser", PURE, *dev.test_files(dev.CORE_TESTS)]
+    assert set(dev.test_files(dev.CORE_TESTS)) <= set(core)
     assert "no Chromium here" in capsys.readouterr().out.splitlines()
 
 
@@ -175,7 +175,7 @@ def test_linters_and_types_come_before_chromium_is_looked_for_and_every_failure_
     before: list[int] = []
     monkeypatch.setattr(dev, "provide_chromium", lambda python: before.append(len(commands)))
     assert dev.test([]) == 1
-    assert before == [5] and len(commands) == 7 and ignored(commands[-2]) == [PURE, *dev.core_files()]
+    assert before == [5] and len(commands) == 7 and ignored(commands[-2]) == [PURE, *dev.test_files(dev.CORE_TESTS)]
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "Failed: ruff format, pytest without torch, pytest, pytest with the newest packages."
     recorded(monkeypatch)
@@ -200,7 +200,7 @@ def test_the_core_tests_run_alone_with_the_comfyui_that_is_there(monkeypatch):
     assert dev.test(["--core", "-x"]) == 0
     (command,) = commands
     files = [word for word in command if word.startswith("tests/")]
-    assert files == dev.core_files() and all((dev.ROOT / file).is_file() for file in files)
+    assert files == dev.test_files(dev.CORE_TESTS) and all((dev.ROOT / file).is_file() for file in files)
     assert "-x" in command and "COMFYUI_PATH=comfyui" in command
 
 
@@ -261,6 +261,16 @@ def test_another_torch_runs_units_and_families_and_names_what_failed(monkeypatch
     assert dev.test(["--torch=2.14.1", "tests/comfy", "-x"]) == 0
     assert [word for word in commands[3] if "=" not in word] == ["python", "-m", "pytest", "tests/comfy", "-x"]
     assert versions == ["2.11", "2.14.1"]
+
+
+def test_the_fast_tier_with_another_torch_runs_what_torch_changes(monkeypatch):
+    commands = recorded(monkeypatch)
+    monkeypatch.setattr(dev, "setup", lambda torch=None: ("python", Path("comfyui")))
+    assert dev.test(["--fast", "--torch", "2.11"]) == 0
+    units, families = commands
+    files = dev.test_files(dev.TORCH_TESTS)
+    assert set(files) <= set(units) and PURE not in units and all((dev.ROOT / file).is_file() for file in files)
+    assert families[families.index("-m", 3) + 1] == FAST
 
 
 @pytest.mark.parametrize("arguments", [["--torch"], ["--torch", "tests/unit"], ["--torch=2"], ["--torch", "2.11; x"]])
