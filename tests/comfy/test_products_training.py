@@ -195,6 +195,7 @@ def test_layers_that_cannot_are_named_beside_those_that_do(tmp_path: Path) -> No
     assert len(set(kinds.values())) == 3
 
 
+@pytest.mark.wide
 def test_a_model_with_comfyuis_own_forward_has_its_graphs_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frozen_linear, "LEAST_ROWS", 1)  # its pictures are smaller
     (row,) = (row for row in NAMED if str(row) == "z-image")

@@ -11,6 +11,7 @@ from PIL import Image
 from tessera.data.folders.dataset import Dataset, scan_images, scan_videos
 from tessera.data.media.clip_windows import Extraction
 from tessera.data.prepare import prepare
+from thinned import one_in
 from tiny.films import write_film
 from tiny.runs import train
 
@@ -47,7 +48,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("case", "kind", "graphs"), RUNS)
+@pytest.mark.parametrize(("case", "kind", "graphs"), one_in(2, RUNS))
 def test_it_trains_on_what_prepare_dataset_makes_of_folders(
     folders: Path, tiny_files: dict[str, Path], case_file: Any, case: Any, kind: str, graphs: int
 ) -> None:
