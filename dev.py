@@ -485,7 +485,7 @@ def test(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         pytest = Pytest(python, comfyui, arguments, Path(scratch) if "--slowest" in modes else None)
         if "--fast" in modes:
-            status = fast(pytest, torch)
+            status = fast(pytest) if torch is None else with_torch(pytest, torch, fast=True)
         elif "--core" in modes:
             print(f"The core part with {comfyui} …", flush=True)
             status = pytest.run("pytest", *IN_PARALLEL, *test_files(CORE_TESTS), **newest_packages(python, comfyui))
@@ -494,7 +494,7 @@ def test(arguments: list[str]) -> int:
         elif arguments:
             status = only_pytest(pytest, python)
         elif torch is not None:
-            status = with_torch(pytest, torch)
+            status = with_torch(pytest, torch, fast=False)
         else:
             status = everything(pytest, python, comfyui)
         if pytest.times:
@@ -514,11 +514,15 @@ def take_torch(arguments: list[str]) -> tuple[str | None, list[str]]:
     return version, arguments[:index] + arguments[index + 2 :]
 
 
-def with_torch(pytest: Pytest, version: str) -> int:
-    """Run the tests that show that the pack works with another torch."""
-    print(f"With torch {version}: tests/pure, tests/unit and what is marked `fast` of each family …", flush=True)
-    pytest.run("pytest without torch", *IN_PARALLEL, PURE_TESTS)
-    pytest.run("pytest of units", *IN_PARALLEL, *NOT_WIDE, UNIT_TESTS)
+def with_torch(pytest: Pytest, version: str, fast: bool) -> int:
+    """Run the tests that show that the pack works with another torch. fast: of the units only TORCH_TESTS, and no pure
+    tests."""
+    parts = "units of what torch changes" if fast else f"{PURE_TESTS}, {UNIT_TESTS}"
+    print(f"With torch {version}: {parts} and what is marked `fast` of each family …", flush=True)
+    if not fast:
+        pytest.run("pytest without torch", *IN_PARALLEL, PURE_TESTS)
+    units = test_files(TORCH_TESTS) if fast else [UNIT_TESTS]
+    pytest.run("pytest of units", *IN_PARALLEL, *NOT_WIDE, *units)
     pytest.run("pytest of families", *IN_PARALLEL, "-m", "fast", *FAST_TESTS)
     return report_failures(pytest.failed)
 
@@ -534,16 +538,9 @@ def wide(pytest: Pytest, python: str) -> int:
     return pytest.run("pytest", *IN_PARALLEL, *WIDE, "--ignore", PURE_TESTS)
 
 
-def fast(pytest: Pytest, torch: str | None) -> int:
-    """Run every pure test (TORCH_TESTS with another torch), and the tests marked `fast` of each family."""
-    if torch is None:
-        pytest.run("pytest without torch", *IN_PARALLEL, PURE_TESTS)
-    else:
-        print(
-            f"With torch {torch}: the units of what torch changes, and what is marked `fast` of each family …",
-            flush=True,
-        )
-        pytest.run("pytest of units", *IN_PARALLEL, *NOT_WIDE, *test_files(TORCH_TESTS))
+def fast(pytest: Pytest) -> int:
+    """Run every pure test, and the tests marked `fast` of each family."""
+    pytest.run("pytest without torch", *IN_PARALLEL, PURE_TESTS)
     pytest.run("pytest", *IN_PARALLEL, "-m", "fast", *FAST_TESTS)
     print("Left out: linters and types (`python dev.py check`) and all other tests (`python dev.py test`).")
     return report_failures(pytest.failed)

@@ -22,7 +22,7 @@ from ...compile.settings import (
     parse_overrides,
 )
 from ...memory.weights.requantise import AS_STORED, base_of
-from ..common.progress import client_server
+from ..common.progress import client_server, prompt_id
 
 log = logging.getLogger(__name__)
 
@@ -274,7 +274,8 @@ class NodeNotes:
 
     def _send(self) -> None:
         if server := client_server():
-            server.send_sync(EVENT, {"node": self.node_id, "notes": list(self.notes)}, server.client_id)
+            event = {"node": self.node_id, "prompt_id": prompt_id(), "notes": list(self.notes)}
+            server.send_sync(EVENT, event, server.client_id)
 
 
 NODES = [TesseraCompileModel, TesseraCompileReport]

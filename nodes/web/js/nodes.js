@@ -74,8 +74,12 @@ for (const end of ['execution_success', 'execution_error', 'execution_interrupte
   api.addEventListener(end, () => (executed = undefined))
 }
 
-/** Tells whether a prompt is of a workflow that is open behind the one on the page, whose nodes may have the same ids. */
-export function isElsewhere(prompt = executed) {
+/**
+ * Tells whether a prompt, without one that which is executed, is of a workflow that is open behind the one on the page,
+ * whose nodes may have the same ids.
+ */
+export function isElsewhere(id) {
+  const prompt = id || executed
   const { activeWorkflow, openWorkflows = [] } = app.extensionManager.workflow ?? {}
   const isOf = (workflow) => queued.get(workflow)?.has(prompt) || workflow.path === earlier[prompt]
   return openWorkflows.some((workflow) => workflow !== activeWorkflow && isOf(workflow))

@@ -101,7 +101,7 @@ app.registerExtension({
     api.addEventListener('tessera.train', ({ detail }) => {
       const line = liveLines[detail.kind]?.(detail)
       const node = nodeAt(detail.node)
-      if (!node || isElsewhere(detail.prompt_id || undefined)) return
+      if (!node || isElsewhere(detail.prompt_id)) return
       if (detail.kind === 'preview') showPreviews(node, detail)
       if (!line || linesOf(node).includes(line)) return
       node.tesseraLines = [...linesOf(node), line].slice(-MOST_LINES) // the summary at the end has all notes
@@ -109,7 +109,7 @@ app.registerExtension({
     })
     api.addEventListener('tessera.compile', ({ detail }) => {
       const node = nodeAt(detail.node)
-      if (node && !isElsewhere()) show(node, detail.notes)
+      if (node && !isElsewhere(detail.prompt_id)) show(node, detail.notes)
     })
   },
   beforeRegisterNodeDef(nodeType, nodeData) {
