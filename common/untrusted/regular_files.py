@@ -42,14 +42,16 @@ def is_regular(path: Path) -> bool:
         return False
 
 
-def file_state(path: Path) -> tuple[int, int, int]:
-    """Return (size, modification time, change time) of a file; one of them differs once it was written or replaced, by
-    `rsync -t` too, which sets the modification time.
+def file_state(path: Path) -> tuple[int, int, int, int]:
+    """Return (size, modification time, change time, inode) of a file; one of them differs once it was written or
+    replaced, by `rsync -t` too, which sets the modification time. On Windows, whose change time is that of creation, a
+    file that was moved over another differs by its inode.
 
-    No inode: some network and FAT file systems number their files anew. Raises OSError.
+    An equal file may have another state: network and FAT file systems number their files anew. So a state only says
+    what to read again; the hash of the bytes decides whether anything changed. Raises OSError.
     """
     status = path.stat()
-    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
 def check_regular(status: os.stat_result, path: Path) -> None:

@@ -33,6 +33,7 @@ _LONGEST, _LONGEST_STAY = 600.0, 60.0
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,gif,avi"
 # Codecs with packets that show no frame of their own; their frames are known only after decoding.
 _HIDDEN_FRAMES = frozenset({"vp8"})
+_STILLS = frozenset({"mjpeg", "png", "bmp"})  # codecs of covers
 # Video without a colour matrix is BT.709 from this height on, and BT.601, the decoder's default, below.
 _HD_LINES = 720
 _UNSPECIFIED = 2
@@ -161,11 +162,20 @@ def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
 
 
 def _film_track(tracks: Sequence[Any]) -> Any:
-    """Choose the default film track, or the first one; a cover picture is none."""
+    """Choose the default film track, or the first one; a cover picture is none.
+
+    Matroska files made by remuxing have their cover as an ordinary track, even as the default one. So a track in the
+    codec of a still picture comes after all others.
+    """
     films = [track for track in tracks if not track.disposition & Disposition.attached_pic]
     if not films:
         raise ValueError("it has a cover picture and no film" if tracks else "it has no video track")
-    return next((track for track in films if track.disposition & Disposition.default), films[0])
+
+    def rank(track: Any) -> tuple[bool, bool]:
+        is_still = track.codec_context is not None and track.codec_context.name in _STILLS
+        return is_still, not track.disposition & Disposition.default
+
+    return min(films, key=rank)
 
 
 def _timeline(container: Any, stream: Any) -> tuple[list[int], int]:

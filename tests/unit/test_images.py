@@ -6,6 +6,7 @@ import struct
 import tracemalloc
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -432,6 +433,34 @@ def test_a_file_that_changed_after_it_was_inspected_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"'sub/a.png' was changed while the data set was prepared; queue again"):
         load_image(path, (0, 0, 48, 32), 32, 48, digest=digest, name="sub/a.png")
     assert load_image(path, (0, 0, 48, 32), 32, 48, digest=new).shape == (1, 32, 48, 3)
+
+
+def test_a_moved_file_is_read_again_if_only_its_inode_differs(tmp_path, monkeypatch):
+    path = tmp_path / "a.png"
+    quarters().save(path)
+    monkeypatch.setattr(Path, "stat", without_change_time)
+    before = inspect_image(path)
+    other = tmp_path / "b.png"
+    stat = path.stat()
+    other.write_bytes(path.read_bytes().replace(b"IEND", b"IENE"))
+    os.utime(other, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    os.replace(other, path)
+    assert inspect_image(path).digest != before.digest
+    same = tmp_path / "c.png"
+    same.write_bytes(path.read_bytes())
+    assert inspect_image(same).digest == inspect_image(path).digest  # another state, the same bytes
+
+
+def without_change_time(path):
+    """What Path.stat says on Windows, where the change time is that of creation."""
+    status = os.stat(path)
+    return SimpleNamespace(
+        st_size=status.st_size,
+        st_mtime_ns=status.st_mtime_ns,
+        st_atime_ns=status.st_atime_ns,
+        st_ctime_ns=0,
+        st_ino=status.st_ino,
+    )
 
 
 def test_an_old_pillow_is_told_with_the_command_that_updates_it():

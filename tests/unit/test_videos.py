@@ -4,12 +4,14 @@ import os
 import tracemalloc
 from fractions import Fraction
 from hashlib import blake2b
+from io import BytesIO
 
 import av
 import numpy as np
 import pytest
 import torch
 from av.stream import Disposition
+from PIL import Image
 from tessera.data.folders.dataset import scan_videos
 from tessera.data.folders.items import find_items
 from tessera.data.media import videos
@@ -207,6 +209,47 @@ def test_a_cover_picture_before_the_film_is_no_film(tmp_path):
     facts = inspect_video(path)
     assert facts.size == (48, 64) and len(facts.stamps) == 3
     assert corners(load(path, facts.stamps, (0, 0, 64, 48), 48, 64)[1]) == "rgbw"
+
+
+@pytest.mark.parametrize("cover", ["attached", "first track", "default track"])
+def test_a_cover_picture_in_matroska_is_no_film(tmp_path, cover):
+    path = tmp_path / "with_cover.mkv"
+    picture = av.VideoFrame.from_ndarray(np.zeros((40, 40, 3), np.uint8), format="rgb24")
+    with av.open(str(path), "w") as container:
+        still = container.add_stream("mjpeg", rate=1) if cover != "attached" else None
+        if still is not None:
+            still.width, still.height, still.pix_fmt = 40, 40, "yuvj420p"
+            still.disposition = Disposition.default if cover == "default track" else Disposition(0)
+        film = container.add_stream("libx264", rate=10)
+        film.width, film.height, film.pix_fmt = 64, 48, "yuv420p"
+        if still is None:
+            data = BytesIO()
+            Image.new("RGB", (40, 40)).save(data, "PNG")
+            container.add_attachment("cover.png", "image/png", data.getvalue())
+        else:
+            container.mux([*still.encode(picture), *still.encode()])
+        for index in range(3):
+            frame = av.VideoFrame.from_ndarray(quarters(index, 48, 64), format="rgb24")
+            container.mux(film.encode(frame))
+        container.mux(film.encode())
+    facts = inspect_video(path)
+    assert facts.size == (48, 64) and len(facts.stamps) == 3
+    assert corners(load(path, facts.stamps, (0, 0, 64, 48), 48, 64)[1]) == "rgbw"
+
+
+def test_a_second_film_track_is_read_if_it_is_the_default(tmp_path):
+    path = tmp_path / "two.mkv"
+    with av.open(str(path), "w") as container:
+        films = [container.add_stream("libx264", rate=10) for _ in range(2)]
+        for film, (width, height) in zip(films, ((80, 64), (64, 48)), strict=True):
+            film.width, film.height, film.pix_fmt = width, height, "yuv420p"
+        films[1].disposition = Disposition.default
+        for film in films:
+            for index in range(3):
+                pixels = quarters(index, film.height, film.width)
+                container.mux(film.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+            container.mux(film.encode())
+    assert inspect_video(path).size == (48, 64)
 
 
 def test_pixels_that_are_not_square_are_stretched_to_be(tmp_path):
