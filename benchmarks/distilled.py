@@ -268,8 +268,8 @@ def errors(toy: ToySet, sizes: Sizes, seed: int, field: Field, steps: int) -> tu
 def one_seed(seed: int, sizes: Sizes) -> dict[tuple[str, str], tuple[float, float]]:
     toy, draw = ToySet(seed), torch.Generator().manual_seed(seed)
     tiny = load_tiny_writers()
-    shapes = tiny.flux.flux_shapes(128, 1, 1, WIDTH, WIDTH, False)
-    teacher = make_teacher(tiny.weights.fill(shapes, seed), toy, sizes, draw)
+    shapes = tiny.models.flux.flux_shapes(128, 1, 1, WIDTH, WIDTH, False)
+    teacher = make_teacher(tiny.models.weights.fill(shapes, seed), toy, sizes, draw)
     base = errors(toy, sizes, seed, guided(field_of(teacher, toy)), FINE)
     print(seed, "teacher", base, file=sys.stderr)
     new = training_data(toy, [NEW] * sizes.pictures, draw)

@@ -135,8 +135,8 @@ def _of_shapes(shapes: Callable[..., dict[str, tuple[int, ...]]], *sizes: Any) -
 T5_WIDTH = 4096  # of umT5 too
 ONE_MEGAPIXEL = Picture(1024, 1024, 512)
 VIDEO = Picture(832, 480, 512, frames=81)
-_flux, _flux2, _chroma = tiny.flux.flux_shapes, tiny.flux2.flux2_shapes, tiny.chroma.chroma_shapes
-_wan, _qwen_image = tiny.wan.wan_shapes, tiny.qwen_image.qwen_image_shapes
+_flux, _flux2, _chroma = tiny.models.flux.flux_shapes, tiny.models.flux2.flux2_shapes, tiny.models.chroma.chroma_shapes
+_wan, _qwen_image = tiny.models.wan.wan_shapes, tiny.models.qwen_image.qwen_image_shapes
 FULL: dict[str, Model] = {
     "flux": Model("flux", ONE_MEGAPIXEL, None, _of_shapes(_flux, 3072, 19, 38, T5_WIDTH, 768, True), T5_WIDTH, 768),
     # FLUX.2 klein reads three layers of Qwen3 4B (2560 wide) or 8B (4096 wide), 512 tokens.

@@ -25,7 +25,7 @@ from train_step_turns import Memory
 SEED = 0
 # name → (rank, substring of the layers' names, strength): A goes on all layers, B on the double blocks' attention.
 LORAS = {"A": (4, "", 1.0), "B": (8, "_attn.", 0.6)}
-compiling = import_module("tiny.compiling")
+compiling = import_module("tiny.compile.compiling")
 
 
 def skip_transformer_options(guards: Any) -> list[bool]:

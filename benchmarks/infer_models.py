@@ -42,7 +42,7 @@ def count_work(model: Model, file: str, picture: Picture) -> Work:
     elif model.kind == "chroma":
         extra = {"guidance": empty()}
     elif model.kind == "sdxl":
-        extra = {"y": empty(inputs.pooled_width + tiny.sdxl.SIZE_EMBEDDINGS)}
+        extra = {"y": empty(inputs.pooled_width + tiny.models.sdxl.SIZE_EMBEDDINGS)}
     with FlopCounterMode(display=False) as counter, torch.inference_mode():
         transformer(
             empty(*latent.shape[1:]),

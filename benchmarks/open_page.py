@@ -65,7 +65,7 @@ POINTS = "document.querySelector('.tessera-run svg')?.getAttribute('aria-label')
 
 
 def prompt(name: str, steps: int) -> dict[str, Any]:
-    from tiny.prompt import node
+    from tiny.nodes.prompt import node
 
     train = {"output_name": name, "steps": steps, "learning_rate": 1e-3, "rank": 4, "batch_size": 1, "seed": 0}
     train |= {"gradient_accumulation": 1, "compile": "off", "save_every": 0, "resume": "off"}

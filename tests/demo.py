@@ -22,11 +22,11 @@ from photos import write_photos
 from PIL import Image, ImageDraw, ImageFont
 from server import ComfyServer, error_of
 from tiny import write_models
-from tiny.films import write_film
-from tiny.ltx import write_distilled
+from tiny.data.films import write_film
+from tiny.models.ltx import write_distilled
 from tiny.native.workflow import CASES, CLIPS, fitted
-from tiny.prompt import node
-from tiny.try_it import captions, load_prompt, sampled_each
+from tiny.nodes.prompt import node
+from tiny.nodes.try_it import captions, load_prompt, sampled_each
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT_EVENT = 3

@@ -6,8 +6,8 @@ import json
 
 import pytest
 from PIL import Image
-from tiny.films import write_film
-from tiny.prompt import node
+from tiny.data.films import write_film
+from tiny.nodes.prompt import node
 from with_pack import TESTS, load
 
 playwright = pytest.importorskip("playwright.sync_api")

@@ -1,7 +1,7 @@
 """Core's Train LoRA in ComfyUI's own frontend: its menu puts the pack's nodes in its place, and they run."""
 
 import pytest
-from tiny.prompt import node
+from tiny.nodes.prompt import node
 
 playwright = pytest.importorskip("playwright.sync_api")
 

@@ -8,8 +8,8 @@ import shutil
 
 import pytest
 from PIL import Image
-from tiny.live_page import open_graph, press_run, redraw, with_previews
-from tiny.server_runs import paused_at
+from tiny.nodes.live_page import open_graph, press_run, redraw, with_previews
+from tiny.nodes.server_runs import paused_at
 
 playwright = pytest.importorskip("playwright.sync_api")
 expect = playwright.expect

@@ -15,7 +15,7 @@ def unchecked(monkeypatch):
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory, tiny_files):
     """Processes that train together; started by the first test that uses them."""
-    from tiny.ranks import Ranks
+    from tiny.train.ranks import Ranks
 
     started = Ranks(tmp_path_factory.mktemp("ranks"), tiny_files["flux"])
     yield started

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from tiny.family_case import AXES, FamilyCase
+from tiny.models.family_case import AXES, FamilyCase
 
 _MODULES = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
 CASES: dict[str, FamilyCase] = {case.name: case for module in _MODULES for case in module.CASES}

@@ -9,7 +9,8 @@ from typing import Any
 
 import tiny
 import torch
-from tiny.chroma import (
+from tiny.data.encoders import load_chroma_clip
+from tiny.models.chroma import (
     APPROXIMATOR,
     APPROXIMATOR_LAYERS,
     APPROXIMATOR_WIDTH,
@@ -17,8 +18,7 @@ from tiny.chroma import (
     load_chroma,
     write_chroma,
 )
-from tiny.encoders import load_chroma_clip
-from tiny.family_case import ALL, Batch, Captions, Diffusers, Encoders, Learning
+from tiny.models.family_case import ALL, Batch, Captions, Diffusers, Encoders, Learning
 from torch import Tensor
 
 from .flux import FluxCase, norms_of_core, placed, rows_by_table

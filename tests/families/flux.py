@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import tiny
 import torch
-from tiny.family_case import ALL, SAME_SIZES, Batch, Diffusers, Encoders, FamilyCase, Learning
-from tiny.flux import flux_sample
+from tiny.models.family_case import ALL, SAME_SIZES, Batch, Diffusers, Encoders, FamilyCase, Learning
+from tiny.models.flux import flux_sample
 from torch import Tensor
 
 REFERENCE = runpy.run_path(str(Path(__file__).parents[1] / "reference" / "flux.py"))

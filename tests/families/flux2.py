@@ -10,9 +10,9 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 from tessera.models.flux.family import resolution_shift
-from tiny.family_case import ALL, SAME_SIZES, TARGETS, Batch, Captions, Diffusers, Encoders, Learning
-from tiny.flux import flux_sample
-from tiny.image_encoders import load_flux2_vae, load_klein_clip, load_mistral_clip
+from tiny.data.image_encoders import load_flux2_vae, load_klein_clip, load_mistral_clip
+from tiny.models.family_case import ALL, SAME_SIZES, TARGETS, Batch, Captions, Diffusers, Encoders, Learning
+from tiny.models.flux import flux_sample
 from torch import Tensor
 
 from .flux import REFERENCE, FluxCase, mixed_samples, norms_of_core, placed, to_tokens

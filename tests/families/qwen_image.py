@@ -9,9 +9,9 @@ from typing import Any
 
 import tiny
 import torch
-from tiny.family_case import ALL, Batch, Captions, Diffusers, Encoders, FamilyCase, Learning
-from tiny.image_encoders import load_seeing_qwen_clip
-from tiny.qwen_image import qwen_sample
+from tiny.data.image_encoders import load_seeing_qwen_clip
+from tiny.models.family_case import ALL, Batch, Captions, Diffusers, Encoders, FamilyCase, Learning
+from tiny.models.qwen_image import qwen_sample
 from torch import Tensor
 
 REFERENCE = runpy.run_path(str(Path(__file__).parents[1] / "reference" / "qwen_image.py"))

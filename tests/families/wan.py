@@ -9,8 +9,18 @@ from typing import Any, ClassVar
 
 import tiny
 import torch
-from tiny.family_case import ALL, SAME_BLOCKS, TARGETS, Batch, Captions, Diffusers, Encoders, FamilyCase, Learning
-from tiny.image_encoders import load_clip_vision, load_wan22_vae
+from tiny.data.image_encoders import load_clip_vision, load_wan22_vae
+from tiny.models.family_case import (
+    ALL,
+    SAME_BLOCKS,
+    TARGETS,
+    Batch,
+    Captions,
+    Diffusers,
+    Encoders,
+    FamilyCase,
+    Learning,
+)
 from torch import Tensor
 
 WAN_FORWARD = runpy.run_path(str(Path(__file__).parents[1] / "reference" / "wan.py"))["wan_forward"]

@@ -1,7 +1,7 @@
 """Nodes for the demo and the tests only: they load what ComfyUI's own loaders cannot load at a tiny size.
 
 While this pack is installed, ComfyUI's detection also takes the sizes that a tiny diffusion model's file names itself
-(tests/tiny/injection.py), so that every loader node, core's and ours, loads a tiny Qwen-Image.
+(tests/tiny/models/injection.py), so that every loader node, core's and ours, loads a tiny Qwen-Image.
 
 Whatever counts its steps waits at the one that the file `hold` in the base folder names, until the file is gone: what
 breaks in on a run comes in time however fast the run is.

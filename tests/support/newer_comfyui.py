@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-# Files of tests/comfy/native, each with what of it is written for that ComfyUI alone.
+# Files of tests/comfy/models/native and its folders, each with what of it is written for that ComfyUI alone.
 OLDEST_ONLY = {
     "test_containers.py": "its models hand attention containers by themselves",
     "test_models_page.py": "docs/models.md lists the classes of the pinned ComfyUI",

@@ -124,8 +124,8 @@ def reference_values() -> dict[Any, Any]:
 
 @pytest.fixture
 def check_gradients(case_file: Callable[..., Path], tmp_path: Path, reference_values: dict[Any, Any]) -> Any:
-    """A `tiny.gradient_check.GradientCheck`."""
-    from tiny.gradient_check import GradientCheck
+    """A `tiny.train.gradient_check.GradientCheck`."""
+    from tiny.train.gradient_check import GradientCheck
 
     return GradientCheck(case_file, tmp_path, reference_values)
 

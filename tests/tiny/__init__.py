@@ -6,8 +6,7 @@ The `write_*` functions need only torch and safetensors; the `load_*` functions 
 from pathlib import Path
 from typing import Any
 
-from .chroma import load_chroma, write_chroma
-from .encoders import (
+from .data.encoders import (
     CLIP_WIDTH,
     T5_WIDTH,
     load_clip,
@@ -20,17 +19,18 @@ from .encoders import (
     write_t5,
     write_umt5,
 )
-from .flux import load_flux, write_flux
-from .flux2 import load_flux2, write_flux2
-from .injection import tiny_detection
-from .models_folder import FLUX_NAMES, QWEN_NAMES, WAN_NAMES, write_models, write_qwen_models, write_wan_models
-from .qwen_image import QWEN_TEXT_WIDTH, load_qwen_image, write_qwen_image
-from .sampling import INPUTS, conditioning, empty_latent, sample
-from .sdxl import SDXL_TEXT_WIDTH, load_sdxl, write_sdxl
-from .taesd import load_vae, write_taesd
-from .training import fill_up_matrices, make_data, make_trainer, micro_batch, reference_masters
-from .wan import WAN_CHANNELS, load_wan, wan_sample, write_wan
-from .wan_vae import write_wan_vae
+from .data.taesd import load_vae, write_taesd
+from .data.wan_vae import write_wan_vae
+from .models.chroma import load_chroma, write_chroma
+from .models.flux import load_flux, write_flux
+from .models.flux2 import load_flux2, write_flux2
+from .models.injection import tiny_detection
+from .models.models_folder import FLUX_NAMES, QWEN_NAMES, WAN_NAMES, write_models, write_qwen_models, write_wan_models
+from .models.qwen_image import QWEN_TEXT_WIDTH, load_qwen_image, write_qwen_image
+from .models.sampling import INPUTS, conditioning, empty_latent, sample
+from .models.sdxl import SDXL_TEXT_WIDTH, load_sdxl, write_sdxl
+from .models.wan import WAN_CHANNELS, load_wan, wan_sample, write_wan
+from .train.training import fill_up_matrices, make_data, make_trainer, micro_batch, reference_masters
 
 __all__ = [
     "CLIP_WIDTH",

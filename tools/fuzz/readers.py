@@ -263,7 +263,7 @@ def whole_state() -> bytes:
 
 @cache
 def clips() -> list[bytes]:
-    from tiny.films import write_film
+    from tiny.data.films import write_film
 
     folder = Path(tempfile.mkdtemp(dir=with_comfyui._base))
     return [write_film(folder / f"a{ending}", 3).read_bytes() for ending in (".mp4", ".gif", ".webm")]

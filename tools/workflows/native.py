@@ -1,5 +1,5 @@
 """The workflows of models that train with ComfyUI's own forward. Files, sampler, steps and cfg are those of ComfyUI's
-own workflow templates, which tests/pure/test_native_workflows.py compares."""
+own workflow templates, which tests/pure/workflows/test_native_workflows.py compares."""
 
 from graph import Graph, ModelFile, Node, Output
 from parts import (

@@ -203,7 +203,7 @@ class Smoke:
         from tessera.compile.settings import CompileSettings
         from tessera.models.swapped_model import SwapSettings
         from tessera.models.swapped_model import swap as swap_blocks
-        from tiny.compiling import make_lora, with_lora
+        from tiny.compile.compiling import make_lora, with_lora
 
         choose_attention(plain=not mode)
         with no_free_ram(place == "file"):
@@ -221,7 +221,7 @@ class Smoke:
 
     def latent(self, model: Any, steps: int) -> Tensor:
         import comfy.model_management
-        from tiny.sampling import sample
+        from tiny.models.sampling import sample
 
         latent = sample(model, "flux", width=self.side, height=self.side, length=self.texts[0], steps=steps)
         comfy.model_management.unload_all_models()

@@ -7,10 +7,10 @@ import torch
 from comfy.model_management import InterruptProcessingException
 from family_cases import cases, every_case
 from tessera.models.flux.blocks import DoubleBlock
-from tiny.family_case import computing_in
-from tiny.flash_attn import installed
-from tiny.runs import Watcher, cancel_at, train, training_data
-from tiny.training import adding_more, make_trainer
+from tiny.memory.flash_attn import installed
+from tiny.models.family_case import computing_in
+from tiny.train.runs import Watcher, cancel_at, train, training_data
+from tiny.train.training import adding_more, make_trainer
 
 FIRST = {case.family: case for case in reversed(cases("swap"))}
 

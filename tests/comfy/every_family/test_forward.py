@@ -7,8 +7,8 @@ import tiny
 import torch
 from family_cases import cases, every_case
 from tessera.models.registry import family_of
-from tiny.family_case import computing_in, noisy, our_velocity, relative_error
-from tiny.runs import training_data
+from tiny.models.family_case import computing_in, noisy, our_velocity, relative_error
+from tiny.train.runs import training_data
 
 SIGMAS = [0.15, 0.5, 0.8, 0.95]
 GUIDANCE = 2.5

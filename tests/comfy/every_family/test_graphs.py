@@ -11,8 +11,8 @@ from tessera.lora.options import NetworkOptions
 from tessera.train.settings import MemoryOptions
 from tessera.train.train_lora import train_lora
 from thinned import one_in
-from tiny.compiling import Graphs, graphs_after_each_step, graphs_expected
-from tiny.runs import Watcher, run_settings, training_data
+from tiny.compile.compiling import Graphs, graphs_after_each_step, graphs_expected
+from tiny.train.runs import Watcher, run_settings, training_data
 
 BATCH = 2
 

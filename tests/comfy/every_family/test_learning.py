@@ -5,9 +5,9 @@ from typing import Any
 import comfy.model_management
 import torch
 from family_cases import every_case
-from tiny.family_case import FamilyCase
-from tiny.learning import WHOLE, assert_draws, assert_loss_falls, sampled, with_lora
-from tiny.runs import train, training_data
+from tiny.models.family_case import FamilyCase
+from tiny.train.learning import WHOLE, assert_draws, assert_loss_falls, sampled, with_lora
+from tiny.train.runs import train, training_data
 from torch import Tensor
 
 

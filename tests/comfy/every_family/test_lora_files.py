@@ -21,10 +21,10 @@ from tessera.lora.files.readers import PROGRAMS
 from tessera.lora.patterns import match_targets
 from tessera.models.blocks import linear_shapes
 from tessera.models.registry import family_of
-from tiny.family_case import ALL, FamilyCase, relative_error
-from tiny.foreign_loras import foreign
-from tiny.lora_files import assert_same_deltas, delta, loaded_in_comfyui, patched_deltas, random_updates
-from tiny.runs import train, training_data
+from tiny.lora.foreign_loras import foreign
+from tiny.lora.lora_files import assert_same_deltas, delta, loaded_in_comfyui, patched_deltas, random_updates
+from tiny.models.family_case import ALL, FamilyCase, relative_error
+from tiny.train.runs import train, training_data
 from torch import Tensor
 
 DTYPES = {"fp32": 1e-5, "bf16": 6e-3, "fp16": 1e-3}
@@ -143,7 +143,8 @@ def taken_by_diffusers(case: FamilyCase, model: Any, updates: dict[str, Any], pa
 
 
 TAKEN = dict(zip(PROGRAMS, (taken_by_comfyui, taken_by_diffusers), strict=True))
-# diffusers' converter of kohya's names for FLUX.1 knows the real size only: tests/comfy/flux/test_full_size_files.py.
+# diffusers' converter of kohya's names for FLUX.1 knows the real size only:
+# tests/comfy/models/flux/test_full_size_files.py.
 AT_FULL_SIZE = {("flux-dev", "kohya"), ("chroma", "kohya")}
 
 

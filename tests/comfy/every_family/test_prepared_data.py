@@ -12,8 +12,8 @@ from tessera.data.folders.dataset import Dataset, scan_images, scan_videos
 from tessera.data.media.clip_windows import Extraction
 from tessera.data.prepare import prepare
 from thinned import one_in
-from tiny.films import write_film
-from tiny.runs import train
+from tiny.data.films import write_film
+from tiny.train.runs import train
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@
 import pytest
 from family_cases import cases, marks_of
 from thinned import one_in
-from tiny.resuming import resumed_as_whole
-from tiny.runs import training_data
+from tiny.train.resuming import resumed_as_whole
+from tiny.train.runs import training_data
 
 OPTIMIZERS = {
     "adamw": {"learning_rate": 1e-2},

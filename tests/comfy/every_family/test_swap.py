@@ -12,11 +12,11 @@ from tessera.lora.options import NetworkOptions
 from tessera.models.registry import family_of
 from tessera.train.settings import MemoryOptions
 from thinned import one_in
-from tiny import swapping
-from tiny.compiling import Graphs
-from tiny.family_case import FamilyCase, computing_in
-from tiny.runs import training_data
-from tiny.swapping import assert_same_run
+from tiny.compile.compiling import Graphs
+from tiny.memory import swapping
+from tiny.memory.swapping import assert_same_run
+from tiny.models.family_case import FamilyCase, computing_in
+from tiny.train.runs import training_data
 
 MODES = ("none", "selective", "full")
 STEPS = 3

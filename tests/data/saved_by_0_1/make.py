@@ -122,7 +122,7 @@ def rows_of(clip: Any, texts: set[str]) -> set[int]:
 def write_models(folder: Path) -> None:
     import tiny
     from safetensors.torch import save_file
-    from tiny import image_encoders
+    from tiny.data import image_encoders
 
     rewrite(tiny.write_flux(folder / "flux.safetensors", depth=1, depth_single=1))
     rewrite(tiny.write_flux2(folder / "flux2.safetensors", depth=1, depth_single=1, context_dim=96))
@@ -208,7 +208,7 @@ def encoders_of(name: str, models: Path) -> tuple[Any, Any]:
     """(VAE, CLIP) of a family, as the test loads them."""
     import tiny
     from safetensors.torch import load_file
-    from tiny import image_encoders
+    from tiny.data import image_encoders
 
     if name == "flux":
         clip = tiny.load_clip(models / "clip_l.safetensors", models / "t5.safetensors")

@@ -1,7 +1,7 @@
 """Tiny models of ComfyUI's classes, which the native path trains: the table ROWS, a MODEL and samples of each row."""
 
-from . import more_pictures, pictures, unets, videos, wan
 from .row import NativeRow, build, core_forward, data_of, sample_of, source_of
+from .rows import more_pictures, pictures, unets, videos, wan
 
 NAMED = (*pictures.NAMED, *unets.NAMED, *videos.NAMED)
 FURTHER = (*more_pictures.FURTHER, *unets.FURTHER, *videos.FURTHER, *wan.FURTHER)

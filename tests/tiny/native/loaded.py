@@ -9,12 +9,12 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from .. import other_encoders
-from ..encoders import T5_WIDTH
-from ..ltx import load_ltx_2_3
-from ..taesd import load_vae, write_taesd
-from ..video_vaes import LTX_CONFIG, load_hunyuan_video_15_vae, load_minimax_h3_vae, ltx_vae_tensors
-from ..wan_vae import write_wan_vae
+from ..data import other_encoders
+from ..data.encoders import T5_WIDTH
+from ..data.taesd import load_vae, write_taesd
+from ..data.video_vaes import LTX_CONFIG, load_hunyuan_video_15_vae, load_minimax_h3_vae, ltx_vae_tensors
+from ..data.wan_vae import write_wan_vae
+from ..models.ltx import load_ltx_2_3
 from .row import NativeRow, build
 
 KREA2_LAYERS = 12  # of its text encoder, which the model reads side by side

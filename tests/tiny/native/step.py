@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..reference_gradients import gradient
-from ..training import make_trainer
+from ..train.reference_gradients import gradient
+from ..train.training import make_trainer
 from .reference import plain_model, raw_output, tokens, training, with_lora, writing_allowed
 from .row import NativeRow, build, data_of
 

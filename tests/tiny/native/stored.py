@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..flux import QUANTISED, quantise_layer
+from ..models.flux import QUANTISED, quantise_layer
 from .reference import plain_model
 from .row import NativeRow, build
 

@@ -1,0 +1,115 @@
+"""LoRA Network before a run: the preview, ranks by pattern, what does not fit."""
+
+import pytest
+import torch
+from tessera.lora.options import NetworkOptions
+from tessera.lora.plan import adapter_specs, choose_targets, network_notes
+from tessera.models.flux.family import Flux
+from tessera.models.registry import family_of
+from tessera.nodes.options.network import NO_MODEL, TesseraLoraNetwork
+from tiny.nodes.prompt import executed, node
+from tiny.train.runs import Watcher, mixed_data, train
+
+
+def test_the_preview_says_what_a_run_trains(tiny_flux, tmp_path):
+    values = {
+        "algorithm": "dora",
+        "rank": 4,
+        "alpha": 8.0,
+        "targets": "single_blocks.*\n-*.modulation.*",
+        "dropout": 0.0,
+    }
+    patterns = "single_blocks.0.*: rank=2"
+    with torch.inference_mode():
+        options, text = executed(TesseraLoraNetwork, **values, rank_patterns=patterns, model=tiny_flux).result
+        assert executed(TesseraLoraNetwork, **values).result[1] == NO_MODEL
+        shown = executed(TesseraLoraNetwork, **values, model=tiny_flux).ui["tessera"]
+    assert list(shown[0]) == ["text"]
+    watcher = Watcher()
+    result = train(tiny_flux, mixed_data(), tmp_path, watcher, steps=1, network={**vars(options)})
+    head = text.splitlines()[0]
+    assert f"dora on {result.summary['targets']} of " in head
+    assert f"{result.summary['parameters']:,} trained numbers" in head
+    assert any(
+        line.split() == ["single_blocks.0.linear1", "1", "×", "896×128", "rank", "2", "2,176"]
+        for line in text.splitlines()
+    )
+    assert [line for line in text.splitlines() if line.startswith("rank_patterns split")] == [
+        note for note in watcher.notes if note.startswith("rank_patterns")
+    ]
+
+
+def test_patterns_that_contradict_the_model_are_one_sentence(tiny_flux):
+    family, model = Flux(), tiny_flux.model
+
+    def chosen(**changes):
+        return choose_targets(family, model, NetworkOptions(**changes))
+
+    with pytest.raises(ValueError, match=r"The pattern 'single.\*' in rank_patterns matches no layer that is trained;"):
+        chosen(include=("double_blocks.*",), rank_patterns="single.*: rank=2")
+    with pytest.raises(
+        ValueError, match="oft cannot cut .*img_attn.qkv, whose output is 384, into blocks of at most rank 1"
+    ):
+        chosen(algorithm="oft", rank=1, alpha=1.0)
+    targets = chosen()
+    specs = adapter_specs(NetworkOptions(rank_patterns="*: rank=8\nsingle_blocks.0.*: alpha=3"), targets)
+    assert specs["single_blocks.1.linear1"].alpha == 8.0 and specs["single_blocks.0.linear1"].alpha == 3.0
+
+    def notes(**changes):
+        return " ".join(network_notes(NetworkOptions(**changes), family, model, targets))
+
+    assert notes() == ""
+    told = notes(algorithm="oft", rank=100, alpha=100.0)
+    assert "oft cuts 20 of 20 layers into smaller blocks than rank 100" in told and "blocks of 96: the largest" in told
+    assert (
+        "rank 256 is more than 20 of the layers can use, such as double_blocks.0.img_attn.qkv of 384 × 128."
+        in notes(rank=256, alpha=256.0)
+    )
+    assert "loha of rank 16 reaches rank 256, more than 20 of the layers" in notes(algorithm="loha")
+    assert "lokr keeps its second matrix whole in 20 of 20 layers" in notes(algorithm="lokr")
+    assert "factor is not used by lora; lokr reads it." in notes(factor=4)
+    assert "constraint is not used by lora; oft reads it." in notes(constraint=0.1)
+    assert "alpha is not used by oft" in notes(algorithm="oft", rank=8)
+    assert "alpha is not used by oft" in notes(algorithm="oft", rank_patterns="single_blocks.*: rank=8 alpha=4")
+    assert "base_strength is not used: base_lora is none." in notes(base_strength=0.5)
+    assert "training_adapter_strength is not used: training_adapter is none." in notes(training_adapter_strength=0.5)
+    told = notes(algorithm="lokr", factor=5, rank=4, alpha=4.0)
+    assert "lokr cuts 20 of 20 layers otherwise than by factor 5, such as double_blocks.0.img_attn.qkv of" in told
+    assert "384 × 128 by 4: the largest divisor up to it." in told
+    assert "otherwise than by factor" not in notes(algorithm="lokr", factor=8, rank=4, alpha=4.0)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "algorithm", "idle"),
+    [
+        ("single_blocks.*: rank=4\nsingle_blocks.*.linear1: rank=8", "lora", None),
+        ("single_blocks.0.*: rank=4\nsingle_blocks.*: rank=8", "lora", "single_blocks.0.*"),
+        ("single_blocks.*: rank=16", "lora", "single_blocks.*"),
+        ("single_blocks.*: alpha=4", "lora", None),
+        ("single_blocks.*: alpha=4", "oft", "single_blocks.*"),
+    ],
+)
+def test_a_line_of_rank_patterns_that_changes_nothing_is_named(tiny_flux, patterns, algorithm, idle):
+    family = family_of(tiny_flux)
+    options = NetworkOptions(algorithm=algorithm, rank_patterns=patterns)
+    targets = choose_targets(family, tiny_flux.model, options)
+    told = [note for note in network_notes(options, family, tiny_flux.model, targets) if "changes nothing" in note]
+    assert [note.split("'")[1] for note in told] == ([] if idle is None else [idle])
+
+
+def test_in_a_graph_the_node_shows_what_train_lora_then_trains(server, tiny_loaders):
+    network = {"algorithm": "dora", "rank": 4, "alpha": 4.0, "targets": "single_blocks.*.linear?", "dropout": 0.1}
+    inputs = {"output_name": "dora", "steps": 2, "learning_rate": 1e-3, "rank": 4, "batch_size": 1, "seed": 0}
+    inputs |= {"gradient_accumulation": 1, "compile": "off", "save_every": 0, "resume": "off"}
+    prompt = tiny_loaders | {
+        "latent": node("EmptySD3LatentImage", width=64, height=64, batch_size=1),
+        "positive": node("CLIPTextEncode", clip=["clip", 0], text="a fox"),
+        "data": node("TesseraLatentsToDataset", latents=["latent", 0], positive=["positive", 0]),
+        "network": node("TesseraLoraNetwork", model=["model", 0], module_dropout=0.1, **network),
+        "train": node("TesseraTrainLora", model=["model", 0], data=["data", 0], network=["network", 0], **inputs),
+        "text": node("PreviewAny", source=["network", 1]),
+    }
+    outputs = server.run(prompt)["outputs"]
+    (shown,), (run,) = outputs["network"]["tessera"], outputs["train"]["tessera"]
+    told = f"dora on {run['targets']} of 36 layers of FLUX.1: {run['parameters']:,} trained numbers"
+    assert run["targets"] == 4 and shown["text"].startswith(told) and outputs["text"]["text"] == [shown["text"]]

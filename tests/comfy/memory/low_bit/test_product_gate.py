@@ -1,0 +1,255 @@
+"""Layers that lose too much by products in low precision multiply in full: found by the first micro-batches, forward
+and back apart, alike in all blocks of a kind, said, listed, and kept in the state."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tessera.lora.options import NetworkOptions
+from tessera.memory.weights.products import ErrorMeter
+from tessera.train.checkpoint.state import DamagedState, load_state, read_header, state_path
+from tessera.train.observer import SilentObserver
+from tessera.train.placement import products as placement
+from tessera.train.placement.products import LIMIT, BlockProducts
+from tessera.train.settings import MemoryOptions
+from tiny.compile.compiling import Graphs
+
+LINEAR2 = ("single", "linear2")
+# The place of one channel of the MLP in linear1's output and in linear2's input.
+ROW, COLUMN = 3 * 128 + 5, 128 + 5
+
+
+class Notes(SilentObserver):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A file in int8 rows, and one in which a channel between two layers of one block is 1000 times as large. The layer
+    behind it does not read it, so that it is worth nothing and takes all steps of its rows."""
+    folder = tmp_path_factory.mktemp("stored")
+    even = folder / "even.safetensors"
+    tiny.write_flux(even, depth=1, depth_single=2, dtype=torch.bfloat16, quantised="int8 by rows", denoiser=True)
+    with safe_open(even, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(even)
+    tensors["single_blocks.1.linear1.weight_scale"][ROW] *= 1000
+    tensors["single_blocks.1.linear2.weight"][:, COLUMN] = 0
+    save_file(tensors, folder / "outlier.safetensors", metadata)
+    return {"even": even, "outlier": folder / "outlier.safetensors"}
+
+
+def trainer_on(path: Path, folder: Path, backend: str | None = None, steps: int = 2, **changes: Any) -> Any:
+    with torch.inference_mode():  # as a node loads it
+        model = tiny.load_flux(path)
+    data = tiny.make_data([(6, 6), (4, 9)], [40, 40])
+    memory = MemoryOptions(**{"checkpointing": "none", "products": "int8"} | changes.pop("memory", {}))
+    trainer = tiny.make_trainer(model, data, folder, backend=backend, steps=steps, memory=memory, **changes)
+    trainer.observer = trainer.placed.observer = trainer.saver.observer = Notes()
+    return trainer
+
+
+def weights_of(trainer: Any) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in trainer.network.parameters()]
+
+
+def test_layers_that_lose_little_multiply_in_low_precision(files: Any, tmp_path: Path) -> None:
+    trainer = trainer_on(files["even"], tmp_path)
+    assert trainer.placed.products.undecided and not trainer.observer.notes
+    decided = []
+    looks = {"between_steps": lambda one: decided.append(not one.placed.products.undecided)}
+    trainer.watchers.append(SimpleNamespace(**looks, is_due=lambda *_: False))
+    trainer.run()
+    assert decided == [True] * 3  # also before the first step, when validation looks on
+    assert not trainer.placed.products.undecided and trainer.placed.products.decision() == {"asked": "int8", "full": []}
+    errors = trainer.placed.products.errors
+    measured = {place: both for place, both in errors.items() if "mod" not in place[1]}  # which see one token
+    assert len(measured) == 10 and all(0.001 < error < LIMIT / 2 for both in measured.values() for error in both)
+    assert trainer.observer.notes == [
+        "products is int8: 16 of the 16 layers of the blocks multiply in int8, where they see 32 tokens or more."
+    ]
+
+
+def test_a_channel_a_thousand_times_as_large_falls_back_going_forward_only(files: Any, tmp_path: Path) -> None:
+    trainer = trainer_on(files["outlier"], tmp_path)
+    trainer.run()
+    products = trainer.placed.products
+    assert products.decision() == {"asked": "int8", "full": [[*LINEAR2, "forward"]]}
+    forward, backward = products.errors[LINEAR2]
+    assert forward > 0.3 and backward < LIMIT / 2
+    (note,) = trainer.observer.notes
+    assert note == (
+        "products is int8: 14 of the 16 layers of the blocks multiply in int8 and 2 in int8 going back only, where "
+        f"they see 32 tokens or more. In full: linear2 of single (off by {forward:.2g} going forward)."
+    )
+    # One of the two blocks is as before: the worst decides for both, which share their graph.
+    singles = [block for name, block in trainer.placed.transformer.blocks() if name.startswith("single")]
+    assert [block.linears()["linear2"].products[:2] for block in singles] == [("full", "int8")] * 2
+    (row,) = (row for row in trainer.facts()["products"]["layers"] if (row["block"], row["layer"]) == LINEAR2)
+    assert row["count"] == 2 and (row["forward"], row["backward"]) == ("full", "int8")
+    assert (row["forward_error"], row["backward_error"]) == (round(forward, 5), round(backward, 5))
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_swapped_and_compiled_runs_decide_and_train_alike(files: Any, tmp_path: Path, backend: str | None) -> None:
+    resident = trainer_on(files["outlier"], tmp_path)
+    resident.run()
+    torch._dynamo.reset()
+    graphs = Graphs()
+    memory = {"blocks_to_swap": 3, "checkpointing": "full"} if backend is None else {"checkpointing": "auto"}
+    other = trainer_on(files["outlier"], tmp_path, backend, memory=memory)
+    wanted, errors = weights_of(resident), resident.placed.products.errors
+    other.run()
+    assert other.placed.products.decision() == {"asked": "int8", "full": [[*LINEAR2, "forward"]]}
+    assert other.placed.products.errors == errors
+    assert all(torch.equal(one, two) for one, two in zip(weights_of(other), wanted, strict=True))
+    if backend:
+        assert graphs() == other.placed.runner.planned_graphs == 2 and graphs.breaks == 0
+        structures = other.placed.automatic.measured.structures
+        assert set(structures) == {block.structure() for _, block in other.placed.transformer.blocks()}
+
+
+def test_to_measure_leaves_no_trace_in_what_is_learnt(files: Any, tmp_path: Path) -> None:
+    """A run that is given the decision trains as the one that found it, with dropout too."""
+    network = NetworkOptions(rank=4, alpha=8.0, dropout=0.3)
+    found = trainer_on(files["outlier"], tmp_path, network=network, gradient_accumulation=3)
+    found.run()
+    kept, losses, weights = found.placed.products.decision(), found.progress.loss, weights_of(found)
+    given = trainer_on(files["outlier"], tmp_path, network=network, gradient_accumulation=3)
+    given.placed.products.full = {(block, layer): tuple(sides) for block, layer, *sides in kept["full"]}
+    given.placed.products.set(given.placed.transformer.blocks())
+    given.run()
+    assert given.progress.loss == losses
+    assert all(torch.equal(one, two) for one, two in zip(weights_of(given), weights, strict=True))
+
+
+def test_the_first_four_micro_batches_are_measured(files: Any, tmp_path: Path) -> None:
+    trainer = trainer_on(files["even"], tmp_path, steps=6, gradient_accumulation=3)
+    trainer.batches.start(0, 0, lambda: None)
+    steps = [((0, micro), one) for micro, one in enumerate(trainer.batches.for_step(0))]
+    steps += [((1, micro), one) for micro, one in enumerate(trainer.batches.for_step(1))]
+    assert trainer.batches.first_of(0, 0, 4) == steps[:4]
+    assert trainer.batches.first_of(1, 3, 2) == steps[3:5]
+
+
+def test_a_resumed_run_takes_the_decision_from_its_state(
+    files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = trainer_on(files["outlier"], tmp_path / "whole", steps=4)
+    whole.run()
+    wanted, losses = weights_of(whole), whole.progress.loss
+    first = trainer_on(files["outlier"], tmp_path / "cut", steps=4, save_every=2)
+    first.run()
+    state = state_path(first.saver.folder.path, 2)
+    header = load_state(state).products
+    assert header == {"asked": "int8", "full": [[*LINEAR2, "forward"]]}
+
+    def resumed(asked: str) -> Any:
+        with monkeypatch.context() as patch:
+            made = BlockProducts.__init__
+            patch.setattr(BlockProducts, "__init__", lambda self, *given: made(self, *given[:3], header))
+            trainer = trainer_on(files["outlier"], tmp_path / asked, steps=4, memory={"products": asked})
+        trainer.resume(state)
+        return trainer
+
+    second = resumed("int8")
+    assert not second.placed.products.undecided
+    monkeypatch.setattr(second, "measure_products", None)
+    second.run()
+    assert second.progress.loss == losses
+    assert all(torch.equal(one, two) for one, two in zip(weights_of(second), wanted, strict=True))
+    (note,) = list(second.placed.products.notes())
+    assert note.endswith("In full: linear2 of single (too inexact in the forward pass when the run started).")
+    # Another option decides anew, and where the product is missing the run says so and hands the decision on.
+    assert resumed("full").placed.products.decision() == {}
+    monkeypatch.setattr(placement, "obstacle", lambda *_: "int8 products need an NVIDIA card")
+    elsewhere = resumed("int8")
+    told = "products is int8, but all layers multiply in full: int8 products need an NVIDIA card."
+    assert list(elsewhere.placed.products.notes()) == [told] and elsewhere.placed.products.decision() == header
+    elsewhere.run()
+    elsewhere.saver.save()
+    assert elsewhere.progress.step == 4 and load_state(state_path(elsewhere.saver.folder.path, 4)).products == header
+
+
+def test_a_state_with_a_damaged_decision_is_refused(files: Any, tmp_path: Path) -> None:
+    trainer = trainer_on(files["even"], tmp_path, steps=1)
+    trainer.run()
+    trainer.saver.save()
+    state = state_path(trainer.saver.folder.path, 1)
+    assert read_header(state).products == {"asked": "int8", "full": []}
+    with safe_open(state, framework="pt") as file:
+        metadata = file.metadata()
+    tensors, plain = load_file(state), json.loads(metadata["tessera"])
+
+    def rewritten(products: Any) -> Path:
+        save_file(tensors, state, metadata | {"tessera": json.dumps(plain | {"products": products})})
+        return state
+
+    place = ["single", "linear2"]
+    both = {"asked": "int8", "full": [[*place, "forward", "backward"]]}
+    assert read_header(rewritten(both)).products == both
+    for damaged in (
+        [],
+        {"asked": "int8"},
+        {"asked": 3, "full": []},
+        {"asked": "int8", "full": [place]},
+        {"asked": "int8", "full": [[*place, "sideways"]]},
+        {"asked": "int8", "full": [["single", 2, "forward"]]},
+        {"asked": "int8", "full": [], "more": 1},
+    ):
+        with pytest.raises(DamagedState, match="field '(products|more)'"):
+            read_header(rewritten(damaged))
+
+
+def test_only_what_is_finite_in_full_is_measured() -> None:
+    meter, full = ErrorMeter(torch.device("cpu")), torch.tensor([3.0, 4.0])
+    meter.add(False, full + torch.tensor([0.0, 1.0]), full)
+    meter.add(True, full, torch.tensor([torch.inf, 1.0]))  # as fp16's first gradients are, whatever multiplies
+    assert meter.errors() == pytest.approx((0.2, 0.0))
+    meter.add(True, torch.tensor([torch.inf, 1.0]), full)
+    assert meter.errors()[1] == torch.inf
+
+
+def test_a_channel_of_a_thousandfold_size_does_not_hide_that_the_others_are_lost() -> None:
+    """One scale for a weight in int8: a row of a thousandfold size leaves a step or two to the others."""
+    source = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(shape, generator=source) for shape in ((64, 128), (96, 128)))
+    weight[7] *= 1000
+    rounded = (weight / (step := weight.abs().amax() / 127)).round() * step
+    meter = ErrorMeter(torch.device("cpu"))
+    meter.add(False, x @ rounded.T, x @ weight.T)
+    error, others = meter.errors()[0], torch.arange(96) != 7
+    low, full = (x @ rounded.T)[:, others], (x @ weight.T)[:, others]
+    assert (low - full).norm() > 0.8 * full.norm()
+    assert error > 0.8
+
+
+def test_channels_of_zeros_and_an_even_error_count_as_they_are() -> None:
+    meter, full = ErrorMeter(torch.device("cpu")), torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    full[:, 3] = 0
+    meter.add(False, full * 1.02, full)
+    assert meter.errors()[0] == pytest.approx(0.02, rel=1e-3)
+
+
+def test_what_is_not_finite_multiplies_in_full(files: Any, tmp_path: Path) -> None:
+    trainer = trainer_on(files["even"], tmp_path)
+    blocks = trainer.placed.transformer.blocks()
+    with trainer.placed.products.measured(blocks):
+        for sums in blocks[-1][1].linears()["linear1"].meter.sums:
+            sums.fill_(torch.nan)
+    assert trainer.placed.products.full == {("single", "linear1"): ("forward", "backward")}
+    trainer.placed.products.set(blocks)
+    (note,) = trainer.placed.products.notes()
+    assert "14 of the 16 layers" in note and "linear1 of single (off by inf going forward and inf going back)" in note
+    (row,) = (r for r in trainer.placed.products.facts()["products"]["layers"] if r["layer"] == "linear1")
+    assert row["forward_error"] == "not finite"

@@ -1,0 +1,212 @@
+"""Training with products in int8 and fp8: the same bits resident, checkpointed and swapped, as many graphs as in full,
+and an update that points where the full one does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from tessera.memory.weights import frozen_linear
+from tessera.memory.weights.cards import RATES
+from tessera.train.placement.products import BlockProducts
+from tessera.train.settings import MemoryOptions
+from tiny.compile.compiling import Graphs
+from tiny.memory.swapping import assert_same_run
+from tiny.native import NAMED
+from tiny.native.step import trainer_of
+from tiny.native.stored import build_stored
+
+FILES = {"int8 turned": "int8", "fp8": "fp8"}
+every_file = pytest.mark.parametrize("how", FILES)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("stored")
+    sizes: dict[str, Any] = {"depth": 1, "depth_single": 2, "dtype": torch.bfloat16, "denoiser": True}
+    return {how: tiny.write_flux(folder / f"{how}.safetensors", quantised=how, **sizes) for how in FILES}
+
+
+def trainer_on(path: Path, folder: Path, backend: str | None = None, steps: int = 2, **memory: Any) -> Any:
+    with torch.inference_mode():  # as a node loads it
+        model = tiny.load_flux(path)
+    data = tiny.make_data([(6, 6), (4, 9)], [40, 40])  # enough tokens for the products
+    options = MemoryOptions(**{"checkpointing": "none"} | memory)
+    return tiny.make_trainer(model, data, folder, backend=backend, steps=steps, memory=options)
+
+
+def trained(*args: Any, **settings: Any) -> Any:
+    trainer = trainer_on(*args, **settings)
+    tiny.fill_up_matrices(trainer)
+    trainer.run()
+    return trainer
+
+
+def scaled_product(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Multiply as torch._scaled_mm does, by a product in fp32."""
+    return (left.float() @ right.float() * (scale_a * scale_b)).to(out_dtype)
+
+
+@pytest.fixture
+def quick_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU torch's own kernel is a plain loop, a hundred times slower than the product in fp32."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(40, 64, generator=generator).to(torch.float8_e4m3fn) for _ in range(2))
+    one, scale = torch.ones(()), torch.tensor(0.3)
+    for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+        torchs = torch._scaled_mm(left, right.t(), one, scale, out_dtype=dtype)
+        torch.testing.assert_close(scaled_product(left, right.t(), one, scale, dtype), torchs, rtol=limit, atol=limit)
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_product)
+
+
+@pytest.mark.usefixtures("quick_fp8")
+@every_file
+def test_resident_checkpointed_swapped_and_compiled_runs_are_the_same(how: str, files: Any, tmp_path: Path) -> None:
+    low = {"products": FILES[how]}
+    resident = trained(files[how], tmp_path, **low)
+    assert resident.progress.loss != trained(files[how], tmp_path).progress.loss
+    swapping = {"blocks_to_swap": 3, "checkpointing": "full"}
+    for memory in ({"checkpointing": "full"}, {"checkpointing": "selective"}, swapping):
+        found = trained(files[how], tmp_path, **low, **memory)
+        assert_same_run(found, resident)
+        slots = [] if found.placed.swap is None else [slot.numel() for slot in found.placed.swap.ring.slots]
+    # What streams is the stored form, as in full.
+    full = trained(files[how], tmp_path, **swapping)
+    assert slots == [slot.numel() for slot in full.placed.swap.ring.slots] and len(slots) == 2
+    assert found.copies == full.copies > 0
+    torch._dynamo.reset()
+    graphs = Graphs()
+    compiled = trained(files[how], tmp_path, "aot_eager", **low, blocks_to_swap=2)
+    assert graphs() == compiled.placed.runner.planned_graphs == 2 and graphs.breaks == 0
+    assert compiled.placed.runner.not_compiled is None
+    assert_same_run(compiled, resident)
+
+
+@pytest.mark.usefixtures("quick_fp8")
+@every_file
+def test_after_30_steps_the_update_points_where_the_full_one_does(how: str, files: Any, tmp_path: Path) -> None:
+    updates = []
+    for products in ("full", FILES[how]):
+        trainer = trainer_on(files[how], tmp_path, steps=30, products=products)
+        before = {name: p.clone() for name, p in trainer.network.master_weights().items()}
+        trainer.run()
+        after = trainer.network.master_weights()
+        updates.append(torch.cat([(after[name] - before[name]).flatten() for name in before]))
+    cosine = float(torch.nn.functional.cosine_similarity(*updates, dim=0))
+    assert {"int8": 0.99, "fp8": 0.97}[FILES[how]] <= cosine < 1 - 1e-6
+
+
+def test_the_run_says_and_lists_how_its_layers_multiply(files: Any, tmp_path: Path) -> None:
+    trainer = trainer_on(files["int8 turned"], tmp_path, products="int8")
+    (note,) = trainer.placed.products.notes()
+    assert note == (
+        "products is int8: 16 of the 16 layers of the blocks multiply in int8, where they see 32 tokens or more."
+    )
+    facts = trainer.facts()["products"]
+    assert facts["asked"] == "int8" and sum(row["count"] for row in facts["layers"]) == 16
+    row = {"block": "single", "layer": "linear1", "forward": "int8", "backward": "int8", "count": 2}
+    assert row in facts["layers"]
+    assert "products" not in trainer_on(files["fp8"], tmp_path).facts()
+
+
+@pytest.mark.parametrize(
+    ("asked", "how", "note"),
+    [
+        (
+            "fp8",
+            "int8 turned",
+            "products is fp8, but all layers multiply in full: img.mod of double, img.qkv of double, img.proj of "
+            "double, img.mlp_in of double, img.mlp_out of double and 8 more (stored as TensorWiseINT8); use a model "
+            "stored in fp8 (base converts a 16-bit one), or set products to full.",
+        ),
+        ("auto", "fp8", "products is auto, but all layers multiply in full: auto has nothing faster on a CPU."),
+    ],
+)
+def test_what_cannot_be_is_full_and_said(asked: str, how: str, note: str, files: Any, tmp_path: Path) -> None:
+    trainer = trainer_on(files[how], tmp_path, products=asked)
+    assert list(trainer.placed.products.notes()) == [note]
+    assert all(linear.products is None for linear in trainer.placed.transformer.linears().values())
+    trainer.run()
+    assert trainer.progress.loss == trainer_run_in_full(files[how], tmp_path)
+    assert all(row["forward"] == row["backward"] == "full" for row in trainer.facts()["products"]["layers"])
+
+
+def trainer_run_in_full(path: Path, folder: Path) -> list[float]:
+    trainer = trainer_on(path, folder)
+    trainer.run()
+    loss: list[float] = trainer.progress.loss
+    return loss
+
+
+def test_the_report_names_base_and_products_of_a_region(files: Any, tmp_path: Path) -> None:
+    def labels(how: str, **memory: Any) -> list[str]:
+        runner = trainer_on(files[how], tmp_path, "aot_eager", **memory).placed.runner
+        return [region["region"] for region in runner.report.facts()["regions"]][:2]
+
+    low = labels("int8 turned", products="int8", base="fp8")
+    assert low == ["double, LoRA 1, base fp8, int8 products", "single, LoRA 2, base fp8, int8 products"]
+    assert labels("fp8") == ["double, LoRA 1", "single, LoRA 2"]
+
+
+@every_file
+def test_the_plan_reckons_the_products_in_8_bit_at_their_rate(how: str, files: Any, tmp_path: Path) -> None:
+    """Of a single block of 36 + 40 tokens: two Linears that all of them go through, and one of a single row."""
+    products, work = FILES[how], []
+    for asked in ("full", products):
+        memory = {"products": asked, "checkpointing": "auto", "blocks_to_swap": 1}
+        costs = trainer_on(files[how], tmp_path, **memory).placed.automatic.measured.blocks
+        (one,) = {block.work for block in costs if block.name == "single_blocks.0"}
+        work.append((one.forward.products, one.backward.products))
+    linears = 128 * (3 * 128 + 512) + 128 * (128 + 512)
+    saved = 2 * 76 * linears * (1 - 1 / RATES[products])
+    assert [full - low for full, low in zip(*work, strict=True)] == pytest.approx([saved, saved], rel=1e-9)
+
+
+def test_a_card_without_the_product_is_named() -> None:
+    products = BlockProducts("int8", torch.device("mps"), torch.bfloat16)
+    wanted = "products is int8, but all layers multiply in full: int8 products need an NVIDIA card."
+    assert list(products.notes()) == [wanted] and products.precisions == ()
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_what_base_puts_into_8_bits_multiplies_so(kind: str, tmp_path: Path) -> None:
+    path = tiny.write_flux(tmp_path / "flux.safetensors", depth=1, depth_single=2, dtype=torch.bfloat16)
+    low = trained(path, tmp_path, base=kind, products=kind)
+    assert "16 of the 16 layers" in next(low.placed.products.notes())
+    assert low.progress.loss != trained(path, tmp_path, base=kind).progress.loss
+
+
+def test_layers_that_cannot_are_named_beside_those_that_do(tmp_path: Path) -> None:
+    path = tmp_path / "mixed.safetensors"
+    tiny.write_flux(path, depth=1, depth_single=2, quantised="fp8", quantised_inside="single_blocks.1.")
+    trainer = trainer_on(path, tmp_path, products="fp8")
+    (note,) = trainer.placed.products.notes()
+    assert "3 of the 16 layers of the blocks multiply in fp8, where" in note
+    assert note.endswith("and 8 more (stored as float32).")
+    kinds = {name: block.structure() for name, block in trainer.placed.transformer.blocks()}
+    assert len(set(kinds.values())) == 3
+
+
+@pytest.mark.wide
+def test_a_model_with_comfyuis_own_forward_has_its_graphs_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frozen_linear, "LEAST_ROWS", 1)  # its pictures are smaller
+    (row,) = (row for row in NAMED if str(row) == "z-image")
+    runs = {}
+    torch._dynamo.reset()
+    graphs = Graphs()
+    for name, backend, products in (("full", None, "full"), ("low", None, "int8"), ("compiled", "aot_eager", "int8")):
+        memory = MemoryOptions(checkpointing="none", products=products)
+        trainer = trainer_of(row, tmp_path, model=build_stored(row, "int8 turned"), backend=backend, memory=memory)
+        tiny.fill_up_matrices(trainer)
+        trainer.run()
+        runs[name] = trainer.progress.loss
+    assert runs["low"] == runs["compiled"] != runs["full"]
+    assert graphs() == trainer.placed.runner.planned_graphs == 3 and graphs.breaks == 0

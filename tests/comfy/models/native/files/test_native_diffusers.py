@@ -1,0 +1,124 @@
+"""diffusers' names of models that no family of ours claims, against diffusers' own classes and loaders."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tessera.lora.files.formats import convert
+from tessera.lora.files.lora_model import MODULES, LoraModel
+from tessera.models.native.names import native_names
+from tiny.lora.lora_files import delta, random_updates
+from tiny.native import ROWS, build
+from torch import nn
+
+BY_NAME = {row.name: row for row in ROWS}
+
+
+def z_image(d: Any) -> Any:
+    sizes = {"dim": 64, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2}
+    return d.ZImageTransformer2DModel(axes_dims=[8, 12, 12], **sizes)
+
+
+def krea_2(d: Any) -> Any:
+    sizes = {"num_layers": 2, "num_text_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    return d.Krea2Transformer2DModel(attention_head_dim=32, axes_dims_rope=(8, 12, 12), **sizes)
+
+
+def sd_3_5(d: Any) -> Any:
+    return d.SD3Transformer2DModel(
+        num_layers=2, num_attention_heads=2, caption_projection_dim=128, dual_attention_layers=(0,), qk_norm="rms_norm"
+    )
+
+
+def auraflow(d: Any) -> Any:
+    sizes = {"num_mmdit_layers": 1, "num_single_dit_layers": 1, "num_attention_heads": 2}
+    return d.AuraFlowTransformer2DModel(attention_head_dim=32, caption_projection_dim=64, **sizes)
+
+
+def pixart(d: Any, conditions: bool = True) -> Any:
+    return d.PixArtTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=36,
+        cross_attention_dim=72,
+        num_layers=2,
+        caption_channels=48,
+        use_additional_conditions=conditions,
+    )
+
+
+THEIRS: dict[str, Callable[[Any], Any]] = {
+    "z-image": z_image,
+    "krea-2": krea_2,
+    "sd3.5": sd_3_5,
+    "auraflow": auraflow,
+    "pixart-alpha": pixart,
+    "pixart-sigma": lambda d: pixart(d, conditions=False),
+}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_the_names_are_all_those_of_diffusers_linears(name):
+    diffusers = pytest.importorskip("diffusers")
+    with torch.device("meta"):
+        theirs = {n: m.weight.shape for n, m in THEIRS[name](diffusers).named_modules() if isinstance(m, nn.Linear)}
+    model = build(BY_NAME[name]).model
+    table, named = native_names(model), []
+    for module, linear in model.diffusion_model.named_modules():
+        if isinstance(linear, nn.Linear):
+            parts = table.diffusers(module)
+            named += parts
+            if len(parts) > 1:  # q, k and v are of one size there too
+                assert len({theirs[part] for part in parts}) == 1, module
+                assert theirs[parts[0]][0] * len(parts) * linear.in_features == len(linear.weight) * theirs[parts[0]][1]
+    assert sorted(named) == sorted(theirs)
+
+
+UNET = {
+    "block_out_channels": (32, 64),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+    "layers_per_block": 1,
+    "cross_attention_dim": 48,
+    "transformer_layers_per_block": 2,
+    "attention_head_dim": 2,
+}
+SDXL = {
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 24 + 6 * 256,
+}
+UNETS = {
+    "sdxl": ("StableDiffusionXLLoraLoaderMixin", UNET | SDXL),
+    "sd1.5": ("StableDiffusionLoraLoaderMixin", UNET),
+    "sd2": ("StableDiffusionLoraLoaderMixin", UNET | {"use_linear_projection": True}),
+}
+
+
+@pytest.mark.parametrize("layout", ["kohya", "diffusers"])
+@pytest.mark.parametrize("name", UNETS)
+def test_diffusers_loads_every_key_of_a_u_net_and_gets_the_same_update(name, layout, tmp_path, caplog):
+    pytest.importorskip("diffusers")
+    from diffusers import UNet2DConditionModel, loaders
+
+    mixin, config = UNETS[name]
+    unet = UNet2DConditionModel(**config)
+    model = build(BY_NAME[name])
+    table, updates = native_names(model.model), random_updates(model)
+    if layout == "kohya":  # of alphas that differ diffusers loses those of attention
+        updates = {native: replace(update, alpha=1.3) for native, update in updates.items()}
+    save_file(convert(LoraModel.from_modules(updates, {MODULES: table.recorded()}), layout), tmp_path / "a.safetensors")
+    state, alphas = getattr(loaders, mixin).lora_state_dict(str(tmp_path / "a.safetensors"), unet_config=unet.config)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        unet.load_lora_adapter(state, prefix="unet", network_alphas=alphas, adapter_name="a")
+    assert [record.getMessage() for record in caplog.records if "diffusers" in record.name] == []
+    there = {n: m.get_delta_weight("a") for n, m in unet.named_modules() if hasattr(m, "get_delta_weight")}
+    wanted = {table.diffusers(native)[0]: delta(update) for native, update in updates.items()}
+    assert there.keys() == wanted.keys()
+    for module, expected in wanted.items():
+        assert (there[module].double() - expected).norm() <= 1e-5 * expected.norm(), module

@@ -1,0 +1,99 @@
+"""Every tiny model that trains has, on ComfyUI's own forward, the gradients of plain autograd over that forward."""
+
+import pytest
+import torch
+from tessera.models import registry
+from thinned import one_in
+from tiny.compile.compiling import Graphs
+from tiny.native import NAMED, TRAINED, build
+from tiny.native.reference import plain_output, raw_output, tokens
+from tiny.native.step import batch_of, difference, guidance_of, trainer_of, written_out
+from tiny.train.reference_gradients import lora_gradients
+from tiny.train.training import fill_up_matrices, micro_batch
+
+# In fp32 the order of sums makes up to 1.5e-6 of a matrix's gradient; an attention scale that is 1 % off makes 1.1e-2
+# in the model that feels it least.
+BOUND = 3e-5
+
+
+@pytest.fixture(autouse=True)
+def no_family_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLUX, Qwen-Image and Wan run ComfyUI's forward here too."""
+    monkeypatch.setattr(registry, "FAMILIES", ())
+
+
+@pytest.mark.parametrize("row", TRAINED, ids=str)
+def test_the_forward_is_core_s_own(row, tmp_path):
+    trainer = trainer_of(row, tmp_path)
+    batch, sample = batch_of(trainer), trainer.data.samples[0]
+    with torch.no_grad():
+        found = trainer.placed.velocity(batch.inputs, (0, 0))[0]
+        (group,) = batch.inputs.groups
+        model = plain_output(build(row))
+        guidance = guidance_of(trainer)
+        wanted = tokens(raw_output(model, row, sample, group.x[0].clone(), group.sigma, guidance)[0], sample.tokens)
+    assert float((found - wanted).norm()) <= BOUND * float(wanted.norm())
+
+
+@pytest.mark.parametrize("row", TRAINED, ids=str)
+def test_every_target_has_the_gradient_of_plain_autograd(row, tmp_path):
+    wanted = None
+    for mode in ("none", "full"):
+        trainer = trainer_of(row, tmp_path / mode, mode)
+        fill_up_matrices(trainer)
+        wanted = wanted or written_out(row, trainer)
+        loss = trainer.forward_backward([micro_batch(0)])
+        assert abs(loss - wanted[0]) <= BOUND * wanted[0]
+        error = difference(lora_gradients(trainer), wanted[1])
+        assert error <= BOUND, (mode, error)
+        trainer.close()
+
+
+@pytest.mark.parametrize("row", TRAINED, ids=str)
+def test_nothing_of_a_step_is_left_for_the_next(row, tmp_path):
+    """A second step on one caption with another LoRA gives what a fresh model gives."""
+    used, fresh = (trainer_of(row, tmp_path / name) for name in ("used", "fresh"))
+    fill_up_matrices(used)
+    used.forward_backward([micro_batch(0)])
+    found = []
+    for trainer in (used, fresh):
+        fill_up_matrices(trainer, 0.2)
+        found.append((trainer.forward_backward([micro_batch(0)]), lora_gradients(trainer)))
+        trainer.close()
+    (loss, wanted), (other, gradients) = found
+    assert loss == other and all(torch.equal(gradients[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("row", NAMED, ids=str)
+def test_swapped_blocks_give_the_same_gradients(row, tmp_path):
+    resident, swapped = (trainer_of(row, tmp_path / f"{n}", "full", blocks_to_swap=n) for n in (0, 2))
+    assert swapped.placed.swap is not None
+    found = []
+    for trainer in (resident, swapped):
+        fill_up_matrices(trainer)
+        found.append((trainer.forward_backward([micro_batch(0)]), lora_gradients(trainer)))
+        trainer.close()
+    (loss, wanted), (other, gradients) = found
+    assert loss == other and all(torch.equal(gradients[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("row", one_in(6, NAMED[::2]), ids=str)  # half a minute each
+def test_compiled_blocks_are_no_more_graphs_than_planned_and_give_the_same_gradients(row, tmp_path):
+    torch._dynamo.reset()
+    plain = trainer_of(row, tmp_path / "plain")
+    fill_up_matrices(plain)
+    wanted = plain.forward_backward([micro_batch(0)]), lora_gradients(plain)
+    plain.close()
+    graphs = Graphs()
+    trainer = trainer_of(row, tmp_path / "compiled", backend="aot_eager")
+    fill_up_matrices(trainer)
+    loss = trainer.forward_backward([micro_batch(0)])
+    first = graphs()
+    assert 0 < first <= trainer.placed.runner.planned_graphs
+    assert graphs.breaks == 0 and not trainer.placed.runner.failed
+    assert abs(loss - wanted[0]) <= BOUND * wanted[0]
+    assert difference(lora_gradients(trainer), wanted[1]) <= BOUND
+    trainer.forward_backward([micro_batch(0)])
+    assert graphs() == first, "the second step compiled again"
+    trainer.close()
+    torch._dynamo.reset()

@@ -1,0 +1,225 @@
+"""Translations of the nodes: none is missing, none is left over, and each has the numbers of the English sentence."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from tessera.nodes import NODES
+
+ROOT = Path(__file__).resolve().parents[3]
+LOCALES = ROOT / "locales"
+LANGUAGES = sorted(path.parent.name for path in LOCALES.glob("*/nodeDefs.json") if path.parent.name != "en")
+DEFINITIONS = {
+    language: json.loads((LOCALES / language / "nodeDefs.json").read_text(encoding="utf-8")) for language in LANGUAGES
+}
+SCHEMAS = {node.GET_SCHEMA().node_id: node.GET_SCHEMA() for node in NODES}
+DOCS = ROOT / "nodes" / "web" / "docs"
+# Of the first workflow. The frontend asks for <node id>/<language>.md and then for <node id>.md, which is English.
+FIRST_RUN = [
+    "TesseraLoadDiffusionModel",
+    "TesseraImageFolder",
+    "TesseraPrepareDataset",
+    "TesseraTrainLora",
+    "TesseraSaveLora",
+    "TesseraTryItModels",
+]
+NOTE = "_machine_made"
+SYNTAX = set("{}|@")  # of vue-i18n, which reads names and descriptions as messages but tooltips as they are
+
+every_language = pytest.mark.parametrize("language", LANGUAGES)
+every_node = pytest.mark.parametrize("node_id", SCHEMAS)
+
+
+def numbers(text: str) -> set[str]:
+    """The numbers of a sentence, without those of names such as FLUX.2, int8 and a_0.png."""
+    return set(re.findall(r"(?<![\w.-])\d+(?:\.\d+)?(?!\w|-\d)", text, re.ASCII))
+
+
+def test_these_languages_are_translated():
+    assert LANGUAGES == ["ja", "ko", "zh"]
+
+
+def test_english_says_in_brackets_which_outputs_are_of_the_low_noise_expert():
+    """Workflows hold the names of outputs, so these stay; what is shown for them is a label."""
+    found = json.loads((LOCALES / "en" / "nodeDefs.json").read_text(encoding="utf-8"))
+    names = [output.display_name for output in SCHEMAS["TesseraTrainLora"].outputs]
+    labels = {str(n): name.replace("_low_noise", " (low noise)") for n, name in enumerate(names) if "_low_" in name}
+    assert found == {"TesseraTrainLora": {"outputs": {number: {"name": label} for number, label in labels.items()}}}
+    assert len(labels) == 4
+
+
+@every_language
+def test_a_language_has_exactly_the_nodes(language):
+    assert set(DEFINITIONS[language]) == {*SCHEMAS, NOTE}
+
+
+@every_language
+@every_node
+def test_a_language_has_exactly_the_inputs_and_outputs_of_a_node(language, node_id):
+    schema, found = SCHEMAS[node_id], DEFINITIONS[language][node_id]
+    assert set(found) == {"display_name", "description", "inputs", "outputs"}
+    assert list(found["inputs"]) == [i.id for i in sorted(schema.inputs, key=lambda each: each.optional)]
+    assert list(found["outputs"]) == [str(number) for number, _ in enumerate(schema.outputs)]
+    for item in found["inputs"].values():
+        assert set(item) == {"name", "tooltip"}
+    for output, item in zip(schema.outputs, found["outputs"].values(), strict=True):
+        assert set(item) == ({"name", "tooltip"} if output.tooltip else {"name"})
+
+
+@every_language
+@every_node
+def test_a_translation_has_text_for_the_frontend_everywhere(language, node_id):
+    found = DEFINITIONS[language][node_id]
+    items = [*found["inputs"].values(), *found["outputs"].values()]
+    messages = [found["display_name"], found["description"], *(item["name"] for item in items)]
+    assert [text for text in messages if not text.strip() or SYNTAX & set(text)] == []
+    assert [item for item in items if len(item.get("tooltip", "long enough")) < 5] == []
+
+
+@every_language
+@every_node
+def test_a_tooltip_ends_with_the_name_that_messages_of_the_server_use(language, node_id):
+    for name, item in DEFINITIONS[language][node_id]["inputs"].items():
+        assert item["tooltip"].endswith(f" [{name}]")
+
+
+@every_language
+@every_node
+def test_a_translation_has_the_numbers_of_the_english_sentence(language, node_id):
+    schema, found = SCHEMAS[node_id], DEFINITIONS[language][node_id]
+    english = {i.id: i.tooltip for i in schema.inputs}
+    translated = {name: item["tooltip"].removesuffix(f" [{name}]") for name, item in found["inputs"].items()}
+    counted = {str(number) for number in range(1, 11)}  # which English writes as words
+    missing = {name: numbers(english[name]) - numbers(text) for name, text in translated.items()}
+    added = {name: numbers(text) - numbers(english[name]) - counted for name, text in translated.items()}
+    assert {name: found for name, found in [*missing.items(), *added.items()] if found} == {}
+
+
+@every_language
+def test_a_translation_says_that_it_is_machine_made(language):
+    assert DEFINITIONS[language][NOTE].endswith("Machine-made; no speaker has read it yet.")
+
+
+def test_the_nodes_of_the_first_run_have_a_chinese_help_page():
+    assert {path.relative_to(DOCS).as_posix() for path in DOCS.glob("*/*")} == {f"{node}/zh.md" for node in FIRST_RUN}
+
+
+@pytest.mark.parametrize("node_id", FIRST_RUN)
+def test_a_translated_help_page_has_the_inputs_and_defaults_of_the_english_one(node_id):
+    english = (DOCS / f"{node_id}.md").read_text(encoding="utf-8")
+    page = (DOCS / node_id / "zh.md").read_text(encoding="utf-8")
+    section = re.split(r"\n##+ ", english.split("\n## Inputs\n", 1)[1])[0]
+    rows = re.findall(r"^- `(\w+)`(?: \((?:default (`.*?`|.*?))?(?:, )?(advanced)?\))?<br>", section, re.M)
+    inputs = DEFINITIONS["zh"][node_id]["inputs"]
+    assert [name for name, _, _ in rows] == list(inputs)
+    for name, default, advanced in rows:
+        default = "默认为空" if default == "empty" else default and f"默认 {default}"
+        notes = "，".join(filter(None, [default, advanced and "高级"]))
+        assert f"- `{name}` {inputs[name]['name']}{notes and f'（{notes}）'}<br>" in page
+    assert page.startswith(f"# {DEFINITIONS['zh'][node_id]['display_name']}\n")
+    assert "Machine-made; no speaker has read it yet." in page
+
+
+def outline(page: str) -> list[tuple[str, set[str], set[str]]]:
+    """Each line of a help page as what no language changes: its kind, its code, and the numbers in its words."""
+    found = []
+    for line in page.splitlines():
+        if line and not line.startswith("> "):  # the translation's own note
+            kind = re.match(r"#+ |- (?:\*\*|\*|`)?|\*\*|", line)[0]
+            code = re.compile(r"`[^`]+`")
+            found.append((kind, set(code.findall(line)), numbers(code.sub("", line))))
+    return found
+
+
+def behind(english: str, translated: str) -> list[object]:
+    """Find lines of the English page that the translation lacks or has with other code or numbers."""
+    theirs, ours = outline(english), outline(translated)
+    if [kind for kind, _, _ in theirs] != [kind for kind, _, _ in ours]:
+        return ["The pages have other headings, paragraphs or rows."]
+    counted = {str(number) for number in range(1, 11)}  # which English writes as words
+    return [
+        (wanted, got)
+        for wanted, got in zip(theirs, ours, strict=True)
+        if wanted[1] != got[1] or wanted[2] - got[2] or got[2] - wanted[2] - counted
+    ]
+
+
+@pytest.mark.parametrize("node_id", FIRST_RUN)
+def test_a_translated_help_page_says_line_by_line_what_the_english_one_says(node_id):
+    english = (DOCS / f"{node_id}.md").read_text(encoding="utf-8")
+    assert behind(english, (DOCS / node_id / "zh.md").read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("node_id", FIRST_RUN)
+def test_a_translated_help_page_without_one_of_its_lines_is_noticed(node_id):
+    english = (DOCS / f"{node_id}.md").read_text(encoding="utf-8")
+    lines = (DOCS / node_id / "zh.md").read_text(encoding="utf-8").splitlines()
+    said = [number for number, line in enumerate(lines) if line and not line.startswith("> ")]
+    for number in said:
+        assert behind(english, "\n".join(lines[:number] + lines[number + 1 :]))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("`rank`: 16", "`rank`：32"), ("`rank` 16", "`alpha` 16"), ("at most 9 pages", "最多 12 页")]
+)
+def test_a_translated_help_page_with_another_figure_or_name_is_noticed(theirs, ours):
+    assert behind(theirs, ours) and not behind(theirs, theirs)
+
+
+@pytest.mark.parametrize("node_id", FIRST_RUN)
+def test_a_translated_help_page_names_the_errors_as_they_are_said(node_id):
+    def said(page: str, heading: str) -> list[str]:
+        section = page.split(f"\n## {heading}\n", 1)[1].split("\n## ")[0] if f"\n## {heading}\n" in page else ""
+        return re.findall(r"(?<![\w*])\*([^*\n]+)\*(?!\*)", section)
+
+    english = (DOCS / f"{node_id}.md").read_text(encoding="utf-8")
+    page = (DOCS / node_id / "zh.md").read_text(encoding="utf-8")
+    assert said(page, "常见错误") == said(english, "Errors")
+
+
+@every_language
+def test_the_titles_of_all_workflows_are_translated(language):
+    english, found = (
+        json.loads((LOCALES / each / "main.json").read_text(encoding="utf-8")) for each in ("en", language)
+    )
+    assert found.pop(NOTE) == DEFINITIONS[language][NOTE]
+    assert english.keys() == {"templateWorkflows"} and found.keys() == {"templateWorkflows", "tessera"}
+    for kind, folders in english["templateWorkflows"].items():
+        translated = found["templateWorkflows"][kind]
+        assert translated.keys() == folders.keys()
+        for folder, texts in folders.items():
+            assert kind == "category" or translated[folder].keys() == texts.keys()
+    for folder, titles in english["templateWorkflows"]["template"].items():  # the list is sorted by their numbers
+        for name, title in titles.items():
+            assert found["templateWorkflows"]["template"][folder][name].split()[0] == title.split()[0]
+
+
+SCRIPTS = sorted((ROOT / "nodes" / "web" / "js").rglob("*.js"))
+TEXT = r"""('(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")"""
+
+
+def words_of(script: str) -> set[str]:
+    """The texts that `t` is called with, and those of the tables that it is called with: these are named …WORDS."""
+    said = re.findall(rf"(?<![\w.])t\(\s*{TEXT}", script)
+    for table in re.findall(r"^(?:export )?const \w*WORDS = ([\[{].*?[\]}])$", script, re.M | re.S):
+        said += re.findall(TEXT, table)
+    return {text[1:-1] for text in said}
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_words_of_the_browser_are_called_by_their_text_or_from_a_table_of_words(script):
+    code = script.read_text(encoding="utf-8")
+    for called in re.findall(r"(?<![\w.])t\(\s*([^'\"\s][^,()]*)", code) if script.stem != "words" else []:
+        assert "WORDS" in called or (called.isidentifier() and called.islower() and "WORDS" in code), called
+
+
+@every_language
+def test_the_words_of_the_browser_are_translated_with_their_values(language):
+    found = json.loads((LOCALES / language / "main.json").read_text(encoding="utf-8"))["tessera"]
+    english = set().union(*(words_of(script.read_text(encoding="utf-8")) for script in SCRIPTS))
+    assert len(english) > 100 and (english - found.keys(), found.keys() - english) == (set(), set())
+    values = re.compile(r"\{\w+\}")
+    assert {
+        text for text, own in found.items() if not own or sorted(values.findall(own)) != sorted(values.findall(text))
+    } == set()

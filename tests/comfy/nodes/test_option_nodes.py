@@ -1,0 +1,166 @@
+"""What the options nodes show is what the trainer's options are."""
+
+from dataclasses import asdict
+
+import pytest
+import torch
+from tessera.lora.options import NetworkOptions
+from tessera.nodes.options.memory import TesseraMemory
+from tessera.nodes.options.network import TesseraLoraNetwork
+from tessera.nodes.options.objective import TesseraObjective
+from tessera.nodes.options.optimizer import TesseraOptimizer
+from tessera.nodes.options.validation import TesseraValidation
+from tessera.train.objective import plot
+from tessera.train.objective.options import ObjectiveOptions
+from tessera.train.optim.options import OptimizerOptions
+from tessera.train.settings import MemoryOptions, ValidationOptions
+from tiny.nodes.prompt import executed
+
+NODES = {
+    TesseraLoraNetwork: NetworkOptions,
+    TesseraOptimizer: OptimizerOptions,
+    TesseraObjective: ObjectiveOptions,
+    TesseraMemory: MemoryOptions,
+    TesseraValidation: ValidationOptions,
+}
+# Texts that are read, and what a choice cannot do without.
+TEXTS = {"lr_curve": "0:1, 100:0.5", "sigma_curve": "0:1, 1:2"}
+TEXTS |= {"sigmas": "0.2, 0.5"}
+TEXTS |= {"rank_patterns": "single_blocks.*: rank=8"}
+TEXTS |= {"optimizer_class": "torch.optim.NAdam", "optimizer_args": "amsgrad=True"}
+TOGETHER = {(TesseraOptimizer, "custom"): {"optimizer_class": "torch.optim.NAdam"}}
+FILES = tuple(f"{name}{end}" for name in ("start_from", "base_lora", "training_adapter") for end in ("", "_low_noise"))
+pairs = pytest.mark.parametrize(("node", "options"), NODES.items(), ids=lambda x: x.__name__)
+
+
+def every_input(node) -> dict[str, tuple[str, dict]]:
+    """name: (type or choices, settings), as the server gives them to the frontend."""
+    shown = node.INPUT_TYPES()
+    return {name: entry for kind in ("required", "optional") for name, entry in shown.get(kind, {}).items()}
+
+
+def inputs(node) -> dict[str, tuple[str, dict]]:
+    """Those that have a widget; what files there are on this machine is shown elsewhere."""
+    return {n: entry for n, entry in every_input(node).items() if "default" in entry[1] and n not in FILES}
+
+
+def run(node, **values):
+    with torch.inference_mode():
+        return executed(node, **values).result[0]
+
+
+@pairs
+def test_the_values_shown_first_are_the_defaults_of_an_unconnected_input(node, options):
+    shown = {name: settings["default"] for name, (_, settings) in inputs(node).items()}
+    assert run(node, **shown) == options()
+
+
+@pairs
+def test_a_client_that_sends_only_the_required_inputs_gets_the_defaults(node, options):
+    required = {name: settings["default"] for name, (_, settings) in node.INPUT_TYPES()["required"].items()}
+    assert run(node, **required) == options()
+
+
+@pytest.fixture
+def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training Objective draws its picture at each of the many values."""
+    monkeypatch.setattr(plot, "SAMPLES", 100)
+
+
+@pytest.mark.usefixtures("few_draws")
+@pairs
+def test_each_input_reaches_the_option_of_its_name(node, options):
+    defaults = asdict(options())
+    for name, (kind, settings) in inputs(node).items():
+        if name == "targets":
+            continue
+        if kind == "COMBO":
+            value = settings["options"][-1]
+        elif kind == "STRING":
+            value = TEXTS[name]
+        elif kind == "BOOLEAN":
+            value = not settings["default"]
+        else:
+            value = settings["max"] - 1 if kind == "INT" else (settings["min"] + 3 * settings["max"]) / 4
+        assert kind == "COMBO" or value != settings["default"], name
+        start = {n: s["default"] for n, (_, s) in inputs(node).items()}
+        changed = {name: value} | TOGETHER.get((node, value), {})
+        assert asdict(run(node, **(start | changed))) == defaults | changed
+
+
+@pairs
+def test_every_input_has_a_tooltip_and_no_number_is_rounded_away(node, options):
+    for name, (kind, settings) in inputs(node).items():
+        assert len(settings["tooltip"]) > 30, name
+        if kind == "FLOAT":
+            assert settings["round"] is False, name
+            assert settings["min"] <= settings["default"] <= settings["max"], name
+
+
+@pytest.mark.usefixtures("few_draws")
+@pairs
+def test_every_value_at_the_end_of_a_range_is_accepted(node, options):
+    start = {name: settings["default"] for name, (_, settings) in inputs(node).items()}
+    for name, (kind, settings) in inputs(node).items():
+        if kind == "COMBO":
+            for choice in settings["options"]:
+                run(node, **(start | {name: choice} | TOGETHER.get((node, choice), {})))
+        elif kind in ("INT", "FLOAT"):
+            run(node, **(start | {name: settings["min"]}))
+            run(node, **(start | {name: settings["max"]}))
+
+
+def test_targets_are_parsed():
+    made = run(
+        TesseraLoraNetwork, algorithm="lora", rank=8, alpha=4.0, targets="single_blocks.*\n-*.linear2\n", dropout=0.0
+    )
+    assert made == NetworkOptions(rank=8, alpha=4.0, include=("single_blocks.*",), exclude=("*.linear2",))
+
+
+def test_ids_inputs_and_outputs_are_the_contract():
+    surface = {node.GET_SCHEMA().node_id: (list(every_input(node)), node.RETURN_TYPES) for node in NODES}
+    assert surface == {
+        "TesseraLoraNetwork": (
+            "algorithm rank alpha targets dropout lora_plus_ratio scale_weight_norms start_from start_lora base_lora "
+            "base_strength rank_dropout module_dropout rank_patterns factor constraint model init "
+            "start_from_low_noise start_lora_low_noise base_lora_low_noise base_strength_low_noise "
+            "training_adapter training_adapter_strength training_adapter_low_noise "
+            "training_adapter_strength_low_noise".split(),
+            ["TESSERA_NETWORK", "STRING"],
+        ),
+        "TesseraOptimizer": (
+            "optimizer learning_rate lr_scheduler warmup_steps max_grad_norm "
+            "weight_decay beta1 beta2 eps min_lr_ratio "
+            "lr_cycles lr_power lr_decay_part lr_curve ema_decay optimizer_class optimizer_args".split(),
+            ["TESSERA_OPTIMIZER"],
+        ),
+        "TesseraObjective": (
+            "timestep_sampling shift loss guidance logit_mean logit_std "
+            "min_sigma max_sigma sigma_range expert_boundary sigmoid_scale mode_scale logsnr_mean logsnr_std "
+            "beta_alpha beta_beta sigma_curve stratified weighting min_snr_gamma huber_c huber_schedule "
+            "ip_noise_gamma ip_noise_gamma_random_strength noise_offset preservation_weight "
+            "guidance_loss_scale".split(),
+            ["TESSERA_OBJECTIVE", "IMAGE"],
+        ),
+        "TesseraMemory": (
+            "checkpointing attention activation_budget "
+            "blocks_to_swap prefetch_blocks pin_memory offload_activations products base shard verify".split(),
+            ["TESSERA_MEMORY"],
+        ),
+        "TesseraValidation": (
+            "part every_n_steps at_start keep_best seed min_sigma max_sigma data sigmas".split(),
+            ["TESSERA_VALIDATION"],
+        ),
+    }
+
+
+def test_the_objective_shows_its_distribution_as_a_picture():
+    shown = {name: settings["default"] for name, (_, settings) in inputs(TesseraObjective).items()}
+    pictures = []
+    for values in ({}, {"timestep_sampling": "logsnr"}, {"timestep_sampling": "logsnr", "weighting": "cosmap"}):
+        with torch.inference_mode():
+            _, drawn = executed(TesseraObjective, **(shown | values)).result
+        assert drawn.shape == (1, 512, 1024, 3) and drawn.dtype == torch.float32
+        assert 0 <= drawn.min() and drawn.max() <= 1 and drawn.std() > 0.05
+        pictures.append(drawn)
+    assert not torch.equal(pictures[0], pictures[1]) and not torch.equal(pictures[1], pictures[2])

@@ -1,0 +1,332 @@
+"""The routes of a run on a real server: what a page that was not there, or a later server, finds of it."""
+
+import json
+import os
+import shutil
+import time
+from io import BytesIO
+from urllib.parse import quote
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
+from comfy_server import DIRECT, PATIENCE
+from PIL import Image
+from tessera.nodes.train import run_deletion, run_files, run_routes
+from tiny.nodes.prompt import awaited, node
+from tiny.nodes.routes import ask
+from tiny.nodes.server_runs import newest_step, paused_at, put_pictures, training_graph, wait_for_step
+
+
+def listed(server, name):
+    return server.get(f"/tessera/runs?name={quote(name)}")["runs"]
+
+
+def run_of(server, name, since=0):
+    return server.get(f"/tessera/runs/{listed(server, name)[0]['id']}?since={since}")
+
+
+def wait_for(server, name, is_there):
+    end = time.monotonic() + 60
+    while not is_there(found := run_of(server, name)):
+        assert time.monotonic() < end, found
+        time.sleep(0.05)
+    return found
+
+
+def wait_until(is_so):
+    end = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def status_of(server, path, method="GET", **headers):
+    return ask(server, path, method, **headers)[0]
+
+
+def test_a_run_that_is_queued_over_the_api_is_seen_killed_and_gone_on_with(own_server, tiny_loaders):
+    put_pictures(own_server.base)
+    own_server.start()
+    with paused_at(own_server, 20):
+        prompt_id = own_server.queue(training_graph(tiny_loaders, "seen"))
+        wait_for_step(own_server, "seen", 18, prompt_id)
+        found = wait_for(own_server, "seen", lambda run: run["step"] >= 19)
+        (one,) = listed(own_server, "seen")
+        assert found["running"] and one["running"] and found["node"] == "train" and found["prompt_id"] == prompt_id
+        assert (found["output_name"], found["steps"], found["status"]) == ("seen", 40, "")
+        assert [point[0] for point in found["loss"]] == list(range(1, found["step"] + 1))
+        assert [point[0] for point in run_of(own_server, "seen", 15)["loss"]] == list(range(16, found["step"] + 1))
+        assert found["saves"][:3] == [2, 4, 6] and found["seconds_per_step"] > 0
+        own_server.kill()
+    own_server.start()
+    killed = run_of(own_server, "seen")  # its curve is there, and that it trains no more
+    assert not killed["running"] and killed["status"] == "" and killed["loss"] == found["loss"]
+    summary = own_server.run(training_graph(tiny_loaders, "seen"))["outputs"]["train"]["tessera"][0]
+    whole = run_of(own_server, "seen")
+    assert [point[1] for point in whole["loss"]] == summary["loss"] and len(summary["loss"]) == 40
+    means = [sum(last) / len(last) for at in range(40) if (last := summary["loss"][max(0, at - 9) : at + 1])]
+    assert [point[3] for point in whole["loss"]] == pytest.approx(means)
+    assert whole["status"] == "finished" and whole["notes"] == summary["notes"]
+    assert run_of(own_server, "seen", 25)["loss"] == whole["loss"][25:]
+    assert whole["loss_ends"] == [pytest.approx(sum(part) / 2) for part in (summary["loss"][:2], summary["loss"][-2:])]
+    assert whole["timed_from"] in found["saves"] and 0 < whole["seconds"] < 600  # from the state that was gone on from
+    assert whole["can_go_on"] and found["lora"] == ""
+    loaders = own_server.get("/object_info/LoraLoaderModelOnly")["LoraLoaderModelOnly"]
+    assert whole["lora"] in loaders["input"]["required"]["lora_name"][0]
+    assert whole["lora"].endswith("seen.safetensors")
+    falls = {"optimizer": "adamw", "learning_rate": 1e-3, "lr_scheduler": "cosine"}
+    falls |= {"warmup_steps": 0, "max_grad_norm": 1.0}
+    graph = training_graph(tiny_loaders, "falling", steps=2, save_every=0, optimizer=["falls", 0])
+    own_server.run(graph | {"falls": node("TesseraOptimizer", **falls)})
+    falling = run_of(own_server, "falling")
+    assert falling["status"] == "finished" and not falling["can_go_on"]  # its rate has come to its end
+    assert falling["timed_from"] == 0
+
+
+def asked(server, path, body, **headers):
+    return ask(server, path, "POST", body, **headers)[0]
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+def test_an_origin_that_is_no_address_is_refused():
+    headers = JSON | {"Host": "localhost", "Origin": "http://[::"}
+    refused = run_routes.refused_post(make_mocked_request("POST", "/", headers=headers))
+    assert refused is not None and refused.status == 403
+
+
+def test_only_a_page_of_this_server_stops_the_run_that_trains_and_queued_again_it_goes_on(server, tiny_loaders):
+    put_pictures(server.base)
+    (other := server.base / "output" / "loras" / "other (001)").mkdir(parents=True)
+    (other / "run.json").write_text("{}")
+    graph = training_graph(tiny_loaders, "kept", save_every=0)
+    graph["saved"] = node("TesseraSaveLora", lora=["train", 0], filename_prefix="kept", format="kohya", dtype="fp16")
+    with paused_at(server, 9):
+        prompt_id = server.queue(graph)
+        wait_until(lambda: listed(server, "kept"))
+        wait_for(server, "kept", lambda run: run["step"] >= 8)
+        at, body = f"/tessera/runs/{listed(server, 'kept')[0]['id']}", {"prompt_id": prompt_id}
+        host = server.url.removeprefix("http://")
+        for headers, given, answer in [
+            (JSON | {"Sec-Fetch-Site": "cross-site"}, body, 403),
+            (JSON | {"Sec-Fetch-Site": "same-site"}, body, 403),
+            (JSON | {"Origin": "http://evil.example"}, body, 403),
+            (JSON | {"Origin": "null"}, body, 403),
+            ({"Content-Type": "text/plain"}, body, 415),
+            ({"Content-Type": "application/x-www-form-urlencoded"}, body, 415),
+            (JSON, {"prompt_id": "another"}, 409),
+            (JSON, {"prompt_id": ""}, 409),
+            (JSON, {"prompt_id": ["x"]}, 400),
+            (JSON, [], 400),
+            ({"Content-Type": "application/json; charset=nonsense"}, body, 400),
+        ]:
+            assert asked(server, f"{at}/sample", given, **headers) == answer, (headers, given)
+            assert asked(server, f"{at}/stop", given, **headers) == answer, (headers, given)
+        assert asked(server, f"/tessera/runs/{'0' * 16}/stop", body, **JSON) == 404
+        other_at = f"/tessera/runs/{listed(server, 'other')[0]['id']}"
+        for what in ("save", "stop"):  # of another run, though the prompt is the one that trains
+            assert asked(server, f"{other_at}/{what}", body, **JSON) == 409
+        shutil.rmtree(other)
+        assert asked(server, f"{at}/delete", body, **JSON, Origin=f"http://{host}") == 409  # it is in training
+        assert (server.base / "output" / "loras" / "kept (001)" / "run.json").is_file()
+        assert asked(server, f"/tessera/runs/{'0' * 16}/sample", body, **JSON) == 404
+        assert asked(server, f"{at}/sample", body, **JSON) == 409  # it has no Training Preview
+        assert status_of(server, f"{at}/stop") in (404, 405)  # a link or a picture can't ask
+        assert asked(server, f"{at}/save", body, **JSON, Origin=f"http://{host}") == 200
+        assert asked(server, f"{at}/stop", body, **JSON, **{"Sec-Fetch-Site": "same-origin"}) == 200
+    outputs = server.wait(prompt_id)["outputs"]
+    (summary,) = outputs["train"]["tessera"]
+    assert summary["status"] == "stopped" and 8 <= summary["steps_done"] < 12
+    assert summary["path"].endswith("kept.safetensors") and "saved" in outputs  # the graph went on
+    assert run_of(server, "kept")["status"] == "stopped"
+    assert asked(server, f"{at}/stop", body, **JSON) == 409  # it trains no more
+    again = server.run(graph)["outputs"]["train"]["tessera"][0]  # the very same prompt
+    assert f"Resumed at step {summary['steps_done']}." in again["notes"]
+    assert again["status"] == "finished" and again["loss"][: summary["steps_done"]] == summary["loss"]
+
+
+def test_the_routes_refuse_foreign_pages_by_themselves():
+    """ComfyUI's own check, which is off under --enable-cors-header, is not there."""
+
+    async def answers(path):
+        routes = web.RouteTableDef()
+        run_routes.add_routes(routes)
+        run_deletion.add_routes(routes)
+        app = web.Application()
+        app.add_routes(routes)
+        async with TestClient(TestServer(app)) as client:
+            at = client.make_url(path)
+            own = f"http://{at.authority}"
+            foreign = ["http://evil.example", f"{own}.evil.example", f"http://{at.host}", f"http://{at.host}:1", "null"]
+            foreign += ["http://[", f"http://evil.example#{own}", f"http://{at.authority}@evil.example", ""]
+            told = []
+            for headers in (
+                *({"Origin": origin} for origin in foreign),
+                *({"Origin": own, "Sec-Fetch-Site": site} for site in ("cross-site", "same-site", "none", "")),
+                *([] if path.endswith("empty") else [{"Origin": own, "Sec-Fetch-Site": "same-origin"}]),
+            ):
+                async with client.post(path, json={"prompt_id": "x"}, headers=headers) as answer:
+                    told.append(answer.status)
+        return told
+
+    for path in ("stop", "save", "sample", "delete", "restore"):
+        *refused, own = awaited(answers(f"/tessera/runs/{'0' * 16}/{path}"))
+        assert set(refused) == {403} and own == 404, (path, refused, own)  # no run has this id
+    assert set(awaited(answers("/tessera/trash/empty"))) == {403}
+
+
+def test_a_run_that_is_deleted_while_it_is_looked_for_is_no_run(tmp_path, monkeypatch):
+    folders = [tmp_path / f"fading ({number:03})" for number in (1, 2)]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "run.json").write_text('{"output_name": "fading"}')
+    found = run_routes.own_file
+
+    def deleted_after(folder, name):
+        path = found(folder, name)
+        if path == folders[0] / "run.json":
+            path.unlink()
+        return path
+
+    monkeypatch.setattr(run_routes, "runs_folder", lambda: tmp_path)
+    monkeypatch.setattr(run_routes, "own_file", deleted_after)
+    assert [run["folder"] for run in run_routes.Runs().by_output_name("fading")] == ["fading (002)"]
+
+
+def test_cancel_is_told_with_the_step_that_was_saved(server, tiny_loaders):
+    put_pictures(server.base)
+    with paused_at(server, 10):
+        prompt_id = server.queue(training_graph(tiny_loaders, "stopped"))
+        wait_for_step(server, "stopped", 4, prompt_id)
+        (newer := server.base / "output" / "loras" / "stopped-1234abcd").mkdir()
+        (newer / "run.json").write_text("{}")
+        os.utime(newer / "run.json", (2e9, 2e9))
+        assert [run["running"] for run in listed(server, "stopped")] == [True, False]
+        shutil.rmtree(newer)
+        server.interrupt()
+    server.wait(prompt_id)
+    found = run_of(server, "stopped")
+    assert found["status"] == "cancelled" and not found["running"]
+    assert found["text"] == f"Stopped at step {newest_step(server, 'stopped')} and saved; Run goes on from there."
+
+
+def test_what_no_run_has_is_refused_and_nothing_outside_is_told(server):
+    loras = server.base / "output" / "loras"
+    (outside := server.base / "outside-1234abcd").mkdir()
+    (outside / "run.json").write_text(json.dumps({"output_name": "outside"}))
+    loras.mkdir(exist_ok=True)
+    (loras / "hostile-1234abcd").mkdir()
+    facts = '{"output_name": ["<b>"], "steps": "many", "model": NaN, "can_go_on": 1}'
+    (loras / "hostile-1234abcd" / "run.json").write_text(facts)
+    if os.name != "nt":
+        (loras / "outside-1234abcd").symlink_to(outside, target_is_directory=True)
+        assert listed(server, "outside") == []
+    for name in ("../outside", "/etc", "..", "a\x00b", "", "C:\\x"):
+        assert status_of(server, f"/tessera/runs?name={quote(name)}") == 400, name
+    assert listed(server, "absent") == []
+    for name in ("pair_low_noise (001)", "pair_high_noise (001)", "pair_other (001)"):
+        (loras / name).mkdir()
+        (loras / name / "run.json").write_text("{}")
+    assert {run["folder"] for run in listed(server, "pair")} == {"pair_low_noise (001)", "pair_high_noise (001)"}
+    for folder in loras.glob("pair_*"):
+        shutil.rmtree(folder)
+    (one,) = listed(server, "hostile")
+    found = server.get(f"/tessera/runs/{one['id']}")
+    assert (found["output_name"], found["steps"], found["model"], found["loss"]) == ("", 0, "", [])
+    assert (found["lora"], found["loss_ends"], found["seconds"], found["can_go_on"]) == ("", None, None, False)
+    for id in ("0" * 16, "hostile-1234abcd", "..%2Foutside-1234abcd", "%2e%2e"):
+        assert status_of(server, f"/tessera/runs/{id}") == 404, id
+    for since in ("-1", "x", "1e9", "9" * 30, "٣"):
+        assert status_of(server, f"/tessera/runs/{one['id']}?since={quote(since)}") == 400, since
+    assert status_of(server, "/tessera/runs?name=hostile", **{"Sec-Fetch-Site": "cross-site"}) == 403
+    assert status_of(server, "/tessera/runs?name=hostile", "POST") == 405
+    shutil.rmtree(loras / "hostile-1234abcd")
+    assert status_of(server, f"/tessera/runs/{one['id']}") == 404
+
+
+def fetched(server, path):
+    with DIRECT.open(server.url + path, timeout=PATIENCE) as reply:
+        return reply.headers, reply.read()
+
+
+def test_previews_are_given_by_step_and_row_and_nothing_else_is(server):
+    loras = server.base / "output" / "loras"
+    (folder := loras / "shown-1234abcd" / "previews").mkdir(parents=True)
+    (loras / "shown-1234abcd" / "run.json").write_text("{}")
+    Image.new("RGB", (640, 320), "teal").save(folder / "step000004_0.png")
+    clip = [Image.new("RGB", (64, 64), colour) for colour in ("red", "blue")]
+    clip[0].save(folder / "step000004_1.webp", save_all=True, append_images=clip[1:], duration=100)
+    (folder / "step000005_0.png").write_text("<script>hostile()</script>")
+    (secret := server.base / "secret.png").write_bytes((folder / "step000004_0.png").read_bytes())
+    places = [(4, 0), (4, 1), (5, 0), (6, 0), (7, 0), (8, 0), (-1, 0)]
+    shots = [{"step": step, "row": row, "title": ["<b>"], "settings": {}, "frames": 1 + row} for step, row in places]
+    (folder / "previews.json").write_text(json.dumps(shots))
+    with open(folder / "step000008_0.png", "wb") as large:
+        large.truncate(65 << 20)
+    if os.name != "nt":
+        (folder / "step000006_0.png").symlink_to(secret)
+        (folder / "step000007_0.png").symlink_to(folder / "step000007_0.png")
+    (one,) = listed(server, "shown")
+    at = f"/tessera/runs/{one['id']}/previews"
+    found = server.get(at)["previews"]
+    assert [(shot["step"], shot["row"]) for shot in found] == [(4, 0), (4, 1), (5, 0), (8, 0)]
+    assert {shot["title"] for shot in found} == {""}
+    headers, data = fetched(server, f"{at}/4/0")
+    assert data == secret.read_bytes()
+    assert (headers["Content-Type"], headers["X-Content-Type-Options"]) == ("image/png", "nosniff")
+    assert fetched(server, f"{at}/4/1")[0]["Content-Type"] == "image/webp"
+    assert fetched(server, f"{at}/5/0")[0]["Content-Type"] == "image/png"  # never text/html
+    for row, size in [(0, (192, 96)), (1, (64, 64))]:
+        headers, data = fetched(server, f"{at}/4/{row}?small=1")
+        assert headers["Content-Type"] == "image/webp"
+        assert Image.open(BytesIO(data), formats=["WEBP"]).size == size
+    wrong = ["6/0", "7/0", "8/0", "8/0?small=1", "5/0?small=1", "9/0", "-1/0", "4/../../run.json", "4/0.png", "4/x"]
+    for place in [*wrong, "%2e%2e/0", "999999999/0", "4/99999", "٤/0"]:
+        assert status_of(server, f"{at}/{quote(place, safe='/?=%')}") in (403, 404), place
+    assert status_of(server, f"{at}/4/0", "POST") == 405
+    assert status_of(server, f"/tessera/runs/{'0' * 16}/previews/4/0") == 404
+    assert status_of(server, f"/tessera/runs/{'0' * 16}/saves") == 404
+    for text in ('[{"step": 1e999, "row": 0, "title": "", "settings": {}, "frames": 1}]', "[" * 100_000, '{"a": 1}'):
+        (folder / "previews.json").write_text(text)
+        assert server.get(at) == {"previews": []}
+    if os.name != "nt":
+        folder.rename(elsewhere := server.base / "previews_elsewhere")
+        folder.symlink_to(elsewhere, target_is_directory=True)
+        assert server.get(at) == {"previews": []} and status_of(server, f"{at}/4/0") == 404
+    shutil.rmtree(loras / "shown-1234abcd")
+    assert status_of(server, at) == 404
+
+
+def test_a_preview_that_is_made_anew_has_a_thumbnail_of_its_own_though_it_is_as_long(tmp_path):
+    (folder := tmp_path / "previews").mkdir()
+    path = folder / "step000004_0.png"
+    for second, colour in enumerate([(255, 0, 0), (0, 0, 255)]):
+        Image.new("RGB", (640, 320), colour).save(made := BytesIO(), "PNG")
+        path.write_bytes(made.getvalue().ljust(20_000, b"\0"))
+        os.utime(path, (second, second))
+        data, _ = run_files.read_preview(tmp_path, 4, 0, small=True)
+        near = Image.open(BytesIO(data), formats=["WEBP"]).convert("RGB").getpixel((9, 9))
+        assert max(abs(a - b) for a, b in zip(near, colour, strict=True)) < 30, second
+
+
+def test_a_preview_of_more_pixels_than_any_has_no_thumbnail(tmp_path):
+    """The next larger bound is PIL's own, at nearly three times as many."""
+    (folder := tmp_path / "previews").mkdir()
+    for rows, is_made in ((8000, True), (8001, False)):
+        Image.new("1", (8000, rows)).save(folder / "step000004_0.png")
+        assert (run_files.read_preview(tmp_path, 4, 0, small=True) is not None) == is_made
+
+
+def test_saves_are_named_by_step_the_finished_one_last_and_of_many_some(server):
+    loras = server.base / "output" / "loras"
+    (folder := loras / "saves-1234abcd").mkdir(parents=True)
+    (folder / "run.json").write_text("{}")
+    for step in range(0, 2_000_000, 100_000):
+        (folder / f"saves-step{step:06d}.safetensors").touch()
+    (folder / "saves.safetensors").touch()
+    named = server.get(f"/tessera/runs/{listed(server, 'saves')[0]['id']}/saves")["loras"]
+    assert len(named) == 12 and named[0].endswith("step000000.safetensors")
+    assert named[-2].endswith("step1800000.safetensors") and named[-1] == "saves-1234abcd/saves.safetensors"
+    shutil.rmtree(folder)

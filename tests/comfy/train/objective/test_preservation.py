@@ -1,0 +1,212 @@
+"""Differential output preservation: its gradients against an fp64 reference, its graphs, its draws, its refusals."""
+
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+from comfy.model_management import InterruptProcessingException
+from safetensors.torch import load_file
+from tessera.data.samples import Prompt, SampleVariant
+from tessera.lora.options import NetworkOptions
+from tessera.models.adapters.registry import ADAPTERS
+from tessera.train.objective.options import ObjectiveOptions
+from tessera.train.optim.options import OptimizerOptions
+from tessera.train.settings import MemoryOptions
+from tiny.compile.compiling import Graphs
+from tiny.train.reference_row import ReferenceRow
+from tiny.train.runs import Watcher, cancel_at, sample, train, training_data
+
+WEIGHT = 0.7
+OBJECTIVE = ObjectiveOptions(preservation_weight=WEIGHT)
+FP32 = 1e-4
+
+
+def with_class(one):
+    """The sample with a class caption, whose numbers are a function of its name."""
+    own, of_class = one.load(), sample(f"the class of {one.name}", *one.grid[1:]).load()
+    told = replace(own, class_prompt=Prompt(of_class.text, of_class.conditioning))
+    return replace(one, class_caption=True, load=lambda choice=None: told if choice and choice.class_caption else own)
+
+
+def data():
+    """Two samples with class captions and one without, of one token count."""
+    return training_data(with_class(sample("a", 4, 4)), sample("b", 2, 8), with_class(sample("c", 8, 2)))
+
+
+def shown(trainer, *indices):
+    """A micro-batch as the trainer draws it."""
+    samples = trainer.data.samples
+    return [(index, SampleVariant(class_caption=samples[index].class_caption)) for index in indices]
+
+
+def reference(trainer, tensors, indices):
+    """The loss and the gradients of a batch in fp64, written out: mean((v − (noise − x0))²) of each sample, and of
+    those with a class caption WEIGHT times mean((v_class − v_class without the LoRA)²)."""
+    settings, weights = trainer.settings, {name: t.double() for name, t in tensors.items()}
+    lora, masters = tiny.reference_masters(trainer)
+    total = torch.zeros((), dtype=torch.float64)
+    for place, index in enumerate(indices):
+        one = trainer.data.samples[index]
+        read = one.load(SampleVariant(class_caption=True))
+        row = ReferenceRow(settings, weights, one, read, 0, place)
+        total = total + (row.velocity(read, lora) - row.target).square().mean()
+        if read.class_prompt:
+            with torch.no_grad():
+                without = row.velocity(read.class_prompt, {})
+            total = total + WEIGHT * (row.velocity(read.class_prompt, lora) - without).square().mean()
+    (total / len(indices)).backward()
+    return float(total.detach()) / len(indices), {name: p.grad for name, p in masters.items()}
+
+
+MODES = {
+    "eager": (None, MemoryOptions(checkpointing="none")),
+    "compiled": ("aot_eager", MemoryOptions(checkpointing="none")),
+    "swapped": ("aot_eager", MemoryOptions(checkpointing="none", blocks_to_swap=3)),
+    "full": (None, MemoryOptions(checkpointing="full", blocks_to_swap=2, offload_activations=True)),
+    "full, compiled": ("aot_eager", MemoryOptions(checkpointing="full", blocks_to_swap=2, offload_activations=True)),
+    "selective": (None, MemoryOptions(checkpointing="selective")),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_equal_the_fp64_reference(mode, tiny_files, tiny_flux, tmp_path):
+    backend, memory = MODES[mode]
+    settings = {"batch_size": 2, "objective": OBJECTIVE, "memory": memory}
+    trainer = tiny.make_trainer(tiny_flux, data(), tmp_path, backend=backend, **settings)
+    tiny.fill_up_matrices(trainer)
+    before = {name: master.clone() for name, master in trainer.network.master_weights().items()}
+    loss = trainer.forward_backward([shown(trainer, 0, 1)])
+    assert 0 < trainer.facts()["preservation_loss"] < loss
+    expected_loss, expected = reference(trainer, load_file(tiny_files["flux"]), (0, 1))
+    assert abs(loss - expected_loss) < FP32 * expected_loss
+    for name, pair in trainer.network.pairs.items():
+        for side, p in zip(("down", "up"), pair, strict=True):
+            wanted = expected[f"{name}.{side}"]
+            assert float((p.grad.double() - wanted).norm() / wanted.norm()) < FP32, (name, side)
+    after = trainer.network.master_weights()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    trainer.close()
+
+
+@pytest.mark.parametrize(("checkpointing", "passes"), [("none", 3), ("full", 5)])
+def test_it_adds_no_graph(checkpointing, passes, tiny_flux, tmp_path):
+    """passes: two forwards and the frozen one, and with checkpointing the two that are computed again."""
+    torch._dynamo.reset()
+    graphs = Graphs()
+    memory, network = MemoryOptions(checkpointing=checkpointing), NetworkOptions(rank=2, alpha=2.0, dropout=0.2)
+    settings = {"batch_size": 2, "steps": 3, "memory": memory, "network": network, "objective": OBJECTIVE}
+    trainer = tiny.make_trainer(tiny_flux, data(), tmp_path, backend="aot_eager", **settings)
+    trainer.run()
+    assert graphs() == trainer.placed.runner.planned_graphs == 2
+    assert graphs.breaks == 0
+    calls = sum(region.compiled_calls for region in trainer.placed.runner.report.regions)
+    assert calls == 3 * passes * 4  # every batch of two has a class caption, and there are four blocks
+    trainer.close()
+
+
+@pytest.mark.parametrize("algorithm", [*sorted(ADAPTERS), "pissa"])
+def test_switched_off_the_model_is_as_it_came_and_what_is_trained_comes_back(algorithm, tiny_flux, tmp_path):
+    kind = {"init": "pissa"} if algorithm == "pissa" else {"algorithm": algorithm}
+    network = NetworkOptions(rank=4, alpha=4.0, **kind)
+    trainer = tiny.make_trainer(tiny_flux, data(), tmp_path, network=network, objective=OBJECTIVE)
+    inputs = batch_of(trainer).inputs
+    start = trainer.placed.velocity(inputs, None).detach()
+    with torch.no_grad():
+        for index, p in enumerate(trainer.network.parameters()):
+            p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(index)))
+    moved, masters = trainer.placed.velocity(inputs, None).detach(), trainer.network.master_weights()
+    before = {name: master.clone() for name, master in masters.items()}
+    without = trainer.placed.velocity_without(inputs)
+    assert not without.requires_grad
+    torch.testing.assert_close(without, start, rtol=1e-5, atol=1e-6)
+    assert (moved - start).abs().max() > 1e-3
+    assert all(torch.equal(masters[name], before[name]) for name in before)
+
+    def interrupt(*_):
+        raise InterruptProcessingException
+
+    trainer.placed.transformer.forward = interrupt
+    with pytest.raises(InterruptProcessingException):
+        trainer.placed.velocity_without(inputs)
+    assert all(torch.equal(masters[name], before[name]) for name in before)
+    trainer.close()
+
+
+def batch_of(trainer):
+    from tessera.train.batch import make_batch
+
+    one = trainer.data.samples[0]
+    options, read = trainer.settings.objective, one.load(SampleVariant(class_caption=True))
+    return make_batch(trainer.patcher, trainer.family, [(one, read)], options, trainer.device, 3, (0, 0))
+
+
+def test_a_resumed_run_learns_the_same_and_a_weight_of_0_is_a_run_without(tiny_flux, tmp_path):
+    options = {"objective": {"preservation_weight": 1.0}, "batch_size": 2, "network": {"rank": 4, "dropout": 0.2}}
+    whole = train(tiny_flux, data(), tmp_path / "whole", **options)
+    with pytest.raises(InterruptProcessingException):
+        train(tiny_flux, data(), tmp_path / "cancelled", cancel_at(3), **options)
+    resumed = train(tiny_flux, data(), tmp_path / "cancelled", **options)
+    assert whole.loss == resumed.loss
+    assert all(torch.equal(whole.lora[name], resumed.lora[name]) for name in whole.lora)
+    watcher = Watcher()
+    off = train(tiny_flux, data(), tmp_path / "off", watcher, **options | {"objective": {}})
+    plain = [sample("a", 4, 4), sample("b", 2, 8), sample("c", 8, 2)]
+    without = train(tiny_flux, training_data(*plain), tmp_path / "none", **options | {"objective": {}})
+    assert off.loss == without.loss != whole.loss
+    assert any(note.startswith("class_word (or blank_prompt_preservation) has no effect") for note in watcher.notes)
+
+
+def test_it_holds_the_class_where_it_was(tiny_flux, tmp_path):
+    """After the same steps the class caption's output has moved much less, while the loss has fallen."""
+    moved = {}
+    for weight in (0.0, 5.0):
+        objective = ObjectiveOptions(preservation_weight=weight)
+        one = training_data(with_class(sample("a", 4, 4)))
+        trainer = tiny.make_trainer(
+            tiny_flux,
+            one,
+            tmp_path / str(weight),
+            steps=12,
+            objective=objective,
+            optimizer=OptimizerOptions(learning_rate=5e-3),
+        )
+        inputs = batch_of(trainer).preserved.inputs
+        start = trainer.placed.velocity(inputs, None).detach()
+        trainer.run()
+        moved[weight] = float((trainer.placed.velocity(inputs, None).detach() - start).square().mean())
+        trainer.close()
+    assert moved[5.0] < 0.5 * moved[0.0]
+
+
+def test_what_it_cannot_do_is_refused_or_told(tiny_flux, tmp_path):
+    plain = training_data(sample("a", 4, 4))
+    with pytest.raises(ValueError, match="preservation_weight is 1 and no caption has a class word .*; set class_word"):
+        train(tiny_flux, plain, tmp_path, objective={"preservation_weight": 1.0})
+    with pytest.raises(ValueError, match="preservation_weight is -1.0; set it between 0.0 and 100.0"):
+        ObjectiveOptions(preservation_weight=-1.0)
+    watcher = Watcher()
+    train(tiny_flux, data(), tmp_path, watcher, steps=1, objective={"preservation_weight": 1.0})
+    assert [note for note in watcher.notes if "so they preserve nothing: b" in note]
+
+
+def test_of_a_clip_with_a_clean_frame_all_but_that_frame_is_held_whatever_its_mask(tmp_path):
+    """Wan 2.2 5B is given its first frame, where no sampler reads its output; a mask is for the loss alone."""
+    model = tiny.load_wan(tiny.write_wan(tmp_path / "wan.safetensors", variant="2.2-5b"))
+    one = tiny.wan_sample("a", (3, 4, 2), "2.2-5b", clean_frames=1)
+    read, other = one.load(), tiny.wan_sample("class", (3, 4, 2), "2.2-5b").load()
+    masked = replace(read, weights=torch.rand(24), class_prompt=Prompt(other.text, other.conditioning))
+    one = replace(one, class_caption=True, load=lambda *_: masked)
+    trainer = tiny.make_trainer(model, training_data(one), tmp_path, objective=OBJECTIVE)
+    tiny.fill_up_matrices(trainer)
+    batch = batch_of(trainer)
+    assert batch.preserved.weights.tolist() == [[0.0] * 8 + [1.0] * 16]
+    assert batch.weights[0, 8:].tolist() == masked.weights[8:].tolist()
+    assert torch.equal(batch.preserved.inputs.tokens, batch.inputs.tokens)
+    assert not torch.equal(batch.preserved.inputs.text, batch.inputs.text)
+    without = trainer.placed.velocity_without(batch.preserved.inputs)
+    velocity = trainer.placed.velocity(batch.preserved.inputs, (0, 0)).detach()
+    moved = (velocity - without)[:, 8:].double().square().mean()
+    _, found = (float(loss.detach()) for loss in trainer.losses(batch, (0, 0)))
+    assert found == pytest.approx(WEIGHT * float(moved), rel=1e-5) and found > 0
+    trainer.close()

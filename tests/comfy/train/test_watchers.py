@@ -1,0 +1,66 @@
+"""What looks at a run between its steps is called when everything due is saved, and changes nothing of the run."""
+
+import comfy.model_management
+import pytest
+import tiny
+import torch
+from comfy.model_management import InterruptProcessingException
+from tessera.train.errors import TrainingStopped
+from tessera.train.train_lora import train_lora
+from tiny.train.runs import Watcher, mixed_data, run_settings
+
+
+class Looks:
+    """Keeps the steps at which it was called, and what was saved by then. `at` raises at that step."""
+
+    def __init__(self, at=None, error=None):
+        self.at, self.error = at, error
+        self.seen, self.saved = [], []
+
+    def between_steps(self, trainer):
+        self.seen.append(trainer.progress.step)
+        self.saved.append(trainer.progress.saved_step)
+        if trainer.progress.step == self.at:
+            raise self.error
+        comfy.model_management.unload_all_models()
+        trainer.learner.snapshot()
+
+    def is_due(self, step, steps):
+        return True
+
+    def facts(self, trainer):
+        return {"seen": self.seen}
+
+
+def run(model, folder, *watchers, **settings):
+    trainer = tiny.make_trainer(model, tiny.make_data([(4, 6)], [16]), folder, steps=4, save_every=2, **settings)
+    trainer.watchers += watchers
+    try:
+        trainer.run()
+    finally:
+        trainer.placed.unload()
+    return trainer
+
+
+def test_it_is_called_at_the_start_and_after_each_step_when_what_is_due_is_saved(tiny_flux, tmp_path):
+    quiet = run(tiny_flux, tmp_path / "quiet")
+    watched = run(tiny_flux, tmp_path / "watched", looks := Looks())
+    assert looks.seen == [0, 1, 2, 3, 4]
+    assert looks.saved == [0, 0, 2, 2, 2]
+    assert watched.progress.loss == quiet.progress.loss
+    for name, master in watched.network.master_weights().items():
+        assert torch.equal(master, quiet.network.master_weights()[name])
+
+
+@pytest.mark.parametrize("error", [InterruptProcessingException(), torch.OutOfMemoryError("CUDA out of memory")])
+def test_what_ends_it_ends_the_run_which_is_saved(tiny_flux, tmp_path, error):
+    ends = type(error) if isinstance(error, InterruptProcessingException) else TrainingStopped
+    with pytest.raises(ends):
+        run(tiny_flux, tmp_path, looks := Looks(at=3, error=error))
+    assert looks.seen == [0, 1, 2, 3]
+    assert (tmp_path / "test_steps" / "test-step000003.safetensors").is_file()
+
+
+def test_what_it_has_to_say_stands_in_the_summary(tiny_flux, tmp_path):
+    result = train_lora(tiny_flux, mixed_data(), run_settings(steps=2), tmp_path, Watcher(), watchers=[Looks()])
+    assert result.summary["seen"] == [0, 1, 2]

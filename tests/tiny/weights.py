@@ -1,8 +1,0 @@
-"""Random weights that keep activations near one and leave no parameter without effect."""
-
-from . import pack as pack
-
-# isort: split
-from tessera_try_it.weights import Shapes as Shapes
-from tessera_try_it.weights import fill as fill
-from tessera_try_it.weights import linear as linear
