@@ -1,4 +1,4 @@
-"""Measure the meeting by the store that comes before each sum of the gradients, for 2 to 64 processes of this machine.
+"""Measure the barrier by the store that comes before each sum of the gradients, for 2 to 64 processes of this machine.
 
     python benchmarks/meetings.py [--write]
 
@@ -26,7 +26,7 @@ RESULTS = Path(__file__).parent / "results" / "meetings.json"
 RANKS = (2, 4, 8, 16, 32, 64)
 MEETINGS, PERIOD = 20, 0.5  # of each measurement; seconds from one to the next
 SPREADS = (0.0, 0.1)  # seconds over which the ranks come, the last one at their end
-meeting = load("meeting", ROOT / "train" / "distributed" / "meeting.py")
+barrier = load("barrier", ROOT / "train" / "distributed" / "barrier.py")
 
 
 class Counted:
@@ -41,7 +41,7 @@ class Counted:
 
 
 def take_part(port: int, rank: int, ranks: int, spread: float, start: Any, answers: Any) -> None:
-    """Meet the others again and again, as `World.sum` does; answers with (came, left, requests) of each meeting."""
+    """Pass barriers again and again, as `Collectives.all_reduce` does; answers with (came, left, requests) of each."""
     store = Counted(dist.TCPStore("127.0.0.1", port, is_master=False))
     sampled = random.Random(rank)
     first_start = start(store)
@@ -51,10 +51,10 @@ def take_part(port: int, rank: int, ranks: int, spread: float, start: Any, answe
         time.sleep(max(0.0, first_start + (number + 1) * PERIOD - early - time.monotonic()))
         came, store.requests = time.monotonic(), 0
         store.set(f"at/{rank}", str(number))
-        current = meeting.Meeting(store, f"sum {number}", range(ranks), rank)
+        current = barrier.Barrier(store, f"sum {number}", range(ranks), rank)
         current.wait(None, 60.0, lambda: False, None)
         if rank == 0 and number:
-            meeting.Meeting(store, f"sum {number - 1}", range(ranks), rank).forget()
+            barrier.Barrier(store, f"sum {number - 1}", range(ranks), rank).delete()
         timings.append((came, time.monotonic(), store.requests))
     answers.put(timings[1:])  # without the first
 

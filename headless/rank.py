@@ -53,7 +53,7 @@ class Rank(NamedTuple):
             see_devices(devices[self.local])
         else:
             see_devices(str(self.local))
-        os.environ["TESSERA_WORLD_OF"] = str(os.getpid())  # train/distributed/current.py then waits for the others
+        os.environ["TESSERA_WORLD_OF"] = str(os.getpid())  # train/distributed/world.py then waits for the others
         if self.rank == 0:
             yield list(options)
             return
@@ -87,7 +87,7 @@ class Rank(NamedTuple):
 
     def world(self) -> Any:
         """Return the world of this device, once the pack is loaded; None if it trains alone."""
-        current = _pack_module("train.distributed.current")
+        current = _pack_module("train.distributed.world")
         return None if current is None or self.size == 1 else current.current_world()
 
     def check_shares(self, prompt: Prompt) -> None:
@@ -97,7 +97,7 @@ class Rank(NamedTuple):
             sizes = [node.get("inputs", {}).get(name) for name in ("batch_size", "gradient_accumulation")]
             if node["class_type"] == TRAIN and all(isinstance(size, int) for size in sizes):
                 try:
-                    share.share_of(self.rank, self.size, *sizes)
+                    share.shard_step(self.rank, self.size, *sizes)
                 except ValueError as error:
                     raise UsageError(str(error)) from error
 
@@ -110,9 +110,9 @@ class Rank(NamedTuple):
         if world is None:
             return True
         with contextlib.suppress(RuntimeError):  # from the store, which may be gone
-            if world.fault(seconds if self.rank else 0.0) is not None:
+            if world.faults.first(seconds if self.rank else 0.0) is not None:
                 return False
-        world.tell(RuntimeError(text), text.partition("\n")[0])
+        world.abort(RuntimeError(text), text.partition("\n")[0])
         return True
 
 

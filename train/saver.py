@@ -14,6 +14,7 @@ from ..lora.files.lora_model import LoraModel
 from .checkpoint.metadata import BEST, Best, read_best
 from .checkpoint.run_folder import place_of
 from .checkpoint.state import TrainingState, load_state, save_state, state_path
+from .distributed.store import Topic
 from .errors import saved_state_message, unsaved_steps_message
 from .learner import Learner
 from .objective.timestep_sampling import Strata
@@ -22,8 +23,6 @@ from .placement.products import BlockProducts
 from .preflight.context import RunContext
 
 log = logging.getLogger(__name__)
-
-_SAVED = "state on disk"  # key of the step whose state rank 0 has written
 
 
 @dataclass(frozen=True)
@@ -297,15 +296,15 @@ class Saver:
         step = self.progress.step
         save_state(state_path(self.folder.path, step), self._state())
         self.progress.saved_step, self.last_state = step, self.state_name(step)
-        if not self.world.is_lone:
+        if self.world.world_size > 1:
             with suppress(RuntimeError):  # the store may have ended with another process
-                self.world.post(_SAVED, step)
+                self.world.store.set(Topic.SAVED_STEP, step)
         self.folder.remove_old_states(step, self.resumed_from)
 
     def _hear_of_save(self) -> None:
         """Read which state rank 0 has posted as saved; nothing changes if the store has ended."""
         with suppress(RuntimeError):
-            if (step := self.world.read(_SAVED)) is not None:
+            if (step := self.world.store.get(Topic.SAVED_STEP)) is not None:
                 self.progress.saved_step, self.last_state = step, self.state_name(step)
 
     def _save_copy(self, folder: Path, lora: LoraModel) -> Path | None:

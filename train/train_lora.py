@@ -22,9 +22,8 @@ from .checkpoint.metadata import utc_now
 from .checkpoint.run_folder import RunFolder
 from .checkpoint.run_record import RunRecord
 from .distributed.node import check_shard, shard_notes
-from .distributed.ranks import check_alike, others_told, rank_facts
-from .distributed.share import share_of
-from .distributed.world import LONE, World
+from .distributed.ranks import check_alike, rank_facts
+from .distributed.world import SINGLE_PROCESS, World
 from .errors import first_error_kept, stopped_message
 from .observer import Observer, QuietObserver, StepReport
 from .preflight.checks import CheckedRun, check_run
@@ -158,7 +157,7 @@ def train_lora(
     workflow: Mapping[str, str] | None = None,
     spare_folder: Path | None = None,
     queued: Mapping[str, str] | None = None,
-    world: World = LONE,
+    world: World = SINGLE_PROCESS,
     elsewhere: Callable[[RunStart], TrainResult | None] | None = None,
 ) -> TrainResult:
     """Train a LoRA on `model` and leave `model` unchanged. A finished run of the same key is returned from disk.
@@ -179,7 +178,7 @@ def train_lora(
     assert not torch.is_inference_mode_enabled()
     world.begin_run(observer.check_interrupted)
     args = model, data, settings, root, observer if world.is_first else QuietObserver(observer)
-    with others_told(world):
+    with world.aborting():
         return _train(*args, compile_settings, watchers, workflow or {}, spare_folder, queued or {}, world, elsewhere)
 
 
@@ -198,7 +197,7 @@ def _train(
     elsewhere: Callable[[RunStart], TrainResult | None] | None,
 ) -> TrainResult:
     checked = check_run(model, data, settings)
-    share_of(world.rank, world.size, settings.batch_size, settings.gradient_accumulation)
+    world.shard(settings.batch_size, settings.gradient_accumulation)
     check_shard(world, model.load_device, settings.memory)
     observer.phase("Reading the model's fingerprint")
     run_start = find_run_start(model, checked, settings, root)
@@ -220,7 +219,7 @@ def _train(
     if elsewhere is not None and (external_result := elsewhere(run_start)) is not None:
         return external_result
     context = make_context(checked, run_start, settings, compile_settings, workflow, world)
-    name = world.agreed("folder", folder.create().path.name if world.is_first else "")
+    name = world.broadcast("folder", folder.create().path.name if world.is_first else "")
     folder = RunFolder(folder.path.with_name(name), folder.name)
     context, run_start = replace(context, folder=folder), replace(run_start, folder=folder)
     with claimed_by_one(folder, observer) if world.is_first else nullcontext():
@@ -264,7 +263,7 @@ def _run(
             recorder.phase(trainer.placed.runner.progress_text())
             trainer.run()
             final = trainer.save_final(spare_folder)
-            world.agreed("saved", final.saved)  # the next node of the graph may read the file
+            world.broadcast("saved", final.saved)  # the next node of the graph may read the file
             outcome = "unsaved"
             if final.saved:
                 outcome = "finished" if trainer.progress.step == settings.steps else STOPPED

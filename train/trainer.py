@@ -78,7 +78,7 @@ class Trainer:
         try:
             placed = PlacedModel(context, observer)
             learner_args = placed.network, self.settings.optimizer, self.settings.steps, placed.dtype, self.device.type
-            learner = Learner(*learner_args, flat_gradients=not self.world.is_lone)
+            learner = Learner(*learner_args, flat_gradients=self.world.world_size > 1)
             self.sync = GradientSync(self.world, learner, observer)
         except BaseException as error:
             if placed is not None:
@@ -107,7 +107,7 @@ class Trainer:
 
     def environment(self) -> dict[str, str]:
         """Return the facts that the last bits of a result depend on, for states."""
-        devices = {} if self.world.is_lone else {"devices": str(self.world.size)}
+        devices = {} if self.world.world_size == 1 else {"devices": str(self.world.world_size)}
         return environment_facts(self.device, self.compile_settings) | self.placed.choice_facts() | devices
 
     def apply_warm_start(self, start: WarmStart) -> list[str]:
@@ -115,10 +115,10 @@ class Trainer:
         linears = self.placed.transformer.linears()
         return self.learner.apply_warm_start(start, lambda name: linears[name].read_on_device().full())
 
-    def check_ranks(self, meeting: str) -> None:
+    def check_ranks(self, name: str) -> None:
         """Compare the whole trained state with that of the other ranks. Raises CannotContinue if it differs."""
-        if not self.world.is_lone:
-            check_alike(self.world, f"{meeting} {self.progress.step}", {"LoRA": fingerprint(self.learner.state())})
+        if self.world.world_size > 1:
+            check_alike(self.world, f"{name} {self.progress.step}", {"LoRA": fingerprint(self.learner.state())})
 
     def save_final(self, spare_folder: Path | None = None) -> FinalLora:
         """Write the final LoRA and the training state, see `Saver.save_final`."""
@@ -169,7 +169,7 @@ class Trainer:
                     break
             self.check_ranks("final")  # inside try, so that an error in it saves too
         except BaseException as error:
-            self.sync.leave(error, progress.step + 1, self.placed.sharing.leave)
+            self.sync.abort(error, progress.step + 1, self.placed.sharing.abort)
             self.saver.save_unsaved_progress()
             last_save = self.saver.describe_last_save()
             if (
@@ -264,7 +264,7 @@ class Trainer:
         copies = self.placed.copies()
         self.learner.zero_grad()
         total = torch.zeros((), device=self.device)
-        count = len(micro_batches) * self.world.size
+        count = len(micro_batches) * self.world.world_size
         for micro, requests in self.batches.share.numbered(micro_batches):
             # Cancelling leaves this step without an update: the run resumes from the step before and repeats it.
             self.observer.check_interrupted()

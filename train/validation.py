@@ -73,7 +73,7 @@ class Validation:
         """Return the mean loss at each sigma. The batches are divided among the ranks."""
         sums: dict[int, list[float]] = defaultdict(list)
         own_losses = trainer.attempt(lambda: self.own_losses(trainer))
-        for rank_losses in trainer.world.exchange(f"validation {trainer.progress.step}", own_losses):
+        for rank_losses in trainer.world.all_gather(f"validation {trainer.progress.step}", own_losses):
             for place, loss in rank_losses:
                 sums[place].append(loss)
         return [math.fsum(sums[place]) / len(sums[place]) for place in range(len(self.sigmas))]
@@ -86,7 +86,7 @@ class Validation:
         trainer.placed.ensure()
         with trainer.learner.as_saved():
             batches = self._batches(trainer.placed.settings.batch_size)
-            for rows in islice(batches, world.rank, None, world.size):
+            for rows in islice(batches, world.rank, None, world.world_size):
                 trainer.observer.check_interrupted()
                 read = {n: read[n] if n in read else self.samples[n].load() for n, _ in rows}
                 losses = self._batch_losses(trainer, rows, read)

@@ -26,22 +26,26 @@ FORWARD, BACKWARD, DONE, SMALLER = "forward", "backward", "done", "smaller"
 class Peers(Protocol):
     """Ranks that share blocks.
 
-    count: number of ranks; place: index of this rank among them.
+    count: number of ranks.
+    index: index of this rank among them.
     """
 
     count: int
-    place: int
+    index: int
 
     def gather(self, output: Tensor, piece: Tensor) -> None:
         """Queue a gather of all ranks' pieces on the current stream. output: (count·n,), piece: (n,), bytes."""
         ...
 
-    def meet(self, wish: str, fresh: bool) -> list[tuple[str, bool]]:
-        """Wait for all ranks. Returns each rank's arguments, by place. Raises if one leaves or does not arrive."""
+    def barrier(self, request: str, fresh: bool) -> list[tuple[str, bool]]:
+        """Wait for all ranks. Returns their arguments, by index. Raises if one aborts or does not arrive."""
         ...
 
-    def leave(self, whole: bool) -> None:
-        """Announce that this rank joins no further meeting. whole: it has queued all gathers of the current sweep."""
+    def abort(self, complete: bool) -> None:
+        """Announce that this rank passes no further barrier.
+
+        complete: it has queued all gathers of the current sweep.
+        """
         ...
 
 
@@ -84,13 +88,13 @@ class ShardedRing(SlotRing):
     flat_weights: list[ShardedBuffer]  # type: ignore[assignment]
 
     def __init__(self, pieces: Sequence[ShardedBuffer], device: torch.device, prefetch: int, peers: Peers):
-        self.peers, self.fresh, self.has_left = peers, True, False
+        self.peers, self.fresh, self.is_aborted = peers, True, False
         self.direction, self.position = "", 0  # current sweep, and the number of its blocks brought to slots
         super().__init__(pieces, device, prefetch, stream=GatherStream(device, peers))  # type: ignore[arg-type]
 
     def invalidate(self) -> None:
         super().invalidate()
-        self.fresh = True  # the other ranks invalidate their slots too at the next meeting
+        self.fresh = True  # the other ranks invalidate their slots too at the next barrier
 
     def copy_anew(self) -> None:
         """Invalidate all slots at the next sweep: an aborted one still runs to its end, as on the other ranks."""
@@ -113,23 +117,23 @@ class ShardedRing(SlotRing):
         """Bring block j, the `number`th of a sweep in this direction, to its slot."""
         if direction != self.direction or number < self.position - 1:
             self._end_sweep()
-            while self._meet(direction) != direction:
+            while self._begin_sweep(direction) != direction:
                 self._end_sweep()
         self._walk(number + 1)
         self.stream.wait(self._copied[j % self.count])
 
-    def _meet(self, wish: str) -> str:
+    def _begin_sweep(self, request: str) -> str:
         """Begin the next sweep on all ranks; returns its direction, or DONE or SMALLER."""
-        replies = self.peers.meet(wish, self.fresh)
-        if any(fresh for _, fresh in replies):
+        arguments = self.peers.barrier(request, self.fresh)
+        if any(fresh for _, fresh in arguments):
             super().invalidate()
             self.fresh = False
-        wishes = [request for request, _ in replies]
-        if SMALLER in wishes:
-            if wish != SMALLER:
+        requests = [rank_request for rank_request, _ in arguments]
+        if SMALLER in requests:
+            if request != SMALLER:
                 raise OutOfMemoryElsewhere("Another device is out of memory.")
             return SMALLER
-        direction = next((candidate for candidate in (FORWARD, BACKWARD) if candidate in wishes), DONE)
+        direction = next((candidate for candidate in (FORWARD, BACKWARD) if candidate in requests), DONE)
         self.direction, self.position = ("" if direction == DONE else direction), 0
         return direction
 
@@ -149,25 +153,25 @@ class ShardedRing(SlotRing):
     def end_work(self) -> None:
         """Take part in the other ranks' sweeps until no rank has anything to compute."""
         self._end_sweep()
-        while self._meet(DONE) != DONE:
+        while self._begin_sweep(DONE) != DONE:
             self._end_sweep()
 
     def ask_for_less(self) -> None:
         """Make all ranks stop and go on with a smaller plan: the others raise `OutOfMemoryElsewhere`."""
         self._end_sweep()
-        while self._meet(SMALLER) != SMALLER:
+        while self._begin_sweep(SMALLER) != SMALLER:
             self._end_sweep()
 
-    def leave(self) -> None:
-        """Leave the other ranks, who will not begin another sweep; the current one is finished with them."""
-        if not self.has_left:
-            self.has_left = True
+    def abort(self) -> None:
+        """Let the other ranks begin no further sweep; the current one is finished with them."""
+        if not self.is_aborted:
+            self.is_aborted = True
             try:
                 self._end_sweep()
             except BaseException:
-                self.peers.leave(whole=False)
+                self.peers.abort(complete=False)
                 raise
-            self.peers.leave(whole=True)
+            self.peers.abort(complete=True)
 
 
 class ShardedSwap(BlockSwap):
@@ -217,7 +221,7 @@ class ShardedSwap(BlockSwap):
 def _piece(refs: Sequence[WeightRef], layout: Layout, device: torch.device, peers: Peers) -> ShardedBuffer:
     """Put this rank's piece of a block on the device, and remove the block's tensors from its modules."""
     size = piece_bytes(layout.size, peers.count)
-    first = size * peers.place
+    first = size * peers.index
     flat = empty_bytes(size * peers.count, torch.device("cpu"))  # only written pages take memory
     for ref, field in zip(refs, layout.fields, strict=True):
         tensor = ref.tensor()

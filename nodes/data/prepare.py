@@ -12,7 +12,7 @@ from ...data.folders.dataset import Dataset
 from ...data.from_latents import latents_to_data
 from ...data.prepare import prepare, summary
 from ...models.text import EDIT_PROMPTS, PLUS
-from ...train.distributed.current import current_world
+from ...train.distributed.world import current_world
 from ..common.folder_access import cache_folder
 from ..common.images import image_tensor
 from ..common.progress import show_progress_text

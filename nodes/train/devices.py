@@ -20,7 +20,7 @@ from ...memory.weights.frozen import unload
 from ...train.checkpoint.run_folder import RunFolder
 from ...train.distributed.device_list import THIS_ONE, listed_devices
 from ...train.distributed.launcher import Facts, Job, Launched, child_options
-from ...train.distributed.share import share_of
+from ...train.distributed.share import shard_step
 from ...train.errors import TrainingStopped
 from ...train.observer import StepReport
 from ...train.preflight.run_start import RunStart
@@ -112,7 +112,7 @@ class OnDevices:
         self.devices, self.observer, self.files, self.extra = devices, observer, files, extra_pnginfo
         self.prompt = needed_prompt(prompt, observer.node_id)
         self.said, self.is_done, self.is_running, self.folders = "", False, False, list[Path]()
-        share_of(0, len(devices), settings.batch_size, settings.gradient_accumulation)
+        shard_step(0, len(devices), settings.batch_size, settings.gradient_accumulation)
 
     def __call__(self, run_start: RunStart) -> TrainResult:
         """Return the result of a run; the first call trains all runs of the node."""

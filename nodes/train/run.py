@@ -15,8 +15,8 @@ from torch import Tensor
 from ...data.samples import TrainingData
 from ...lora.base import with_base
 from ...lora.files.lora_model import LoraModel
-from ...train.distributed.current import current_world
 from ...train.distributed.launcher import Job
+from ...train.distributed.world import current_world
 from ...train.experts import Expert
 from ...train.observer import Observer
 from ...train.placement.threads import threads_for

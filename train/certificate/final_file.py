@@ -66,7 +66,7 @@ class FinalFileWatcher:
             trainer.observer.note(f"{checked.fault} Please report this model; the LoRA is saved all the same.")
         entries = checked.summary()
         layouts = quantised_targets(placed.patcher, placed.network.adapters)
-        if layouts and trainer.world.is_lone and (rounding := self._rounding(trainer)) is not None:
+        if layouts and trainer.world.world_size == 1 and (rounding := self._rounding(trainer)) is not None:
             entries["rounding"] = float(f"{rounding:.3g}")
             trainer.observer.note(
                 f"ComfyUI rounds this LoRA into the model's {' and '.join(layouts)} weights when it samples, which "

@@ -13,9 +13,9 @@ from ..learner import Learner
 from ..observer import SAMPLE, SAVE, STOP, Observer
 from .world import World
 
-# Layout after the gradients: the loss, the number of ranks that leave, the requests of rank 0's user, and one flag per
+# Layout after the gradients: the loss, the number of ranks that abort, the requests of rank 0's user, and one flag per
 # weight for whether it has a gradient.
-_LOSS, _LEAVING, _REQUESTS, _FLAGS = 0, 1, 2, 3
+_LOSS, _ABORTING, _REQUESTS, _FLAGS = 0, 1, 2, 3
 _REQUEST_BITS = {SAVE: 1, STOP: 2, SAMPLE: 4}  # bit flags
 
 
@@ -23,13 +23,13 @@ class GradientSync:
     """Sums the gradients of a step over all ranks, together with the loss and the flags that every rank needs.
 
     The flat gradients are views on the one buffer that is sent. Every rank takes part in one sum per remaining step, or
-    leaves with a sum that announces it: then all ranks end at the same step, and none waits for another.
+    aborts with a sum that announces it: then all ranks end at the same step, and none waits for another.
     """
 
     def __init__(self, world: World, learner: Learner, observer: Observer):
         self.world, self.learner, self.observer, groups = world, learner, observer, learner.network.flat
-        self.sums_left, self._request_flags = 0, 0
-        if world.is_lone:
+        self.remaining_sums, self._request_flags = 0, 0
+        if world.world_size == 1:
             return
         self.weights = [(group, number) for group in groups for number in range(len(group.weights))]
         sizes = [group.gradient.numel() for group in groups]
@@ -40,7 +40,7 @@ class GradientSync:
 
     def begin(self, steps: int) -> None:
         """Begin a run with this number of remaining steps."""
-        self.sums_left = 0 if self.world.is_lone else steps
+        self.remaining_sums = 0 if self.world.world_size == 1 else steps
 
     def sum(self, loss: Tensor, step: int) -> Tensor:
         """Sum the gathered gradients over the ranks. Returns (n,): the sum of the losses, and the input of `check`.
@@ -48,19 +48,19 @@ class GradientSync:
         loss: this rank's share of the mean, a scalar.
         step: number of the step, from 1.
         """
-        if self.world.is_lone:
+        if self.world.world_size == 1:
             return loss[None]
         present = [float(group.weights[number].grad is not None) for group, number in self.weights]
         self.trailer[_FLAGS:] = torch.tensor(present)
         request_flags = (
             sum(_REQUEST_BITS[request] for request in self.observer.take_requests()) if self.world.is_first else 0
         )
-        self.trailer[_LOSS], self.trailer[_LEAVING], self.trailer[_REQUESTS] = loss, 0.0, float(request_flags)
-        self.sums_left -= 1
+        self.trailer[_LOSS], self.trailer[_ABORTING], self.trailer[_REQUESTS] = loss, 0.0, float(request_flags)
+        self.remaining_sums -= 1
         try:
-            self.world.sum(self.buffer, step)
+            self.world.collectives.all_reduce(self.buffer, step)
         except BaseException:
-            self.sums_left = 0
+            self.remaining_sums = 0
             raise
         for group, number in self.weights:
             group.weights[number].grad = group.gradients[number]
@@ -71,16 +71,16 @@ class GradientSync:
 
         values: the result of `sum` as numbers, without the loss.
 
-        Raises the exception that ends this rank if another rank leaves.
+        Raises the exception that ends this rank if another rank aborts.
         """
-        if self.world.is_lone:
+        if self.world.world_size == 1:
             return
-        self.world.count_sum()
-        leaving, request_flags, *present = values
+        self.world.collectives.end_sum()
+        aborting_ranks, request_flags, *present = values
         self._request_flags = int(request_flags)
-        if leaving:
-            self.sums_left = 0
-            raise self.world.stopped(self.world.fault())
+        if aborting_ranks:
+            self.remaining_sums = 0
+            raise self.world.faults.exception(self.world.faults.first())
         absent = [entry for entry, ranks in zip(self.weights, present, strict=True) if not ranks]
         for group, number in absent:
             group.weights[number].grad = None
@@ -89,37 +89,37 @@ class GradientSync:
 
     def requests(self) -> AbstractSet[str]:
         """Return the user's requests after the last checked step, the same on every rank."""
-        if self.world.is_lone:
+        if self.world.world_size == 1:
             return self.observer.take_requests()
         return {request for request, number in _REQUEST_BITS.items() if self._request_flags & number}
 
-    def leave(self, error: BaseException, step: int, leave_gathers: Callable[[], None]) -> None:
-        """Leave the run because of an error of this rank: all ranks end at the step that it did not finish.
+    def abort(self, error: BaseException, step: int, abort_gathers: Callable[[], None]) -> None:
+        """Abort the run because of an error of this rank: all ranks end at the step that it did not finish.
 
         step: number of that step, from 1.
-        leave_gathers: called first to leave the ranks that share blocks with this one; if it raises, none of them joins
-            a sum.
+        abort_gathers: called first, for the ranks that share blocks with this one; if it raises, none of them joins a
+            sum.
         """
-        if self.world.is_lone:
+        if self.world.world_size == 1:
             return
         with contextlib.suppress(Exception, InterruptProcessingException):  # the error itself must reach the user
-            self.world.tell(error, error_sentence(error))
-            remaining_sums, self.sums_left = self.sums_left, 0
+            self.world.abort(error, error_sentence(error))
+            remaining_sums, self.remaining_sums = self.remaining_sums, 0
             try:
-                leave_gathers()
+                abort_gathers()
             except BaseException:
-                self.world.leave_sum()  # other machines share no block with this rank, and would wait
+                self.world.collectives.abort_sum()  # other machines share no block with this rank, and would wait
                 raise
             if isinstance(error, InterruptProcessingException):
-                self.world.interrupted = error  # shortens the wait for the other ranks in the sum
+                self.world.interrupts.keep(error)  # shortens the wait for the other ranks in the sum
             if remaining_sums:
-                self._sum_as_leaving(step)
+                self._sum_as_aborting(step)
 
-    def _sum_as_leaving(self, step: int) -> None:
+    def _sum_as_aborting(self, step: int) -> None:
         try:
             self.buffer.zero_()
-            self.trailer[_LEAVING] = 1.0
+            self.trailer[_ABORTING] = 1.0
         except Exception:  # the device itself has failed
-            self.world.leave_sum()
+            self.world.collectives.abort_sum()
             raise
-        self.world.sum(self.buffer, step)
+        self.world.collectives.all_reduce(self.buffer, step)

@@ -1,7 +1,8 @@
-"""Ranks of one machine that shard the blocks of a model: their gathers, and the meetings that order the gathers."""
+"""Ranks of one machine that shard the blocks of a model: their gathers, and the barriers that order the gathers."""
 
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import psutil
 import torch
@@ -10,8 +11,14 @@ from torch import Tensor
 
 from ..errors import CannotContinue
 from ..settings import MemoryOptions
-from .meeting import GRACE, Unmet
+from .barrier import GRACE, BrokenBarrier
+from .store import Topic
 from .world import World
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
 
 gather_pieces = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the first is the newer name
 TRIAL_BYTES = {"cuda": 64 * 2**20, "cpu": 2**20}
@@ -22,20 +29,26 @@ class NodeRanks:
 
     They gather in a process group of their own: the sum of gradients uses another, and never overlaps with a gather.
 
+    count: number of ranks.
+    index: index of this rank among them.
     gathered: event recorded after the last queued gather; None on a CPU.
-    gathers, bytes_gathered: counters.
     """
 
-    def __init__(self, world: World, ranks: range, group: Any):
+    def __init__(self, world: World, ranks: range, group: "ProcessGroup | None") -> None:
+        """group: process group of these ranks; None in tests that queue no gather."""
         self.world, self.ranks, self.group = world, ranks, group
-        self.count, self.place = len(ranks), ranks.index(world.rank)
-        self.gathers, self.bytes_gathered, self.gathered = 0, 0, None
-        self._name = f"blocks of {ranks.start}"
+        self.count, self.index = len(ranks), ranks.index(world.rank)
+        self.gathered: torch.cuda.Event | None = None
         self.begin_run()
 
     def begin_run(self) -> None:
-        """Begin a run: all ranks restart the count of meetings."""
-        self._number, self._exchanges, self._lost_one = 0, 0, False
+        """Begin a run: all ranks restart their counts of barriers and messages."""
+        self._barriers = self._messages = 0
+        self._has_lost_rank = False
+
+    @property
+    def _name(self) -> str:
+        return f"blocks of {self.ranks.start}"
 
     def gather(self, output: Tensor, piece: Tensor) -> None:
         """Queue an all-gather of every rank's piece on the current stream; on a CPU it is synchronous.
@@ -43,7 +56,7 @@ class NodeRanks:
         output: (count·n,), piece: (n,), bytes. Raises CannotContinue if a rank is gone, and AcceleratorError if this
         rank's device has failed.
         """
-        if self._lost_one:
+        if self._has_lost_rank:
             raise CannotContinue("Another device is gone.")
         try:
             gather_pieces(output, piece, group=self.group)
@@ -53,58 +66,59 @@ class NodeRanks:
             raise self._lost_rank_error() from error
         if output.device.type == "cuda":
             self.gathered = torch.cuda.current_stream(output.device).record_event()
-        self.gathers, self.bytes_gathered = self.gathers + 1, self.bytes_gathered + output.numel()
 
-    def meet(self, wish: str, fresh: bool) -> list[tuple[str, bool]]:
-        """Wait until all ranks have arrived at this meeting. Returns their values, by index.
+    def barrier(self, request: str, fresh: bool) -> list[tuple[str, bool]]:
+        """Wait until all ranks have arrived at the next barrier. Returns their arguments, by index.
 
-        A rank arrives after it has queued every earlier gather, so a queued gather never waits for a meeting. Raises
-        the exception of `World.stopped` if a rank leaves, and CannotContinue if one does not arrive.
+        A rank arrives after it has queued every earlier gather, so a queued gather never waits for a barrier. Raises
+        the exception of `Faults.exception` if a rank aborts, and CannotContinue if one does not arrive.
         """
         world, start = self.world, time.monotonic()
-        self._number += 1
+        self._barriers += 1
         try:
-            answers = world.meet(self._name, self._number, [wish, fresh], self.ranks)
-        except Unmet as unmet:
-            if unmet.comes:
-                raise world.stopped(world.fault()) from unmet
-            self._lost_one = True
-            # A rank that left reports why only after it has left.
-            raise self._missing(unmet.missing, 0.0 if unmet.leaving_rank == world.rank else GRACE) from unmet
+            arguments = world.collectives.barrier(self._name, self._barriers, [request, fresh], self.ranks)
+        except BrokenBarrier as broken:
+            if broken.joins_sum:
+                raise world.faults.exception(world.faults.first()) from broken
+            self._has_lost_rank = True
+            # A rank that aborts reports why only afterwards.
+            seconds = 0.0 if broken.aborting_rank == world.rank else GRACE
+            raise self._missing_ranks_error(broken.missing, seconds) from broken
         except BaseException:  # an interrupt, and the other ranks do not arrive
-            self._lost_one = True
-            self.abort()
+            self._has_lost_rank = True
+            self.abort_gathers()
             raise
-        world.seconds_waited += time.monotonic() - start
-        return [(answer[0], answer[1]) for answer in answers]
+        world.wait_time.add(time.monotonic() - start)
+        return [(rank_request, rank_fresh) for rank_request, rank_fresh in arguments]
 
-    def leave(self, whole: bool) -> None:
-        """Announce that this rank joins no other meeting. Raises CannotContinue if another rank is gone.
+    def abort(self, complete: bool) -> None:
+        """Announce that this rank passes no further barrier. Raises CannotContinue if another rank is gone.
 
-        whole: it has queued every gather that the others wait for; else they abort theirs, and do not wait for it in a
-            sum.
+        complete: it has queued every gather that the others wait for; else they abort theirs, and do not wait for it in
+            a sum.
         """
-        self.world.meeting(self._name, self._number + 1, self.ranks).leave(comes=whole and not self._lost_one)
-        if self._lost_one:
+        barrier = self.world.collectives.barrier_at(self._name, self._barriers + 1, self.ranks)
+        barrier.abort(joins_sum=complete and not self._has_lost_rank)
+        if self._has_lost_rank:
             raise CannotContinue("Another device is gone.")
 
-    def abort(self) -> None:
+    def abort_gathers(self) -> None:
         """Abort queued gathers: they would wait forever for a rank that is gone, and no LoRA could be saved."""
         if (abort := getattr(self.group, "abort", None)) is not None and dist.get_backend(self.group) == "nccl":
             abort()
 
-    def exchange(self, value: Any) -> list[Any]:
+    def all_gather(self, value: T) -> list[T]:
         """Return the ranks' values, by index. value: plain JSON. All ranks must call it."""
-        self._exchanges += 1
-        return self.world.exchange(f"exchange {self._exchanges}", value, self.ranks)
+        self._messages += 1
+        return self.world.all_gather(f"{self._name}, {self._messages}", value, self.ranks)
 
     def bandwidth(self, device: torch.device) -> float:
         """Measure the gather bandwidth in bytes/s: the slowest rank's best of three. All ranks must call it."""
         piece = torch.zeros(TRIAL_BYTES.get(device.type, TRIAL_BYTES["cpu"]), dtype=torch.uint8, device=device)
         output = torch.empty(len(piece) * self.count, dtype=torch.uint8, device=device)
-        self.exchange("begin")
+        self.all_gather("begin")
         seconds = min(self._seconds(output, piece) for _ in range(3))
-        return len(output) / max(self.exchange(seconds))
+        return len(output) / max(self.all_gather(seconds))
 
     def _seconds(self, output: Tensor, piece: Tensor) -> float:
         start = time.perf_counter()
@@ -115,22 +129,23 @@ class NodeRanks:
 
     def _lost_rank_error(self) -> BaseException:
         """Build the exception for a lost rank: one that does not report the loss like the others."""
-        self._lost_one = True
+        self._has_lost_rank = True
         try:
-            self.world.post(f"lost/{self.world.rank}", True)
+            self.world.store.set(Topic.LOST_PEER, True, str(self.world.rank))
             end = time.monotonic() + GRACE
             missing = list(self.ranks)
             while missing and time.monotonic() < end:
-                missing = [rank for rank in missing if not self.world.read(f"lost/{rank}")]
+                missing = [rank for rank in missing if not self.world.store.get(Topic.LOST_PEER, str(rank))]
                 time.sleep(0.05)
-            return self._missing(missing)
+            return self._missing_ranks_error(missing)
         except Exception:  # the store is gone with the launcher
-            return self._missing([])
+            return self._missing_ranks_error([])
 
-    def _missing(self, ranks: list[int], seconds: float = 0.0) -> BaseException:
+    def _missing_ranks_error(self, missing: Sequence[int], seconds: float = 0.0) -> BaseException:
         """Build the exception for these lost ranks. seconds: wait for another rank to report why."""
-        self.abort()
-        return self.world.unreached_error(ranks, "share its part of the model", self.world.fault(seconds))
+        self.abort_gathers()
+        faults = self.world.faults
+        return faults.missing_ranks_error(missing, "share its part of the model", faults.first(seconds))
 
 
 def free_host_memory(world: World) -> int:
@@ -140,7 +155,7 @@ def free_host_memory(world: World) -> int:
     """
     first = world.rank - world.local_rank
     free = psutil.virtual_memory().available
-    return int(min(world.exchange("free memory", free, range(first, first + world.local_size))))
+    return int(min(world.all_gather("free memory", free, range(first, first + world.local_size))))
 
 
 def connect_node(world: World, device: torch.device, memory: MemoryOptions) -> NodeRanks | None:
@@ -148,19 +163,23 @@ def connect_node(world: World, device: torch.device, memory: MemoryOptions) -> N
 
     Returns None if this machine has one rank, or `shards` is False.
     """
-    if world.is_lone or not shards(memory):
+    if world.world_size == 1 or not shards(memory):
         return None
-    if isinstance(world.node, NodeRanks):
-        world.node.begin_run()
-        return world.node
+    node = world.collectives.node
+    if isinstance(node, NodeRanks):
+        node.begin_run()
+        return node
     local_span = [world.rank - world.local_rank, world.local_size]
-    for first, size in sorted({tuple(span) for span in world.exchange("node", local_span)}):
+    own_node: NodeRanks | None = None
+    for first, size in sorted({tuple(span) for span in world.all_gather("node", local_span)}):
         ranks = range(first, first + size)
         if size > 1:
-            group = dist.new_group(list(ranks), timeout=world.step_limit)
+            group = dist.new_group(list(ranks), timeout=world.options.step_timeout)
             if world.rank in ranks:
-                world.node = NodeRanks(world, ranks, group)
-    return world.node if isinstance(world.node, NodeRanks) else None
+                assert isinstance(group, dist.ProcessGroup)
+                own_node = NodeRanks(world, ranks, group)
+                world.collectives.attach(own_node)
+    return own_node
 
 
 def shards(memory: MemoryOptions) -> bool:
@@ -171,7 +190,7 @@ def shards(memory: MemoryOptions) -> bool:
 def check_shard(world: World, device: torch.device, memory: MemoryOptions) -> None:
     """Raise ValueError if blocks are to be sharded without NCCL."""
     has_nccl = device.type == "cuda" and dist.is_nccl_available()
-    if shards(memory) and world.local_size > 1 and not has_nccl and not world.gathers_by_gloo:
+    if shards(memory) and world.local_size > 1 and not has_nccl and not world.options.gloo_gathers:
         raise ValueError(
             "shard is on and needs NCCL between the devices, which torch has for NVIDIA's GPUs on Linux only; switch "
             "shard off on Training Memory."

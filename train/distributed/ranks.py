@@ -1,13 +1,12 @@
-"""Checks that all ranks of a run agree, and notification of the other ranks when one of them ends it."""
+"""Checks that all ranks of a run agree."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import comfyui_version
 import torch
 
 from ..checkpoint.metadata import VERSION
-from ..errors import CannotContinue, error_sentence
+from ..errors import CannotContinue
 from .world import World
 
 _SAME_VERSION = "install the same version for all of them"
@@ -24,16 +23,6 @@ _MENDS = {
 }
 
 
-@contextmanager
-def others_told(world: World) -> Iterator[None]:
-    """Context that reports an error inside it to the other ranks, so that none of them waits for this one."""
-    try:
-        yield
-    except BaseException as error:
-        world.tell(error, error_sentence(error))
-        raise
-
-
 def rank_facts(model: str, data: str, run: str, state: str, shard: bool = False) -> dict[str, str]:
     """Return the facts that must be equal on all ranks before the first step.
 
@@ -45,25 +34,24 @@ def rank_facts(model: str, data: str, run: str, state: str, shard: bool = False)
     return versions | {"model": model, "data": data, "run": run, "state": state, "shard": "on" if shard else "off"}
 
 
-def check_alike(world: World, meeting: str, facts: Mapping[str, str]) -> None:
+def check_alike(world: World, name: str, facts: Mapping[str, str]) -> None:
     """Compare facts across all ranks.
 
-    meeting: name of this exchange, unique in a run.
+    name: of this comparison, unique in a run.
     facts: result of `rank_facts`, or a fingerprint of the trained weights under `LoRA`.
 
     Raises CannotContinue on rank 0 if they differ; the other ranks end with it.
     """
-    if world.is_lone:
+    if world.world_size == 1:
         return
-    gathered = world.exchange(meeting, dict(facts))
-    for rank, other in enumerate(gathered):
-        for name, expected in gathered[0].items():
-            if other[name] != expected:
-                raise (
-                    CannotContinue(_difference(rank, name, other[name], expected))
-                    if world.is_first
-                    else world.stopped()
-                )
+    gathered = world.all_gather(name, dict(facts))
+    for rank, rank_values in enumerate(gathered):
+        for key, expected in gathered[0].items():
+            if rank_values[key] == expected:
+                continue
+            if world.is_first:
+                raise CannotContinue(_difference(rank, key, rank_values[key], expected))
+            raise world.faults.exception()
 
 
 def _difference(rank: int, name: str, value: str, expected: str) -> str:

@@ -31,7 +31,7 @@ class Share:
         return range(self.first_micro, self.first_micro + self.micros)
 
     @property
-    def places(self) -> range:
+    def samples(self) -> range:
         """Indices of its samples in each of them."""
         return range(self.part * self.rows, (self.part + 1) * self.rows)
 
@@ -40,8 +40,8 @@ class Share:
         return enumerate(micro_batches, start=self.first_micro)
 
 
-def share_of(rank: int, size: int, batch_size: int, accumulation: int) -> Share:
-    """Distribute the samples of a step evenly over `size` devices; return the share of device `rank`.
+def shard_step(rank: int, world_size: int, batch_size: int, accumulation: int) -> Share:
+    """Distribute the samples of a step evenly over all devices; return the share of device `rank`.
 
     A micro-batch is split into as many equal parts as possible, and the micro-batches are distributed over the groups
     of devices that this forms: of 4 devices with batch_size 2 and accumulation 2, two compute one half each of the
@@ -49,17 +49,17 @@ def share_of(rank: int, size: int, batch_size: int, accumulation: int) -> Share:
 
     Raises ValueError if the samples can't be distributed evenly.
     """
-    if not _divides(size, batch_size, accumulation):
-        fitting_batch = next(n for n in range(batch_size + 1, batch_size + size + 1) if _divides(size, n, accumulation))
-        fitting_accumulation = next(
-            n for n in range(accumulation + 1, accumulation + size + 1) if _divides(size, batch_size, n)
-        )
+    if not _divides(world_size, batch_size, accumulation):
+        batch_sizes = range(batch_size + 1, batch_size + world_size + 1)
+        fitting_batch = next(n for n in batch_sizes if _divides(world_size, n, accumulation))
+        accumulations = range(accumulation + 1, accumulation + world_size + 1)
+        fitting_accumulation = next(n for n in accumulations if _divides(world_size, batch_size, n))
         raise ValueError(
-            f"batch_size is {batch_size} and gradient_accumulation {accumulation}, which {size} devices can't share "
-            f"evenly; set batch_size to {fitting_batch}, or gradient_accumulation to {fitting_accumulation}."
+            f"batch_size is {batch_size} and gradient_accumulation {accumulation}, which {world_size} devices can't "
+            f"share evenly; set batch_size to {fitting_batch}, or gradient_accumulation to {fitting_accumulation}."
         )
-    parts = gcd(batch_size, size)
-    micros = accumulation // (size // parts)
+    parts = gcd(batch_size, world_size)
+    micros = accumulation // (world_size // parts)
     return Share(rank % parts, parts, rank // parts * micros, micros, batch_size // parts)
 
 

@@ -126,7 +126,7 @@ class PlacedModel:
         if self.sharing.node is not None:
             return transformer, ShardedSwap(blocks, self.device, memory.prefetch_blocks, self.sharing.node)
         needed = sum(m.held_bytes() for block in blocks for m in frozen_modules(block).values())
-        free = psutil.virtual_memory().available if self.world.is_lone else self.free_before
+        free = psutil.virtual_memory().available if self.world.world_size == 1 else self.free_before
         available = free // self.world.local_size
         inside = bytes_in_file(tensor for block in blocks for tensor in block.buffers())
         host = place_on_host(memory.pin_memory, self.device.type, HostWeights(needed, inside), available)
@@ -211,7 +211,7 @@ class PlacedModel:
         try:
             with self.products.measured(blocks):
                 yield self.products.micro_batches
-            self.products.adopt(self.world.agreed("products", self.products.decision()))
+            self.products.adopt(self.world.broadcast("products", self.products.decision()))
         finally:
             self.runner.discard_offloaded()
             self.runner = runner

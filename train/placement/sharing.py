@@ -42,12 +42,12 @@ class SharedBlocks:
         if self.node is None:
             return own_plan, ""
         link, count = self.node.bandwidth(self.device), self.node.count
-        reports = self.node.exchange([measured.machine.free, measured.other_bytes])
+        reports = self.node.all_gather([measured.machine.free, measured.other_bytes])
         machine = replace(measured.machine, free=min(free for free, _ in reports), link=link, file=None, shards=count)
         cost = replace(measured, machine=machine, other_bytes=max(other for _, other in reports))
         common_plan = AutomaticMemory(options, cost, order, previous_choice)
         self.agreed(common_plan, common_plan.plan)
-        all_fit, reason = all(self.node.exchange(own_plan.plan.fits)), ""
+        all_fit, reason = all(self.node.all_gather(own_plan.plan.fits)), ""
         if not common_plan.plan.swapped:
             reason = "everything fits on each device" if all_fit else "with so few blocks it would save nothing"
         elif not common_plan.plan.fits and all_fit:
@@ -60,7 +60,7 @@ class SharedBlocks:
         """Adopt the first rank's plan on all that share blocks, and return it. swap_plan: this rank's."""
         if self.node is None:
             return swap_plan
-        plain = self.node.exchange(None if swap_plan is None else swap_plan.plain())[0]
+        plain = self.node.all_gather(None if swap_plan is None else swap_plan.plain())[0]
         if plain is None:
             return None
         automatic.adopt(SwapPlan.from_plain(plain))
@@ -71,7 +71,7 @@ class SharedBlocks:
 
         Raises OutOfMemoryElsewhere if it is not on one of them, after releasing the holders.
         """
-        if self.node is not None and any(self.node.exchange(False)):
+        if self.node is not None and any(self.node.all_gather(False)):
             for holder in holders:
                 holder.release(last=True)
             raise OutOfMemoryElsewhere
@@ -79,7 +79,7 @@ class SharedBlocks:
     def not_built(self, error: Exception) -> None:
         """Report an OOM of placing the model to the other ranks, unless they have reported it."""
         if self.node is not None and not isinstance(error, OutOfMemoryElsewhere):
-            self.node.exchange(True)
+            self.node.all_gather(True)
 
     def ask_for_less(self, error: Exception) -> None:
         """Request a smaller plan for all ranks, unless another rank has requested it."""
@@ -93,12 +93,12 @@ class SharedBlocks:
         """
         if self.ring is not None:
             self.ring.end_work()
-        self.world.raise_interrupted()
+        self.world.interrupts.raise_pending()
 
-    def leave(self) -> None:
-        """Leave the other ranks because of an error."""
+    def abort(self) -> None:
+        """Let the other ranks begin no further forward, because of an error of this one."""
         if self.ring is not None:
-            self.ring.leave()
+            self.ring.abort()
 
     def facts(self) -> dict[str, int]:
         """Return an entry for the summary: the number of devices that share the swapped blocks."""

@@ -14,8 +14,8 @@ from ..checkpoint.history import continued_from, run_segments, segment_settings
 from ..checkpoint.metadata import Describe, collect_facts, metadata_writer, utc_now
 from ..checkpoint.run_folder import RunFolder
 from ..checkpoint.state import read_header
-from ..distributed.share import Share, share_of
-from ..distributed.world import LONE, World
+from ..distributed.share import Share
+from ..distributed.world import SINGLE_PROCESS, World
 from ..settings import TrainSettings
 from ..validation_split import held_out_note
 from .checks import CheckedRun
@@ -63,13 +63,12 @@ class RunContext:
     notes: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     products: Mapping[str, Any] = field(default_factory=dict)
-    world: World = LONE
+    world: World = SINGLE_PROCESS
 
     @property
     def share(self) -> Share:
         """Samples of a step that this rank takes. Raises ValueError if the ranks can't share them evenly."""
-        settings = self.settings
-        return share_of(self.world.rank, self.world.size, settings.batch_size, settings.gradient_accumulation)
+        return self.world.shard(self.settings.batch_size, self.settings.gradient_accumulation)
 
     @property
     def device_settings(self) -> TrainSettings:
@@ -101,7 +100,7 @@ def make_context(
     settings: TrainSettings,
     compile_settings: CompileSettings | None,
     companion_files: Mapping[str, str],
-    world: World = LONE,
+    world: World = SINGLE_PROCESS,
 ) -> RunContext:
     """Make the context of a run from its checks and its start.
 

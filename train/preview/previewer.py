@@ -199,11 +199,12 @@ class Previewer:
             if any(map(is_patched, self.own_models)):  # patched weights remain: must not be trained on
                 raise errors.not_unloaded(step) from error
             failed = _failure_text(error)
-        rank_results = world.exchange(f"previews {step}", [failed, [asdict(shot) for shot in own_shots]])
-        failed = next((reason for reason, _ in rank_results if reason), "")
+        reasons = world.all_gather(f"preview failures {step}", failed)
+        rank_shots = world.all_gather(f"previews {step}", [asdict(shot) for shot in own_shots])
+        failed = next((reason for reason in reasons if reason), "")
         if not failed:
-            shots = own_shots if world.is_lone else [Shot(**shot) for _, entries in rank_results for shot in entries]
-            failed = world.agreed(f"sheet {step}", self._write(trainer, step, shots))
+            shots = [Shot(**entries) for entries_of_rank in rank_shots for entries in entries_of_rank]
+            failed = world.broadcast(f"sheet {step}", self._write(trainer, step, shots))
         self.failures = self.failures + 1 if failed else 0
         if failed:
             trainer.observer.note(self._failed(step, failed))
@@ -241,7 +242,7 @@ class Previewer:
     def _make(self, trainer: "Trainer", step: int, due: list[Row]) -> list[Shot]:
         """Make the previews of a step and their files; on several ranks, this rank's part of them."""
         assert self.folder is not None
-        due, shots = _part(due, trainer.world.rank, trainer.world.size), []
+        due, shots = _part(due, trainer.world.rank, trainer.world.world_size), []
         if not due:
             return []
         loras = {ema: convert(trainer.learner.snapshot(ema)) for ema in {row.preview.use_ema for row in due}}

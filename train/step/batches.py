@@ -80,13 +80,13 @@ class StepBatches:
         indices_by_micro = [next(batches) for _ in range(self.settings.gradient_accumulation)]
         samples, seed = self.samples, self.settings.seed
 
-        def requested(index: int, micro: int, place: int) -> SampleRequest:
-            choice = choose_variant(samples[index], seed, (step, micro), place)
+        def request(index: int, micro: int, position: int) -> SampleRequest:
+            choice = choose_variant(samples[index], seed, (step, micro), position)
             objective = self.settings.objective
             return index, with_empty_caption(with_class_caption(choice, samples[index], objective), objective)
 
         return [
-            [requested(index, micro, place) for place, index in enumerate(indices) if place in self.share.places]
+            [request(indices[position], micro, position) for position in self.share.samples]
             for micro, indices in enumerate(indices_by_micro)
             if micro in self.share.micro_batches
         ]

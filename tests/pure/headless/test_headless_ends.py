@@ -167,13 +167,14 @@ def test_what_a_device_lacks_is_told_by_it_and_to_the_others_unless_one_has_told
 
     told, loop = [], asyncio.new_event_loop()
     world = SimpleNamespace(
-        fault=lambda seconds: {"rank": 0} if known else None, tell=lambda error, text: told.append(text)
+        faults=SimpleNamespace(first=lambda seconds: "fault" if known else None),
+        abort=lambda error, text: told.append(text),
     )
     server = Server()
     server.loop = loop
     nodes.NODE_CLASS_MAPPINGS = {}
     modules = {
-        "tessera.train.distributed.current": SimpleNamespace(current_world=lambda: world),
+        "tessera.train.distributed.world": SimpleNamespace(current_world=lambda: world),
         "execution": SimpleNamespace(validate_prompt=validate_prompt),
         "main": SimpleNamespace(asset_seeder=SimpleNamespace(shutdown=list), cleanup_temp=list),
     }
@@ -281,12 +282,12 @@ def test_what_several_devices_cannot_do_is_told_once(options, said, executed, ca
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_step_that_several_devices_cannot_share_is_told_before_a_node_runs(size, monkeypatch):
-    def share_of(rank, size, batch_size, accumulation):
+    def shard_step(rank, size, batch_size, accumulation):
         raise ValueError(f"{size} devices can't share {batch_size} and {accumulation}")
 
     for name in [name for name in sys.modules if name.endswith(".train.distributed.share")]:
         monkeypatch.delitem(sys.modules, name)  # tests of the pack in this process have loaded it
-    monkeypatch.setitem(sys.modules, "the pack.train.distributed.share", SimpleNamespace(share_of=share_of))
+    monkeypatch.setitem(sys.modules, "the pack.train.distributed.share", SimpleNamespace(shard_step=shard_step))
     rank = Rank(0, size, 0)
     linked = {"batch_size": ["1", 0], "gradient_accumulation": 2}
     rank.check_shares({"4": {"class_type": TRAIN, "inputs": linked}, "5": WITH_MORE["5"]})
@@ -303,7 +304,8 @@ def test_what_the_first_device_finds_too_is_left_to_it(rank, first, tells, monke
         waited.append(seconds)
         return {"rank": 0} if first else None
 
-    world = SimpleNamespace(fault=fault, tell=lambda error, sentence: told.append(sentence))
+    abort = lambda error, sentence: told.append(sentence)  # noqa: E731
+    world = SimpleNamespace(faults=SimpleNamespace(first=fault), abort=abort)
     monkeypatch.setattr(Rank, "world", lambda self: world)
     assert Rank(rank, 2, rank).tell_others("no file", 5.0) is tells
     assert waited == [5.0 if rank else 0.0] and told == (["no file"] if tells else [])

@@ -21,27 +21,27 @@ def test_every_sample_of_a_step_is_taken_once_and_all_devices_take_as_many(size)
     for batch_size in range(1, 13):
         for accumulation in range(1, 13):
             try:
-                shares = [share.share_of(rank, size, batch_size, accumulation) for rank in range(size)]
+                shares = [share.shard_step(rank, size, batch_size, accumulation) for rank in range(size)]
             except ValueError:
                 continue
             dealt += 1
-            taken = [(micro, place) for one in shares for micro in one.micro_batches for place in one.places]
+            taken = [(micro, place) for one in shares for micro in one.micro_batches for place in one.samples]
             whole = [(micro, place) for micro in range(accumulation) for place in range(batch_size)]
             assert sorted(taken) == whole
             assert len({one.micros * one.rows for one in shares}) == 1
-            assert all(one.part * one.rows == one.places[0] and one.parts * one.rows == batch_size for one in shares)
+            assert all(one.part * one.rows == one.samples[0] and one.parts * one.rows == batch_size for one in shares)
     # Whatever can be shared is: a step of as many samples as devices, at least.
     assert dealt >= sum(n % size == 0 for n in range(1, 13)) * 12
 
 
 def test_alone_a_device_takes_the_whole_step():
-    assert share.share_of(0, 1, 3, 2) == share.Share(0, 1, 0, 2, 3)
+    assert share.shard_step(0, 1, 3, 2) == share.Share(0, 1, 0, 2, 3)
 
 
 def test_micro_batches_are_halved_before_whole_ones_are_dealt_out():
-    assert [share.share_of(rank, 2, 4, 2).places for rank in range(2)] == [range(2), range(2, 4)]
-    assert [share.share_of(rank, 2, 1, 4).micro_batches for rank in range(2)] == [range(2), range(2, 4)]
-    four = [share.share_of(rank, 4, 2, 2) for rank in range(4)]
+    assert [share.shard_step(rank, 2, 4, 2).samples for rank in range(2)] == [range(2), range(2, 4)]
+    assert [share.shard_step(rank, 2, 1, 4).micro_batches for rank in range(2)] == [range(2), range(2, 4)]
+    four = [share.shard_step(rank, 4, 2, 2) for rank in range(4)]
     assert [(one.part, one.first_micro) for one in four] == [(0, 0), (1, 0), (0, 1), (1, 1)]
 
 
@@ -51,7 +51,7 @@ def test_micro_batches_are_halved_before_whole_ones_are_dealt_out():
 def test_what_can_not_be_shared_is_told_with_the_next_that_can(size, batch_size, accumulation, larger, more):
     said = f"set batch_size to {larger}, or gradient_accumulation to {more}"
     with pytest.raises(ValueError, match=said):
-        share.share_of(0, size, batch_size, accumulation)
+        share.shard_step(0, size, batch_size, accumulation)
     for rank in range(size):
-        share.share_of(rank, size, larger, accumulation)
-        share.share_of(rank, size, batch_size, more)
+        share.shard_step(rank, size, larger, accumulation)
+        share.shard_step(rank, size, batch_size, more)

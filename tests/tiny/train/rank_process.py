@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import with_comfyui  # noqa: E402, F401
 OTHER_COLLECTIVES = ("broadcast", "all_gather", "all_gather_into_tensor", "reduce", "reduce_scatter_tensor", "barrier")
 
 
-def act_at(job: dict[str, Any], world: Any) -> None:
+def act_at(job: dict[str, Any], world: Any, killing: list[threading.Timer]) -> None:
     """Let something go wrong on one rank, in the losses of a step."""
     from comfy.model_management import InterruptProcessingException
     from tessera.train.step.losses import StepLosses
@@ -32,7 +33,7 @@ def act_at(job: dict[str, Any], world: Any) -> None:
     batch_loss, act = StepLosses.batch_loss, job["act"]
 
     def interrupted() -> None:
-        world.check_interrupted = lambda: None
+        world.interrupts.watch(lambda: None)
         raise InterruptProcessingException
 
     def acting(losses: Any, batch: Any, rng_key: tuple[int, int]) -> torch.Tensor:
@@ -43,15 +44,15 @@ def act_at(job: dict[str, Any], world: Any) -> None:
             time.sleep(act["seconds"])
         elif rng_key[0] == act.get("step"):
             if act["do"] == "kill" and act.get("seconds"):
-                if world.killing is None:  # it may come in a save as well as in a sum
-                    world.killing = threading.Timer(act["seconds"], os.kill, (os.getpid(), 9))
-                    world.killing.start()
+                if not killing:  # it may come in a save as well as in a sum
+                    killing.append(threading.Timer(act["seconds"], os.kill, (os.getpid(), 9)))
+                    killing[0].start()
             elif act["do"] == "kill":
                 os.kill(os.getpid(), 9)
             if act["do"] == "hang":
                 time.sleep(3600)
             if act["do"] == "cancel waiting" and world.rank == act["rank"]:
-                world.check_interrupted = interrupted
+                world.interrupts.watch(interrupted)
             elif act["do"] == "cancel waiting":
                 time.sleep(1)
             if act["do"] == "cancel":
@@ -233,7 +234,7 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
     import tiny
     from tessera.compile.settings import CompileSettings
     from tessera.memory.swap.sharded import ShardedRing
-    from tessera.train.distributed import meeting, node
+    from tessera.train.distributed import barrier, node
     from tessera.train.distributed import world as worlds
     from tessera.train.placement import auto
     from tessera.train.placement.placed_model import PlacedModel
@@ -243,11 +244,15 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
     from tiny.train.runs import Watcher, mixed_data, partly_without_gradient, run_settings
 
     local_size = job.get("local", job["size"])  # as many of them are on one machine
-    world = worlds.World(job["rank"], job["size"], dist.PrefixStore(str(job["number"]), store), local_size)
-    world.wait_limit = job.get("wait_limit", 60.0)
-    world.killing, meeting.GRACE = None, job.get("grace", 5.0)
-    world.meets, world.gathers_by_gloo = job.get("meets", False), not job.get("nccl_only")
-    world.step_limit = worlds.timedelta(seconds=job.get("step_limit", 240))  # half an hour would be that of the tests
+    options = worlds.WorldOptions(
+        timedelta(seconds=job.get("step_limit", 240)),  # half an hour would be that of the tests
+        job.get("wait_limit", 60.0),
+        barrier_before_sum=job.get("meets", False),
+        gloo_gathers=not job.get("nccl_only"),
+    )
+    run_store = dist.PrefixStore(str(job["number"]), store)
+    world = worlds.World(job["rank"], job["size"], run_store, local_size, options=options)
+    barrier.GRACE, killing = job.get("grace", 5.0), list[threading.Timer]()
     sent_bytes: list[int] = []
     other_collectives: list[str] = []
     all_reduce = dist.all_reduce
@@ -288,7 +293,7 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
 
     node.gather_pieces = counted_gather
     if job.get("act"):
-        act_at(job, world)
+        act_at(job, world, killing)
     if job.get("without_gradient"):
         StepLosses.batch_loss = partly_without_gradient(batch_loss)  # type: ignore[method-assign]
     if job.get("unchecked"):
@@ -332,8 +337,8 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
         dist.all_reduce, StepLosses.batch_loss = all_reduce, batch_loss
         BlockProducts.__init__, auto.free_memory = begin, free  # type: ignore[method-assign]
         psutil.virtual_memory, auto.measure, PlacedModel.check_forward = memory, measure, check
-        if world.killing is not None:
-            world.killing.cancel()
+        for timer in killing:
+            timer.cancel()
         for name, function in originals.items():
             setattr(dist, name, function)
         if dist.is_initialized() and not job.get("ends"):  # it would wait for a sum that was given up
@@ -343,8 +348,8 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
         "sent": sent_bytes,
         "others": other_collectives,
         "gathers": gathers,
-        "waited": world.seconds_waited,
-        "sums": world.sums,
+        "waited": world.wait_time.seconds,
+        "sums": world.collectives.sums,
     }
     return answer | notes | counted | counts | held_watcher.figures
 

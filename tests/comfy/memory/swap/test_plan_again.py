@@ -9,7 +9,7 @@ import tiny
 import torch
 from tessera.memory.swap.block_cost import LEAST_BUDGET, BlockCost
 from tessera.memory.swap.plan import Hardware, Way
-from tessera.train.distributed.world import LONE
+from tessera.train.distributed.world import SINGLE_PROCESS
 from tessera.train.placement.auto import AutomaticMemory, StepCost
 from tessera.train.placement.block_clock import LEAST, BlockClock
 from tessera.train.placement.sharing import SharedBlocks
@@ -84,7 +84,7 @@ class Peer:
     def bandwidth(self, device: torch.device) -> float:
         return 50.0 * MB
 
-    def exchange(self, own: Any) -> list[Any]:
+    def all_gather(self, own: Any) -> list[Any]:
         return [own, self.room if isinstance(own, list) else own]
 
 
@@ -93,7 +93,7 @@ def test_devices_that_share_blocks_plan_for_the_least_room_and_the_most_in_it_of
     blocks = tuple(replace(block, weights=100 * MB, inputs=MB, saved=20 * MB) for block in BLOCKS)
     machine = Hardware(free=950 * MB, link=50.0 * MB, host=10**12)
     measured = replace(MEASURED, blocks=blocks, other_bytes=50 * MB, machine=machine)
-    sharing = SharedBlocks(LONE, Peer(free * MB, other * MB), CPU)
+    sharing = SharedBlocks(SINGLE_PROCESS, Peer(free * MB, other * MB), CPU)
     memory, _ = sharing.plan(MemoryOptions(checkpointing="auto", blocks_to_swap=-1), measured, (), None)
     found = memory.measured
     assert (found.machine.shards, found.machine.free, found.other_bytes) == (

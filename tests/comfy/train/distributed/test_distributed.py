@@ -10,8 +10,7 @@ import tiny
 import torch
 from safetensors.torch import load_file
 from tessera.common.processes import SWITCH
-from tessera.train.distributed.current import current_world
-from tessera.train.distributed.world import LONE
+from tessera.train.distributed.world import SINGLE_PROCESS, current_world
 from tessera.train.step.losses import StepLosses
 from tessera.train.train_lora import train_lora
 from thinned import one_in
@@ -378,6 +377,6 @@ def test_devices_that_begin_apart_do_not_begin(ranks, tmp_path):
 def test_a_server_that_torchrun_has_started_waits_for_nobody(monkeypatch):
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert current_world.__wrapped__() is LONE
+    assert current_world.__wrapped__() is SINGLE_PROCESS
     monkeypatch.setenv(SWITCH, "1")  # of run.py's own process, which starts others
-    assert current_world.__wrapped__() is LONE
+    assert current_world.__wrapped__() is SINGLE_PROCESS

@@ -15,8 +15,8 @@ class Others:
     """Another rank, which needs something else now and then; pieces are known by their number."""
 
     def __init__(self, seed):
-        self.count, self.place, self.random = 2, 0, random.Random(seed)
-        self.met, self.left, self.late = [], [], False
+        self.count, self.index, self.random = 2, 0, random.Random(seed)
+        self.requests, self.aborted, self.late = [], [], False
         self.pending = []
 
     def gather(self, output, piece):
@@ -25,13 +25,13 @@ class Others:
 
         self.pending.append(copy) if self.late else copy()
 
-    def meet(self, wish, fresh):
-        other = self.random.choice((FORWARD, BACKWARD, DONE)) if len(self.met) % 5 else DONE
-        self.met.append((wish, other))
-        return [(wish, fresh), (other, False)]
+    def barrier(self, request, fresh):
+        other = self.random.choice((FORWARD, BACKWARD, DONE)) if len(self.requests) % 5 else DONE
+        self.requests.append((request, other))
+        return [(request, fresh), (other, False)]
 
-    def leave(self, whole):
-        self.left.append(whole)
+    def abort(self, complete):
+        self.aborted.append(complete)
 
 
 def ring_of(others, prefetch):
@@ -54,7 +54,7 @@ def test_a_block_lies_whole_in_its_slot_at_its_turn():
                 assert slot[:256].eq(j).all() and slot[256:].eq(100 + j).all(), (turn, j)
             if turn % 7 == 0:
                 ring.end_work()
-        assert {wish for wish, _ in others.met} == {FORWARD, BACKWARD, DONE}
+        assert {request for request, _ in others.requests} == {FORWARD, BACKWARD, DONE}
 
 
 def test_a_block_is_waited_for(monkeypatch):
@@ -83,7 +83,7 @@ def test_the_blocks_ahead_are_asked_for_before_one_is_waited_for(prefetch, monke
         held(output, piece)
 
     monkeypatch.setattr(others, "gather", gather)
-    monkeypatch.setattr(others, "meet", lambda wish, fresh: [(wish, fresh)])
+    monkeypatch.setattr(others, "barrier", lambda request, fresh: [(request, fresh)])
     monkeypatch.setattr(ring.stream, "wait", lambda copied: there.append(len(brought)))
     for j in range(BLOCKS):
         ring.forward(j)
@@ -108,9 +108,9 @@ def test_who_leaves_says_whether_the_others_get_the_sweep_that_is_under_way(fail
     if fails:
         monkeypatch.setattr(others, "gather", gather)
     with pytest.raises(torch.AcceleratorError) if fails else nullcontext():
-        ring.leave()
-    ring.leave()
-    assert others.left == [not fails]
+        ring.abort()
+    ring.abort()
+    assert others.aborted == [not fails]
 
 
 class Held(FrozenModule):

@@ -1,4 +1,4 @@
-"""Meetings of ranks: all go on, or none, whoever waits no longer; and what a device has queued is not waited for."""
+"""Barriers of ranks: all go on, or none, whoever waits no longer; and what a device has queued is not waited for."""
 
 import threading
 import time
@@ -8,32 +8,39 @@ import pytest
 import torch
 import torch.distributed as dist
 from comfy.model_management import InterruptProcessingException
-from tessera.train.distributed import meeting, node, world
+from tessera.train.distributed import barrier, collectives, node
+from tessera.train.distributed.barrier import Barrier, BrokenBarrier
+from tessera.train.distributed.collectives import WorldOptions
 from tessera.train.distributed.gradient_sync import GradientSync
-from tessera.train.distributed.meeting import Meeting, Unmet
 from tessera.train.distributed.node import NodeRanks
+from tessera.train.distributed.store import Topic
 from tessera.train.distributed.world import World
 from tessera.train.errors import CannotContinue
 
 
 @pytest.fixture
 def store(monkeypatch):
-    for module in (meeting, world):
+    for module in (barrier, collectives):
         monkeypatch.setattr(module, "GRACE", 0.2)
     monkeypatch.setattr(node, "GRACE", 1.0)
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def world_of(store, rank, size=2, interrupted=None):
-    made = World(rank, size, store, size)
-    made.step_limit = timedelta(seconds=0.6 if interrupted is None else 60)
+def world_of(store, rank, size=2, interrupted=None, seconds=None):
+    timeout = timedelta(seconds=seconds or (0.6 if interrupted is None else 60))
+    world = World(rank, size, store, size, options=WorldOptions(timeout, barrier_before_sum=True))
 
     def check():
         if interrupted is not None and interrupted.is_set():
             raise InterruptProcessingException
 
-    made.begin_run(check)
-    return made
+    world.begin_run(check)
+    return world
+
+
+def meet(world, value=None):
+    """Pass the barrier before the first sum."""
+    return world.collectives.barrier("sum", 1, value, world.collectives.ranks)
 
 
 def later(seconds, act):
@@ -50,14 +57,14 @@ def test_all_go_on_or_none_whenever_one_leaves(store):
         met = [None] * 3
 
         def come(rank, number=number, met=met):
-            one = Meeting(others[rank], f"meeting {number}", range(3), rank)
+            one = Barrier(others[rank], f"barrier {number}", range(3), rank)
             waits = time.monotonic() + (number % 12 * 0.0004 if rank == 1 else 60)
             if rank == 2:
                 time.sleep(number % 5 * 0.001)
             try:
                 met[rank] = one.wait(rank * 10, max(0.0, waits - time.monotonic()), lambda: False, None)
-            except Unmet as unmet:
-                met[rank] = unmet.leaving_rank
+            except BrokenBarrier as broken:
+                met[rank] = broken.aborting_rank
 
         threads = [threading.Thread(target=come, args=(rank,)) for rank in range(3)]
         [thread.start() for thread in threads]
@@ -72,22 +79,22 @@ def test_an_interrupt_is_raised_as_such_where_another_does_not_come_soon(store):
     first, second = world_of(store, 0, interrupted=interrupted), world_of(store, 1)
     timer = later(0.3, interrupted.set)
     with pytest.raises(InterruptProcessingException):
-        first.meet("sum", 1, None)
+        meet(first)
     timer.join()
-    with pytest.raises(Unmet) as unmet:  # who comes then does not wait
-        second.meet("sum", 1, None)
-    assert (unmet.value.leaving_rank, unmet.value.comes) == (0, False)
+    with pytest.raises(BrokenBarrier) as broken:  # who comes then does not wait
+        meet(second)
+    assert (broken.value.aborting_rank, broken.value.joins_sum) == (0, False)
 
 
 def test_an_interrupt_waits_where_the_other_comes_soon(store):
     interrupted = threading.Event()
     interrupted.set()
     first, second = world_of(store, 0, interrupted=interrupted), world_of(store, 1)
-    timer = later(0.1, lambda: second.meet("sum", 1, "b"))
-    assert first.meet("sum", 1, "a") == ["a", "b"]
+    timer = later(0.1, lambda: meet(second, "b"))
+    assert meet(first, "a") == ["a", "b"]
     timer.join()
     with pytest.raises(InterruptProcessingException):
-        first.raise_interrupted()
+        first.interrupts.raise_pending()
 
 
 class Event:
@@ -117,19 +124,19 @@ def test_what_is_queued_behind_a_dead_device_is_aborted_and_the_device_named(can
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(done=True))
     interrupted = threading.Event()
     first, second = world_of(store, 0, interrupted=interrupted if cancelled else None), world_of(store, 1)
-    first.meets, aborted = True, []
-    first.node = NodeRanks(first, range(2), None)
-    first.node.gathered = Event(done=False)  # a gather to which the other has not come
-    monkeypatch.setattr(first.node, "abort", lambda: aborted.append(True))
-    second.post("at/1", 2)
+    peers, aborted = NodeRanks(first, range(2), None), []
+    first.collectives.attach(peers)
+    peers.gathered = Event(done=False)  # a gather to which the other has not come
+    monkeypatch.setattr(peers, "abort_gathers", lambda: aborted.append(True))
+    second.store.set(Topic.SUMMED_STEP, 2, "1")
     if cancelled:
         interrupted.set()
     with pytest.raises(InterruptProcessingException if cancelled else CannotContinue) as error:
-        first.sum(Gradients(), 3)
+        first.collectives.all_reduce(Gradients(), 3)
     assert cancelled or str(error.value).startswith("Device 1 did not get to the end of step 3")
     assert aborted == [True]
-    with pytest.raises(Unmet):  # so nobody waits in the sum for this one
-        second.meet("sum", 1, None)
+    with pytest.raises(BrokenBarrier):  # so nobody waits in the sum for this one
+        meet(second)
 
 
 class Failed:
@@ -146,27 +153,25 @@ def test_nobody_waits_for_a_device_that_has_failed_and_its_error_is_told(at, sto
     stream = Stream(done=True)
     stream.record_event = Failed().query if at == "queue" else lambda: Failed() if at == "event" else Event(True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    first, second = (world_of(store, rank, interrupted=threading.Event()) for rank in range(2))
-    first.meets = second.meets = True
-    first.step_limit = timedelta(seconds=15)
+    first, second = (world_of(store, rank, interrupted=threading.Event(), seconds=15) for rank in range(2))
     found = []
 
     def train():
-        first.post("at/0", 3)
+        first.store.set(Topic.SUMMED_STEP, 3, "0")
         try:
-            first.meet("sum", 1, None)
-        except Unmet as unmet:
-            found.append(first._missing_rank_error(3, unmet.missing))
+            meet(first)
+        except BrokenBarrier as broken:
+            found.append(first.collectives._missing_from_sum(3, broken.missing))
 
     thread = later(0.0, train)
     sync = GradientSync.__new__(GradientSync)
-    sync.world, sync.sums_left, sync.buffer = second, 5, Failed()
+    sync.world, sync.remaining_sums, sync.buffer = second, 5, Failed()
     error = RuntimeError("CUDA error: an illegal memory access was encountered")
     if at != "buffer":
         with pytest.raises(torch.AcceleratorError):
-            second.sum(Gradients(), 3)
-        sync.sums_left = 0  # as a sum that fails leaves it
-    sync.leave(error, 3, lambda: None)
+            second.collectives.all_reduce(Gradients(), 3)
+        sync.remaining_sums = 0  # as a sum that fails leaves it
+    sync.abort(error, 3, lambda: None)
     thread.join(5)
     assert "Device 1 on " in str(found[0]) and "illegal memory access" in str(found[0])
 
@@ -175,16 +180,16 @@ def test_the_cause_is_told_where_a_signal_came_with_it(store):
     """The launcher ends all processes when one has ended; that is no Cancel."""
     interrupted = threading.Event()
     first, second = world_of(store, 0, interrupted=interrupted), world_of(store, 1)
-    second.tell(RuntimeError("out of memory"), "It ran out of memory.")
+    second.abort(RuntimeError("out of memory"), "It ran out of memory.")
     interrupted.set()
     with pytest.raises(CannotContinue, match="It ran out of memory"):
-        first.meet("sum", 1, None)
+        meet(first)
 
 
 def test_of_those_that_did_not_come_another_is_named(store):
     first = world_of(store, 0, 3)
-    first.post("at/0", 3)
-    assert str(first._missing_rank_error(3, [0, 2])).startswith("Device 2 did not get to the end of step 3")
+    first.store.set(Topic.SUMMED_STEP, 3, "0")
+    assert str(first.collectives._missing_from_sum(3, [0, 2])).startswith("Device 2 did not get to the end of step 3")
 
 
 @pytest.mark.parametrize("late", ["gradients", "gather"])
@@ -194,10 +199,11 @@ def test_a_device_comes_to_the_sum_when_its_work_is_done(late, store, monkeypatc
     monkeypatch.setattr(stream, "record_event", lambda: gradients)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     first, second = world_of(store, 0), world_of(store, 1)
-    first.meets, first.node = True, NodeRanks(first, range(2), None)
-    first.node.gathered = gather
+    peers = NodeRanks(first, range(2), None)
+    peers.gathered = gather
+    first.collectives.attach(peers)
     came = []
-    other = threading.Thread(target=lambda: came.append(second.meet("sum", 1, None)))
+    other = threading.Thread(target=lambda: came.append(meet(second)))
     other.start()
 
     def end_work():
@@ -205,7 +211,7 @@ def test_a_device_comes_to_the_sum_when_its_work_is_done(late, store, monkeypatc
         gradients.done = gather.done = True
 
     timer = later(0.2, end_work)
-    first._meet(torch.device("cuda", 0))
+    first.collectives._barrier_before_sum(torch.device("cuda", 0))
     other.join()
     timer.join()
     assert came == ["work", [None, None]]
@@ -221,7 +227,7 @@ def test_a_meeting_of_shared_blocks_ends_alike(cancelled, store):
 
     def come():
         try:
-            theirs.meet("forward", False)
+            theirs.barrier("forward", False)
         except BaseException as error:
             told.append(error)
 
@@ -229,15 +235,15 @@ def test_a_meeting_of_shared_blocks_ends_alike(cancelled, store):
     if cancelled:
         interrupted.set()
     with pytest.raises(InterruptProcessingException if cancelled else CannotContinue) as error:
-        ours.meet("forward", False)
-    first.tell(error.value, str(error.value))
+        ours.barrier("forward", False)
+    first.abort(error.value, str(error.value))
     thread.join()
     if cancelled:
         assert isinstance(told[0], InterruptProcessingException)
     else:
         assert all("Device 1 did not get to share its part" in str(one) for one in (error.value, told[0]))
     with pytest.raises(CannotContinue, match="gone"):
-        ours.leave(whole=True)
+        ours.abort(complete=True)
 
 
 def test_gathers_that_a_failed_device_does_not_take_part_in_are_ended_and_its_error_is_told(store, monkeypatch):
@@ -248,11 +254,11 @@ def test_gathers_that_a_failed_device_does_not_take_part_in_are_ended_and_its_er
     first, second = (world_of(store, rank, 3, threading.Event()) for rank in range(2))
     ours, theirs = (NodeRanks(world, range(2), None) for world in (first, second))
     aborted, found = [], []
-    monkeypatch.setattr(ours, "abort", lambda: aborted.append(True))
+    monkeypatch.setattr(ours, "abort_gathers", lambda: aborted.append(True))
 
     def come():
         try:
-            ours.meet("forward", False)
+            ours.barrier("forward", False)
         except CannotContinue as error:
             found.append(str(error))
 
@@ -260,15 +266,15 @@ def test_gathers_that_a_failed_device_does_not_take_part_in_are_ended_and_its_er
     with pytest.raises(torch.AcceleratorError) as error:
         theirs.gather(torch.zeros(2), torch.zeros(1))
     sync = GradientSync.__new__(GradientSync)
-    sync.world, sync.sums_left = second, 5
+    sync.world, sync.remaining_sums = second, 5
 
-    def leave_gathers():
-        theirs.leave(whole=False)
+    def abort_gathers():
+        theirs.abort(complete=False)
         raise error.value
 
-    sync.leave(error.value, 3, leave_gathers)
+    sync.abort(error.value, 3, abort_gathers)
     thread.join()
     assert aborted == [True] and "Device 1 on " in found[0] and "illegal memory access" in found[0]
-    with pytest.raises(Unmet) as unmet:  # on another machine
-        world_of(store, 2, 3).meet("sum", 1, None)
-    assert unmet.value.leaving_rank == 1
+    with pytest.raises(BrokenBarrier) as broken:  # on another machine
+        meet(world_of(store, 2, 3))
+    assert broken.value.aborting_rank == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from tessera.train.distributed.rounds import common_name
+from tessera.train.distributed.rendezvous import common_name
 
 # Trains for nobody: it meets, writes down whom, and goes on until torchrun starts it again.
 SCRIPT = """
@@ -19,13 +19,13 @@ from datetime import timedelta
 from pathlib import Path
 import torch.distributed as dist
 
-spec = importlib.util.spec_from_file_location("rounds", sys.argv[1])
-rounds = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(rounds)
+spec = importlib.util.spec_from_file_location("rendezvous", sys.argv[1])
+rendezvous = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(rendezvous)
 folder, machine = Path(sys.argv[2]), os.environ["MACHINE"]
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=60)))
-name = rounds.common_name(dist.PrefixStore("tessera", store), rank, size, 60)
+name = rendezvous.common_name(dist.PrefixStore("tessera", store), rank, size, 60)
 own = dist.PrefixStore(name, store)
 fault = own.check(["fault"])
 own.set(f"met/{rank}", "yes")

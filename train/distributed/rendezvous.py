@@ -2,10 +2,13 @@
 
 import time
 import uuid
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 
-def common_name(store: Any, rank: int, size: int, seconds: float) -> str:
+def common_name(store: "Store", rank: int, world_size: int, seconds: float) -> str:
     """Meet the other processes that torchrun started with this one; returns a name that only these know.
 
     torchrun's agents may keep a store through restarts, including the keys of earlier processes. Nothing in a process's
@@ -32,7 +35,7 @@ def common_name(store: Any, rank: int, size: int, seconds: float) -> str:
         name = answer.removeprefix(token)
         store.set(f"taken/{rank}", name)
         return name
-    answered, pending = dict[int, str](), set(range(1, size))
+    answered, pending = dict[int, str](), set(range(1, world_size))
     while pending := {other for other in pending if read(f"taken/{other}") != token}:
         for other in pending:
             if (other_token := read(f"here/{other}")) and answered.get(other) != other_token:
