@@ -16,6 +16,11 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 
 
+def script(name: str) -> tuple[str, str]:
+    """Return the interpreter's arguments that run a script of this folder by room and name, such as step.contestant."""
+    return str(HERE), name
+
+
 def processor() -> str:
     """Name the CPU of this machine."""
     with suppress(OSError):
@@ -45,13 +50,13 @@ class Measured:
 class CommandProcess(Measured):
     """A process that takes commands.
 
-    script: in the folder of this file; it gets `spec` as its argument.
+    script: the interpreter's arguments, to which `spec` comes: see `script`.
     python: the interpreter that runs it.
     limit: seconds that a reply may take; a process that takes longer is killed. None waits for ever.
     is_started: it was started, and its first line is not read yet.
     """
 
-    script: str = ""
+    script: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     log: Path = Path()
     python: str = sys.executable
@@ -69,7 +74,7 @@ class CommandProcess(Measured):
 
     def begin(self) -> None:
         """Start the process without waiting until it is ready."""
-        command = [self.python, str(HERE / self.script), json.dumps(self.spec)]
+        command = [self.python, *self.script, json.dumps(self.spec)]
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=self.environment

@@ -56,7 +56,8 @@ def sample(spec: dict[str, Any]) -> dict[str, Any]:
     """Measure the seconds of a sampling step, on the second picture. Unless the model is resident, take memory of the
     card until only half of the model fits."""
     from families import MODELS
-    from infer_contestant import Sampler
+
+    from infer.contestant import Sampler
 
     cuda, mode = spec["device"] == "cuda", spec["how"]
     model = MODELS[spec["size"]][spec["model"]]
@@ -124,7 +125,7 @@ def core_trains(spec: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any
     from dataclasses import asdict, replace
 
     from families import MODELS
-    from processes import CommandProcess
+    from processes import CommandProcess, script
 
     set_up_comfyui("meta")
     model, cuda = MODELS[spec["size"]][spec["model"]], spec["device"] == "cuda"
@@ -138,7 +139,7 @@ def core_trains(spec: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any
         "file": "" if model.write is None else str(model.write(folder / "model.safetensors")),
     }
     core = CommandProcess(
-        "core", spec_of_core, script="train_step_contestant.py", log=folder / "log", python=sys.executable
+        "core", spec_of_core, script=script("step.contestant"), log=folder / "log", python=sys.executable
     )
     core.environment = dict(os.environ)
     try:

@@ -19,7 +19,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from processes import CommandProcess
+from processes import CommandProcess, script
 
 from card.case import Case, Group
 from card.cases import PARTS, groups
@@ -28,7 +28,7 @@ from card.plan import plan
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "cards"
-WORKER = "card/worker.py"  # in the folder of processes.py
+WORKER = script("card.worker")
 STARTING = 150.0  # seconds until a process has loaded torch, ComfyUI and its model
 PLAN = "plan"  # in place of a part
 MINUTES, LIMIT = 12.0, 450.0  # of the plan, and seconds of a part

@@ -5,7 +5,7 @@ from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
-from counted_page import graphs_of, seconds_at, size, step_launches
+from counted.page import graphs_of, seconds_at, size, step_launches
 
 TOLERANCE = 0.03  # a greater difference is a fault of the counter
 # By the first that has one of the words in a kernel's name.
@@ -126,7 +126,7 @@ def start(spec: dict[str, Any]) -> Callable[[dict[str, Any], Any], dict[str, Any
     set_up_comfyui("meta")  # the pack's prices; what counts has a process of its own
 
     def count(settings: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
-        import counted
+        from counted import counted
 
         row = next(r for r in counted.ROWS if (r.model, r.side, r.batch) == (settings["row"], settings["side"], 1))
         one_way = type(row)(**{f.name: getattr(row, f.name) for f in fields(row)} | {"selective": False})

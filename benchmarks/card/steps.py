@@ -40,9 +40,9 @@ class Enough(Exception):
 class Steps:
     def __init__(self, spec: dict[str, Any]):
         from families import MODELS
-        from train_step_turns import Memory
 
         from card.kernels import count_bytes
+        from step.turns import Memory
 
         self.spec, self.cuda = spec, spec["device"] == "cuda"
         self.model = MODELS[spec["size"]][spec["model"]]
@@ -52,9 +52,8 @@ class Steps:
         count_bytes()
 
     def measure(self, settings: dict[str, Any], figures_by_case: dict[str, Any]) -> dict[str, Any]:
-        from train_step_data import random_data
-
         from card.kernels import bytes_of_graphs
+        from step.data import random_data
 
         picture = self.model.picture
         if settings["side"] and self.spec["size"] == "full":
@@ -106,7 +105,7 @@ class Steps:
         }
 
     def make_trainer(self, settings: dict[str, Any], data: Any) -> Any:
-        from train_step_contestant import make_trainer
+        from step.contestant import make_trainer
 
         names = ("attention", "pin_memory", "offload_activations", "products", "base")
         memory = {name: settings[name] for name in names if name in settings}

@@ -13,13 +13,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from processes import take_over_stdout
+
+from card.page import FAILED, OK
+
 HERE = Path(__file__).resolve().parent
-sys.path[0] = str(HERE.parent)
-
-from processes import take_over_stdout  # noqa: E402
-
-from card.page import FAILED, OK  # noqa: E402
-
 ROOT = HERE.parents[1]
 # Errors of every later call after a CUDA device has failed.
 BROKEN = ("CUDA error", "CUDA driver error", "unspecified launch failure", "illegal memory access")

@@ -1,9 +1,9 @@
 """Cost model of a compiled block: FLOP and bytes of its kernels, and their seconds at given rates.
 
-The planner and `benchmarks/counted.py` price blocks by these functions. The estimates made without lowering a block
-(bytes from the eager block's saved bytes, the recompute of selective checkpointing) agree with the lowered blocks of
-benchmarks/results/counted.json within the tolerances of tests/pure/benchmarks/test_counted_cost.py, and with the times
-of an H100 within those of tests/unit/benchmarks/test_card_pages.py.
+The planner and `benchmarks/counted/counted.py` price blocks by these functions. The estimates made without lowering a
+block (bytes from the eager block's saved bytes, the recompute of selective checkpointing) agree with the lowered blocks
+of benchmarks/results/counted.json within the tolerances of tests/pure/benchmarks/test_counted_cost.py, and with the
+times of an H100 within those of tests/unit/benchmarks/test_card_pages.py.
 """
 
 from collections.abc import Mapping

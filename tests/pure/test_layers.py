@@ -157,10 +157,10 @@ def test_folders_and_files_are_small():
     assert not full, "\n".join(full)
 
 
-def test_folders_of_tests_have_rooms():
+def test_folders_of_tests_and_benchmarks_have_rooms():
     """Tests lie by the folders of the pack that they are about, below the folder that says what they need."""
     modules: dict[Path, int] = defaultdict(int)
-    for file in (ROOT / "tests").rglob("*.py"):
+    for file in (file for top in ("tests", "benchmarks") for file in (ROOT / top).rglob("*.py")):
         modules[file.parent] += file.name not in ("__init__.py", "conftest.py")
     assert len(modules) > 40
     full = [f"{folder.relative_to(ROOT)}: {n} modules" for folder, n in modules.items() if n > MOST_MODULES]

@@ -37,6 +37,16 @@ def test_the_architecture_names_every_folder():
     assert folders <= listed, folders - listed
 
 
+def test_every_benchmark_has_a_question_and_a_page():
+    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+\? \| (.+) \|$", text, re.MULTILINE)
+    files = [file for file in (ROOT / "benchmarks").glob("*/*.py") if "__main__" in file.read_text(encoding="utf-8")]
+    # `dev.py card` runs the card's; a contestant and a worker are started by other scripts.
+    assert {name for name, _ in rows} == {file.stem for file in files} - {"contestant", "worker"} | {"card"}
+    links = [link for _, pages in rows for link in re.findall(r"\]\(([^)#]+)", pages)]
+    assert len(links) > 20 and not [link for link in links if not (ROOT / "benchmarks" / link).exists()]
+
+
 def test_the_moving_commits_are_named_whole():
     lines = (ROOT / ".git-blame-ignore-revs").read_text(encoding="utf-8").splitlines()
     commits = [line for line in lines if line and not line.startswith("#")]

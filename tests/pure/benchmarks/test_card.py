@@ -213,7 +213,7 @@ for line in sys.stdin:
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch) -> None:
     (tmp_path / "worker.py").write_text(WORKER)
-    monkeypatch.setattr(command, "WORKER", str(tmp_path / "worker.py"))
+    monkeypatch.setattr(command, "WORKER", (str(tmp_path / "worker.py"),))
 
 
 def run_part(folder: Path, *cases: Case, limit: float = 60.0) -> tuple[Report, int]:
@@ -270,14 +270,14 @@ def test_a_case_that_the_parts_time_cuts_off_is_no_failure(stand_in, tmp_path):
 
 def test_a_process_that_has_no_time_to_start_is_no_failure(tmp_path, monkeypatch):
     (tmp_path / "worker.py").write_text("import time\ntime.sleep(60)")
-    monkeypatch.setattr(command, "WORKER", str(tmp_path / "worker.py"))
+    monkeypatch.setattr(command, "WORKER", (str(tmp_path / "worker.py"),))
     report, failed = run_part(tmp_path, Case("first", {}, least=0.5), limit=1.0)
     assert failed == 0 and report.results[0]["state"] == CUT
 
 
 def test_a_process_that_does_not_start_is_tried_once(tmp_path, monkeypatch):
     (tmp_path / "worker.py").write_text("raise SystemExit('no module named torch')")
-    monkeypatch.setattr(command, "WORKER", str(tmp_path / "worker.py"))
+    monkeypatch.setattr(command, "WORKER", (str(tmp_path / "worker.py"),))
     report, failed = run_part(tmp_path, Case("first", {}), Case("second", {}))
     assert failed == 1 and report.results[0]["text"] == "ended: no module named torch"
     assert (report.results[1]["state"], report.results[1]["text"]) == (SKIPPED, "its process does not start")

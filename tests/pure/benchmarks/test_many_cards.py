@@ -1,6 +1,5 @@
-"""The arithmetic of benchmarks/many_cards.py."""
+"""The arithmetic of benchmarks/studies/many_cards.py."""
 
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -9,10 +8,7 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 try:
-    spec = importlib.util.spec_from_file_location("many_cards", BENCHMARKS / "many_cards.py")
-    assert spec is not None and spec.loader is not None
-    many_cards = sys.modules["many_cards"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(many_cards)
+    from studies import many_cards
 finally:
     sys.path.remove(str(BENCHMARKS))
 

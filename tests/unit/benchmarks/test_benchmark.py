@@ -14,16 +14,17 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
-import train_step_figures as figures
+import figures
 from families import FULL, TINY, Picture
-from infer_models import count_work
 from processes import HERE, CommandProcess, Measured
 from thinned import one_in
-from train_step import FAMILIES, arguments, contestant_specs, measure
-from train_step_contestant import CountedCopies, held_for_backward, make_trainer, train_core
-from train_step_data import for_core, random_data
-from train_step_report import report
-from train_step_work import CountedStep
+
+from infer.models import count_work
+from step.contestant import CountedCopies, held_for_backward, make_trainer, train_core
+from step.data import for_core, random_data
+from step.report import report
+from step.train_step import FAMILIES, arguments, contestant_specs, measure
+from step.work import CountedStep
 
 TRAINED = [family for family in FAMILIES if family in TINY]
 
@@ -189,7 +190,7 @@ def test_a_contestant_that_cannot_take_part_says_why(tmp_path: Path):
         "import sys\nprint('{\"ready\": true}', flush=True)\nsys.stdin.readline()\n"
         'print(\'{"skipped": "it does not train this model here (TypeError: no)"}\', flush=True)\n'
     )
-    told = CommandProcess("core", {}, script=str(script), log=tmp_path / "log")
+    told = CommandProcess("core", {}, script=(str(script),), log=tmp_path / "log")
     assert told.launch() == {"ready": True} and not told.ended
     assert told.ask(do="steps", count=1) == {} == told.ask(do="steps", count=1)
     told.stop()
@@ -199,7 +200,7 @@ def test_a_contestant_that_cannot_take_part_says_why(tmp_path: Path):
 def test_a_contestant_that_hangs_is_ended_when_its_time_is_over(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text("import sys, time\nprint('{}', flush=True)\nsys.stdin.readline()\ntime.sleep(60)\n")
-    told = CommandProcess("slow", {}, script=str(script), log=tmp_path / "log", limit=30.0)
+    told = CommandProcess("slow", {}, script=(str(script),), log=tmp_path / "log", limit=30.0)
     assert told.launch() == {} and not told.ended
     told.limit = 0.1
     assert told.ask(do="steps", count=1) == {} and told.ended == "no reply in 0 s"
@@ -344,7 +345,7 @@ def test_the_swap_table_of_a_cpu_holds_counts_only_and_says_so():
 
 @pytest.mark.wide
 def test_a_whole_run_of_a_small_family_gives_its_tables(tmp_path: Path):
-    command = [sys.executable, str(HERE / "train_step.py"), "--family", "wan", "--steps", "1", "--swap", "50"]
+    command = [sys.executable, str(HERE), "train_step", "--family", "wan", "--steps", "1", "--swap", "50"]
     command += ["--width", "128", "--height", "96", "--length", "16", "--json", str(tmp_path / "figures.json")]
     command += ["--backend", "aot_eager"]  # the soonest compiled
     done = subprocess.run(command, capture_output=True, text=True)

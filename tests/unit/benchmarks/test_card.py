@@ -114,7 +114,7 @@ def test_steps_are_timed_in_parts_and_profiled():
 
 
 def test_counted_steps_are_priced_by_this_cards_rates(monkeypatch: pytest.MonkeyPatch):
-    import counted
+    from counted import counted
 
     line = ["product", "mm", 4, 100, 10**12]
     graph = {"kernels": [line], "kept": 0}

@@ -14,7 +14,7 @@ from with_pack import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 
-import which_settings
+from studies import which_settings
 
 PAGES = ROOT / "benchmarks" / "results" / "cards"
 CARD = "nvidia-h100-80gb-hbm3_2026-11-26_flux"

@@ -11,13 +11,14 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
-import counted_page
 import torch
-from cost import seconds_of
-from counted import BEFORE, COUNTS, MEASURED, PAGE, ROWS, read
-from counted_step import launches_of
-from gpu_norm import eager_norm, norm_of
 from tessera.memory.activations.cost import KernelRates
+
+from counted import page as counted_page
+from counted.cost import seconds_of
+from counted.counted import BEFORE, COUNTS, MEASURED, PAGE, ROWS, read
+from counted.gpu_norm import eager_norm, norm_of
+from counted.step import launches_of
 
 COUNTED = read(COUNTS)
 ROWS_COUNTED = COUNTED["rows"]
@@ -82,7 +83,7 @@ def test_a_counted_step_takes_what_a_card_measured_by_kind(way: str):
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_torch_that_adds_in_place_copies_the_addend_of_a_product_and_no_bias(in_place: bool, monkeypatch: Any):
-    import lower
+    from counted import lower
 
     monkeypatch.setattr(lower, "ADDS_IN_PLACE", in_place)
     with lower.Launches() as seen, torch.device("meta"):
@@ -97,7 +98,7 @@ def test_a_torch_that_adds_in_place_copies_the_addend_of_a_product_and_no_bias(i
 
 
 def test_this_torch_adds_in_place_before_it_takes_an_addend_from_elsewhere():
-    from lower import ADDS_IN_PLACE
+    from counted.lower import ADDS_IN_PLACE
 
     header = (Path(torch.__file__).parent / "include" / "ATen" / "cuda" / "CUDABlas.h").read_text()
     assert ADDS_IN_PLACE == ("c_ptr" not in header)
@@ -118,7 +119,7 @@ def triton_turned(in_ptr0, out_ptr0, ynumel, xnumel, YBLOCK : tl.constexpr, XBLO
 
 
 def test_a_read_out_of_order_takes_a_pass_for_each_line(monkeypatch: pytest.MonkeyPatch):
-    import triton_work
+    from counted import triton_work
 
     def config(kernel: Any) -> Any:
         kernel.kwargs, kernel.num_warps = {"YBLOCK": 64, "XBLOCK": 64}, 4
@@ -151,15 +152,15 @@ def by_kind(graph: dict[str, Any]) -> dict[str, tuple[int, int]]:
 
 def test_blocks_have_the_kernels_and_bytes_of_the_page():
     if reason := other_versions():
-        pytest.skip(f"{reason} `python benchmarks/counted.py --write` counts anew.")
-    code = f"import json, counted; print(json.dumps(counted.count_some({CASES!r})))"
+        pytest.skip(f"{reason} `python benchmarks counted --write` counts anew.")
+    code = f"import json; from counted import counted; print(json.dumps(counted.count_some({CASES!r})))"
     done = subprocess.run([sys.executable, "-c", code], cwd=PAGE.parents[1], capture_output=True, text=True)
     assert not done.returncode, done.stderr[-3000:]
     for (name, kind, graphs), found in zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True):
         (block,) = (block for block in ROWS_COUNTED[name] if block["kind"] == kind)
         for graph in graphs:
             now, page = by_kind(found[graph]), by_kind(block["graphs"]["none"][graph])
-            where = f"{name}, {kind}, {graph}: run `python benchmarks/counted.py --write` where this is meant"
+            where = f"{name}, {kind}, {graph}: run `python benchmarks counted --write` where this is meant"
             assert {kind: n for kind, (n, _) in now.items()} == {kind: n for kind, (n, _) in page.items()}, where
             assert {kind: size for kind, (_, size) in now.items()} == {
                 kind: pytest.approx(size, rel=0.02) for kind, (_, size) in page.items()

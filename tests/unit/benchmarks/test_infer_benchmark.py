@@ -12,12 +12,13 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 from families import FULL, Picture
-from infer_contestant import Graph, Sampler, compile_as_core
-from infer_count import CompileCount
-from infer_models import MODELS, count_work
-from infer_report import speed_report
-from infer_session import by_lora, compile_cpu_seconds, late_steps, pictures, session_report
 from processes import Measured
+
+from infer.contestant import Graph, Sampler, compile_as_core
+from infer.count import CompileCount
+from infer.models import MODELS, count_work
+from infer.report import speed_report
+from infer.session import by_lora, compile_cpu_seconds, late_steps, pictures, session_report
 
 
 @pytest.fixture

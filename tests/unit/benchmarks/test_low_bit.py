@@ -11,9 +11,10 @@ from comfy.quant_ops import QuantizedTensor
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
-from low_bit import GIB, held_bytes, real_shapes
 from tessera.memory.host.flat_weights import parts_of
 from tessera.nodes.model.model_file import open_with_base
+
+from studies.low_bit import GIB, held_bytes, real_shapes
 
 
 @pytest.mark.parametrize("base", ["int8", "fp8"])

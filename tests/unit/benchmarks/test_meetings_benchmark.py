@@ -1,4 +1,4 @@
-"""benchmarks/meetings.py measures meetings as they are."""
+"""benchmarks/studies/meetings.py measures meetings as they are."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 MEASURES = """
 import json, sys, time
 sys.path.insert(0, sys.argv[1])
-import meetings
+from studies import meetings
 meetings.MEETINGS, meetings.PERIOD = 5, 0.8
 print(json.dumps(meetings.measured(3, 0.7)))
 Barrier, enter = meetings.barrier.Barrier, meetings.barrier.Barrier._enter

@@ -1,7 +1,5 @@
 """The page "Which settings for my card" says what the planner says."""
 
-import importlib.util
-import sys
 from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
@@ -14,12 +12,9 @@ BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
 @pytest.fixture(scope="module")
 def which_settings() -> ModuleType:
-    for name in ("train_step_figures", "gpu_norm", "which_settings"):
-        spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules["which_settings"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        return import_module("studies.which_settings")
 
 
 def pack(name: str) -> ModuleType:
@@ -29,7 +24,7 @@ def pack(name: str) -> ModuleType:
 def test_the_page_is_the_planners(which_settings: ModuleType) -> None:
     made = which_settings.which_settings(pack, which_settings.parser().parse_args([]))
     committed = (BENCHMARKS / "results" / "which_settings.md").read_text()
-    assert made == committed, "run python benchmarks/which_settings.py > benchmarks/results/which_settings.md"
+    assert made == committed, "run python benchmarks which_settings > benchmarks/results/which_settings.md"
 
 
 def test_the_blocks_have_the_weights_of_flux_dev(which_settings: ModuleType) -> None:

@@ -84,7 +84,7 @@ print(json.dumps({
 
 def run(file: Path, option: str) -> dict[str, Any]:
     command = [sys.executable, "-c", SCRIPT, str(TESTS / "support"), str(find_comfyui()), str(file), option]
-    paths = os.pathsep.join([str(TESTS / "support"), str(TESTS / "comfy")])
+    paths = os.pathsep.join([str(TESTS / "support"), str(Path(__file__).parent)])
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths})
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

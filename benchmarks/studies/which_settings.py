@@ -1,6 +1,6 @@
 """Which settings for my card: what the planner of block swap chooses for FLUX.1 dev, by the memory of the card.
 
-Run: python benchmarks/which_settings.py > benchmarks/results/which_settings.md
+Run: python benchmarks which_settings > benchmarks/results/which_settings.md
 Nothing is trained: the blocks run on torch's meta device, which counts bytes without having them; seconds come from the
 stated link and arithmetic. Needs ComfyUI as the other benchmarks do; the result is the same on every machine.
 """
@@ -14,9 +14,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from gpu_norm import eager_norm
+from figures import markdown_table
 from torch import Tensor
-from train_step_figures import markdown_table
+
+from counted.gpu_norm import eager_norm
 
 GB = 2**30
 HIDDEN, HEADS, DOUBLE, SINGLE = 3072, 24, 19, 38
@@ -202,7 +203,7 @@ def which_settings(pack: Any, args: argparse.Namespace) -> str:
     return f"""# Which settings for my card
 
 What `blocks_to_swap` -1 with `checkpointing` auto chooses for FLUX.1 dev at {args.side}×{args.side}, batch 1. Made by
-`python benchmarks/which_settings.py` from the planner (`memory/swap/plan.py`); no card was measured. On your machine
+`python benchmarks which_settings` from the planner (`memory/swap/plan.py`); no card was measured. On your machine
 the planner measures instead of assuming, so it may choose otherwise.
 
 Assumed: a link of {args.link:g} GB/s from page-locked memory (PCIe 4 with 16 lanes; a card with 8 lanes has half of

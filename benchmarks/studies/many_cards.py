@@ -1,6 +1,6 @@
 """Simulate a training step on 2 to 64 devices: pure arithmetic from a step on one, bytes, and the speed of links.
 
-    python benchmarks/many_cards.py [--step SECONDS] [--lora-mb MB] [--write]
+    python benchmarks many_cards [--step SECONDS] [--lora-mb MB] [--write]
 
 --step is a measured `seconds_per_step` of one picture on one card in place of the priced one, --lora-mb the megabytes
 of the trained weights in fp32. --write writes benchmarks/results/many_cards.md. Standard library only.
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cost import CARDS
+from counted.cost import CARDS
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 PAGE, COUNTED, MEETINGS = RESULTS / "many_cards.md", RESULTS / "counted.md", RESULTS / "meetings.json"
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 ENOUGH = 0.8  # of the speed that as many devices would have if they shared at no cost
@@ -148,7 +148,7 @@ def meetings(facts: Mapping[str, Any]) -> Iterator[str]:
     """Describe the meetings before the sums, as measured by `meetings.py`."""
     yield (
         "Not counted in these tables: before each sum the devices meet by one key of torch's store. "
-        f"`python benchmarks/meetings.py --write` measured it with processes that do nothing else, {facts['meetings']} "
+        f"`python benchmarks meetings --write` measured it with processes that do nothing else, {facts['meetings']} "
         "meetings each: milliseconds from when the last one came to when the last one left, and requests to the store "
         f"by all of them. All ran on {facts['cores']} cores ({facts['processor']}, torch {facts['torch']}), beside "
         f"other programs (a load of {facts['load']} when it began), so the times are longer than they need be: more "
@@ -176,7 +176,7 @@ def page(pictures: dict[str, float], lora: float, is_measured: bool) -> str:
     lines = [
         "# A step on 2 to 64 devices, simulated",
         "",
-        "    python benchmarks/many_cards.py --write",
+        "    python benchmarks many_cards --write",
         "",
         "Arithmetic, no measurement on several cards: nothing here has run on more than CPUs. The formulas "
         "stand in the "

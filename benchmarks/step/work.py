@@ -7,8 +7,9 @@ from unittest.mock import patch
 
 import torch
 from families import Model, Picture
-from train_step_data import random_data
-from train_step_figures import swapped_blocks
+from figures import swapped_blocks
+
+from step.data import random_data
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The arithmetic of the step benchmark: spreads, ratios within rounds, swapped blocks, profiled events, tables."""
+"""The arithmetic of the benchmarks: spreads, ratios within rounds, swapped blocks, profiled events, tables."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

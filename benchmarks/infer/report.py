@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from figures import markdown_table, ratio_by_round, spread
 from processes import Measured
-from train_step_figures import markdown_table, ratio_by_round, spread
 
 EAGER, CORE = "eager", "core TorchCompileModel"
 

@@ -1,6 +1,6 @@
 """Time of the list of all runs, as the sidebar asks a server for it: 5,000 runs of 2,000 steps each.
 
-Run: COMFYUI_PATH=… python benchmarks/run_list.py > benchmarks/results/run_list.md
+Run: COMFYUI_PATH=… python benchmarks run_list > benchmarks/results/run_list.md
 Needs ComfyUI's environment and 700 MB in the folder for temporary files. Seconds are those of one machine.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 from with_pack import comfy_server, dev  # noqa: E402
 
 
@@ -70,7 +70,7 @@ def main() -> None:
         ("state and curve of ten rows, one after the other", rows),
     ]:
         print(f"| {request} | {clock:.2f} | {used:.2f} |")
-    print("\nMade by `python benchmarks/run_list.py > benchmarks/results/run_list.md`.")
+    print("\nMade by `python benchmarks run_list > benchmarks/results/run_list.md`.")
 
 
 if __name__ == "__main__":

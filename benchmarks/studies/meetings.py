@@ -1,9 +1,9 @@
 """Measure the barrier by the store that comes before each sum of the gradients, for 2 to 64 processes of this machine.
 
-    python benchmarks/meetings.py [--write]
+    python benchmarks meetings [--write]
 
 The processes do nothing else, and load no model. --write writes benchmarks/results/meetings.json, which
-benchmarks/many_cards.py puts on its page.
+benchmarks/studies/many_cards.py puts on its page.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from comfyui import ROOT, load
 from processes import processor
 
-RESULTS = Path(__file__).parent / "results" / "meetings.json"
+RESULTS = Path(__file__).parents[1] / "results" / "meetings.json"
 RANKS = (2, 4, 8, 16, 32, 64)
 MEETINGS, PERIOD = 20, 0.5  # of each measurement; seconds from one to the next
 SPREADS = (0.0, 0.1)  # seconds over which the ranks come, the last one at their end

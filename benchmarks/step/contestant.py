@@ -19,11 +19,12 @@ from unittest.mock import patch
 import torch
 from comfyui import DTYPES, importable_without_nodes, set_up_comfyui
 from families import MODELS, Picture
+from figures import MIB, peak_and_rest, swapped_blocks
 from processes import take_over_stdout
-from train_step_counts import count_calls, count_kernels
-from train_step_data import for_core, random_data
-from train_step_figures import MIB, peak_and_rest, swapped_blocks
-from train_step_turns import Memory, Turns, allocations, memory_profiler
+
+from step.counts import count_calls, count_kernels
+from step.data import for_core, random_data
+from step.turns import Memory, Turns, allocations, memory_profiler
 
 ENDLESS = 10**6  # steps; the parent ends the run
 

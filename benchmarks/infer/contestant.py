@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from comfyui import DTYPES, importable_without_nodes, set_up_comfyui
 from families import Model, Picture, tiny
-from infer_count import CompileCount
-from infer_models import MODELS
 from processes import take_over_stdout
-from train_step_turns import Memory
+
+from infer.count import CompileCount
+from infer.models import MODELS
+from step.turns import Memory
 
 SEED = 0
 # name → (rank, substring of the layers' names, strength): A goes on all layers, B on the double blocks' attention.

@@ -1,7 +1,7 @@
 """Seconds per step of sampling: eager, core's TorchCompileModel, and Compile Model in each scope, on the same model.
 
-Run: python benchmarks/infer.py --size tiny --device cpu
-     python benchmarks/infer.py --session --device cpu
+Run: python benchmarks infer --size tiny --device cpu
+     python benchmarks infer --session --device cpu
 
 Every contestant is a process of its own with its own empty inductor cache, on the same weights and inputs, and samples
 through comfy.sample as core's KSampler. After a warm-up they take turns, round after round, so that whatever else the
@@ -23,11 +23,12 @@ from typing import Any
 
 from comfyui import set_up_comfyui
 from families import FULL, TINY, Picture
-from infer_models import MODELS, count_work
-from infer_report import CORE, EAGER, speed_report
-from infer_session import STEPS, pictures, session_report
-from processes import CommandProcess
-from train_step_report import machine
+from processes import CommandProcess, script
+
+from infer.models import MODELS, count_work
+from infer.report import CORE, EAGER, speed_report
+from infer.session import STEPS, pictures, session_report
+from step.report import machine
 
 # name → (contestant, scope, dynamic).
 SPEED = {
@@ -51,7 +52,7 @@ SESSION = {
 class Contestant(CommandProcess):
     """A process that samples on command."""
 
-    script: str = "infer_contestant.py"
+    script: tuple[str, ...] = script("infer.contestant")
 
     def sample(self, picture: Picture, steps: int) -> dict[str, Any]:
         return self.ask(picture=asdict(picture), steps=steps, reference=self.spec["reference"])
@@ -190,7 +191,7 @@ C++ compiler's; unlike seconds they do not depend on what else the machine does.
 
 
 def head(args: argparse.Namespace, title: str, method: str) -> str:
-    command = "python benchmarks/infer.py " + " ".join(sys.argv[1:])
+    command = "python benchmarks infer " + " ".join(sys.argv[1:])
     threads = f", {args.threads} thread{'s' if args.threads > 1 else ''}" if args.device == "cpu" else ""
     source = f"Made by `{command}` on {date.today()}: {machine(args)}{threads}, {args.dtype}, backend {args.backend}."
     return f"# {title}\n\n{source}\n\n{method}"

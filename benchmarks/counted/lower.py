@@ -17,11 +17,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from gpu_norm import norm_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from train_step_work import flash
-from triton_work import SMS, work_by_kernel
+
+from counted.gpu_norm import norm_of
+from counted.triton_work import SMS, work_by_kernel
+from step.work import flash
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 NO_LAUNCH = ("empty", "_unsafe_view", "detach", "prim.")

@@ -1,6 +1,6 @@
 """Cost of buckets: the mean part of a picture lost to crop at 1 megapixel, over the 10,000 sizes of tests/data.
 
-Run: python benchmarks/bucket_loss.py > benchmarks/results/bucket_loss.md
+Run: python benchmarks bucket_loss > benchmarks/results/bucket_loss.md
 Needs numpy only; the result is the same on every machine.
 """
 
@@ -11,7 +11,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "tests" / "data" / "aspect_ratios.csv"
 
 
@@ -61,7 +61,7 @@ def main() -> None:
     print("|---|---:|---:|---|")
     for name, used, graphs, crop in rows:
         print(f"| {name} | {graphs} | {crop:.2%} | {', '.join(map(str, used)) or 'as they fall'} |")
-    print("\nMade by `python benchmarks/bucket_loss.py > benchmarks/results/bucket_loss.md`.")
+    print("\nMade by `python benchmarks bucket_loss > benchmarks/results/bucket_loss.md`.")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Low bit on paper and on a CPU: bytes of real models in each base, and what further formats would cost in accuracy.
 
-Run: python benchmarks/low_bit.py --model all-MiniLM-L6-v2.safetensors > benchmarks/results/low_bit.md
+Run: python benchmarks low_bit --model all-MiniLM-L6-v2.safetensors > benchmarks/results/low_bit.md
 The model is a BERT of sentence-transformers (all-MiniLM-L6-v2: 6 blocks, 384 wide), real weights that a CPU can do.
 Matmuls run in fp32: errors are those of the stored format.
 """
@@ -215,7 +215,7 @@ def errors_of_gradient(bert: Bert, approximate: Tensor, exact: Tensor) -> str:
 
 def page(bert: Bert) -> Iterator[str]:
     yield "# Low bit: bytes, and what further formats would cost\n"
-    yield "    python benchmarks/low_bit.py --model all-MiniLM-L6-v2.safetensors > benchmarks/results/low_bit.md\n"
+    yield "    python benchmarks low_bit --model all-MiniLM-L6-v2.safetensors > benchmarks/results/low_bit.md\n"
     yield "## Weights in GiB, of a bf16 file\n"
     yield "| model | as stored | base int8 | base fp8 |\n| --- | ---: | ---: | ---: |"
     for name, title in MODELS.items():

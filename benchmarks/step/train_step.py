@@ -1,8 +1,8 @@
 """Seconds and memory of a training step: ours eager and compiled, beside core's TrainLoraNode on the same model.
 
-Run: python benchmarks/train_step.py --size tiny --device cpu > benchmarks/results/train_step_cpu.md
-     python benchmarks/train_step.py --path native own --contestants eager compiled
-     python benchmarks/train_step.py --size full --device cuda --contestants compiled --swap 0 25 50 90
+Run: python benchmarks train_step --size tiny --device cpu > benchmarks/results/train_step_cpu.md
+     python benchmarks train_step --path native own --contestants eager compiled
+     python benchmarks train_step --size full --device cuda --contestants compiled --swap 0 25 50 90
 
 Every contestant is a process of its own, for all its rounds, on the same weights, samples, batch, rank and dtype. On a
 CPU they take turns after a warm-up, round after round, so that other load of the machine affects all of them; the ratio
@@ -26,8 +26,9 @@ from typing import Any
 
 from comfyui import importable_without_nodes, set_up_comfyui
 from families import FULL, MODELS, Picture
-from processes import CommandProcess
-from train_step_report import CORE, PATHS, WARM_UP, head, machine, report
+from processes import CommandProcess, script
+
+from step.report import CORE, PATHS, WARM_UP, head, machine, report
 
 MODES = ("none", "selective", "full")
 KINDS = ("eager", "compiled", "core")
@@ -38,7 +39,7 @@ FAMILIES = tuple(family for family in FULL if family != "sdxl")  # which Train L
 class Contestant(CommandProcess):
     """A process that takes training steps on command."""
 
-    script: str = "train_step_contestant.py"
+    script: tuple[str, ...] = script("step.contestant")
     dtype: str = ""
 
     def start(self) -> None:
@@ -152,7 +153,7 @@ def take_turn(contestant: Contestant, number: int, rounds: int, steps: int) -> N
 
 def work_text(args: argparse.Namespace, family: str, file: str) -> str:
     """Demands of the shape: parameters, tokens, FLOP and copies, and the least time that these take."""
-    from train_step_work import CountedStep
+    from step.work import CountedStep
 
     step = CountedStep(MODELS[args.size][family], file, picture_of(args, family))
     swaps = [(percent, step.count_swap(percent, args.prefetch)) for percent in args.swap]

@@ -1,6 +1,6 @@
 """A step of Train LoRA with ComfyUI's page open in a browser, beside the same step with none: by turns on one server.
 
-    python benchmarks/open_page.py [--rounds 6] [--steps 200] [--new-renderer] > benchmarks/results/open_page_cpu.md
+    python benchmarks open_page [--rounds 6] [--steps 200] [--new-renderer] > benchmarks/results/open_page_cpu.md
 
 - page: open in headless Chromium, it shows the node with its panel and queued the run, so that it gets all events.
 - bare page: the same without our scripts, so that what ComfyUI's own frontend draws of a run is known by itself.
@@ -29,7 +29,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 import aiohttp  # noqa: E402
 from comfyui import load_tiny_writers  # noqa: E402
@@ -214,7 +214,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tessera-open-page-", ignore_cleanup_errors=True) as folder:
         rounds = measure(args.rounds, args.steps, args.new_renderer, Path(folder))
-    command = " ".join(["python benchmarks/open_page.py", *sys.argv[1:]])
+    command = " ".join(["python benchmarks open_page", *sys.argv[1:]])
     today, load = datetime.now(timezone.utc).date(), os.getloadavg()[2] if hasattr(os, "getloadavg") else math.nan
     print("# A step with the page open\n")
     print(

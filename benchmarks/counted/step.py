@@ -9,9 +9,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from lower import Kernel, Launches
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from counted.lower import Kernel, Launches
 
 # How torch built for CUDA 13 cuts the lists of tensors of one op into launches (ATen/native/cuda/MultiTensorApply.cuh);
 # builds for an older CUDA take a seventh at once.

@@ -5,9 +5,10 @@ from itertools import product
 from typing import Any
 
 from families import Picture
-from infer_report import CORE, EAGER, ended, find, total
+from figures import markdown_table
 from processes import Measured
-from train_step_figures import markdown_table
+
+from infer.report import CORE, EAGER, ended, find, total
 
 STEPS = 2  # of a picture: one that may compile, and one that must not
 SIZES = ((256, 256), (320, 192), (384, 256))

@@ -7,8 +7,9 @@ name, launches, bytes, FLOP, bytes moved and cycles of an SM.
 from collections.abc import Iterator
 from typing import Any
 
-from cost import CARDS, rates, seconds_of
-from train_step_figures import markdown_table
+from figures import markdown_table
+
+from counted.cost import CARDS, rates, seconds_of
 
 NONE, EAGER, FULL = "none", "eager", "full"
 COLUMNS = (("products", ("product",)), ("attention", ("attention", "attention_backward")),
@@ -186,7 +187,7 @@ def page(counted: dict[str, Any], earlier: dict[str, Any]) -> str:
     sources = "\n".join(f"- {name}: {card.source}" for name, card in CARDS.items())
     return f"""# Kernels and bytes of a training step, counted
 
-    python benchmarks/counted.py --write
+    python benchmarks counted --write
 
 torch {counted["torch"]}, Triton {counted["triton"]}, no GPU. Blocks of the real shapes in bf16, with a LoRA of rank
 {counted["rank"]} on every Linear, are lowered by inductor for an H100. GB are what the kernels of one block read and

@@ -1,6 +1,6 @@
 """Count what a training step does on a GPU, without one: kernels, bytes and FLOP of each block as it is compiled.
 
-    python benchmarks/counted.py [--rows NAME ...] [--against [FILE]] [--card NAME] [--save FILE] [--write]
+    python benchmarks counted [--rows NAME ...] [--against [FILE]] [--card NAME] [--save FILE] [--write]
 
 Blocks at their real shapes, bf16, a rank-16 LoRA on every Linear, are lowered by inductor for an H100 (`lower.py`), and
 what their Triton kernels take of the card is counted in their machine code (`triton_work.py`).
@@ -27,11 +27,12 @@ from unittest.mock import patch
 
 import torch
 from comfyui import set_up_comfyui
-from cost import CARDS
-from counted_page import NONE, compared, page, priced
+
+from counted.cost import CARDS
+from counted.page import NONE, compared, page, priced
 
 RANK = 16
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 PAGE, COUNTS, BEFORE = RESULTS / "counted.md", RESULTS / "counted.json", RESULTS / "counted_before.json"
 MEASURED = RESULTS / "counted_measured.json"
 WAYS: dict[str, float | None] = {NONE: None}
@@ -75,7 +76,8 @@ def set_up() -> None:
     torch.cuda.is_available = lambda: False
     set_up_comfyui("meta")
     import comfy.model_management  # noqa: F401  it looks for a GPU once
-    from lower import pretend_h100
+
+    from counted.lower import pretend_h100
 
     pretend_h100()
     gc.freeze()
@@ -83,7 +85,8 @@ def set_up() -> None:
 
 def step_of(row: Row) -> Any:
     from families import MODELS
-    from train_step_work import CountedStep
+
+    from step.work import CountedStep
 
     model = MODELS["full"][row.model]
     picture = replace(model.picture, width=row.side, height=row.side) if row.side else model.picture
@@ -97,8 +100,8 @@ def calls(row: Row) -> list[list[tuple[torch.nn.Module, tuple[Any, ...]]]]:
 
 def count_rest(row: Row) -> dict[str, Any]:
     """Count the launches of a step of the row outside of its blocks."""
-    from counted_step import count_outside, count_step
-    from train_step_work import flash
+    from counted.step import count_outside, count_step
+    from step.work import flash
 
     step = step_of(row)
     with patch.object(torch.nn.functional, "scaled_dot_product_attention", lambda q, k, v, **_: flash(q, k, v)):
@@ -126,7 +129,7 @@ def lowered(
     measured: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Lower the last block of a structure, as what reaches it requires a gradient: way → graph → kernels."""
-    from lower import lower
+    from counted.lower import lower
 
     gc.disable()  # it takes a seventh of the time
     graphs_by_way = lower(*structure_calls[-1], ways, names, measured)
@@ -161,10 +164,11 @@ def bytes_moved(kernel: Any) -> int:
 
 def eager(block: torch.nn.Module, args: Sequence[Any]) -> dict[str, Any]:
     """Launches of the eager block, forward and backward, and the bytes that it saves."""
-    from gpu_norm import eager_norm
-    from lower import Launches
     from torch.autograd.graph import saved_tensors_hooks
-    from train_step_work import flash
+
+    from counted.gpu_norm import eager_norm
+    from counted.lower import Launches
+    from step.work import flash
 
     args = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args]
     unchanged_args = [a for a in args if isinstance(a, torch.Tensor) and not a.requires_grad]

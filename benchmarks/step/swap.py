@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from statistics import median
 
+from figures import markdown_table, ratio_by_round, spread, times_the_least
 from processes import Measured
-from train_step_figures import markdown_table, ratio_by_round, spread, times_the_least
 
 GB = 1e9
 ON_CPU = """Block swap on a CPU streams from host memory to host memory: only the counts mean anything, of blocks, of

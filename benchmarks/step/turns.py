@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from figures import MIB, copies_to_device, peak_and_rest
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from train_step_figures import MIB, copies_to_device, peak_and_rest
 
 
 class Memory:

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Sequence
 from datetime import date
 
+from figures import markdown_table, ratio_by_round, spread
 from processes import Measured, processor
-from train_step_figures import markdown_table, ratio_by_round, spread
-from train_step_swap import swap_report
+
+from step.swap import swap_report
 
 CORE = "core TrainLoraNode"
 PATHS = {"own": "ours", "native": "native"}  # by which forward ours trains, with the contestant's name
@@ -153,7 +154,7 @@ def machine(args: argparse.Namespace) -> str:
 
 
 def head(args: argparse.Namespace) -> str:
-    command = "python benchmarks/train_step.py " + " ".join(arg for arg in sys.argv[1:])
+    command = "python benchmarks train_step " + " ".join(arg for arg in sys.argv[1:])
     threads = f", {args.threads} thread{'s' if args.threads > 1 else ''}" if args.device == "cpu" else ""
     unit = "step" if args.steps_per_round == 1 else "steps"
     rounds = f"{args.rounds} rounds of {args.steps_per_round} {unit} each after {WARM_UP} steps of warm-up, by turns"

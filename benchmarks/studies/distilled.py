@@ -1,6 +1,6 @@
 """LoRAs on distilled models: how far training undoes the distillation, plainly and with each remedy.
 
-Run: python benchmarks/distilled.py > benchmarks/results/distilled.md
+Run: python benchmarks distilled > benchmarks/results/distilled.md
 A tiny FLUX is the teacher, fitted to a toy set whose exact velocities are known. Two students are distilled from it:
 one has its guidance in one forward, the other takes few steps besides. The pack's own trainer then trains LoRAs of a
 new caption on them. Needs ComfyUI as the other benchmarks do; a few minutes for each seed, on a core each.
@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from comfyui import ROOT, load_tiny_writers, set_up_comfyui
+from figures import markdown_table
 from safetensors.torch import save_file
 from torch import Tensor
-from train_step_figures import markdown_table
 
 Tensors = Mapping[str, Tensor]
 Lora = Mapping[str, tuple[Tensor, Tensor, float]]
@@ -310,7 +310,7 @@ PAGE = """# LoRAs on distilled models
 
 How far pictures are from those of exact guidance {guidance:g}, from the same noise: root mean square, in units of how
 far the pictures of one caption lie apart. Mean of {seeds} seeds, in brackets the least and the greatest; each seed has
-a toy set, a teacher, students and LoRAs of its own. The table is made by `python benchmarks/distilled.py`.
+a toy set, a teacher, students and LoRAs of its own. The table is made by `python benchmarks distilled`.
 
 The models are tiny: a FLUX.1 schnell with one block of each kind, pictures of 2 x 2 tokens, six captions whose pictures
 overlap. Both students are distilled from the teacher as it is guided: one gives that in one forward and is sampled in

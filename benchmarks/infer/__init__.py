@@ -1,0 +1,1 @@
+"""Sampling beside ComfyUI's own compile node: seconds of a step, and compilations of a session."""

@@ -1,0 +1,1 @@
+"""Scripts that answer one question each."""
