@@ -1,7 +1,7 @@
 """The interface between a model family and the trainer."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Protocol
@@ -327,6 +327,10 @@ class Family(ABC):
         """Run samples separately from now on if those of one batch influence each other. Returns a sentence about it,
         or None."""
         return None
+
+    def kernel_notes(self) -> Iterable[str]:
+        """Name the kernels of ComfyUI's that training can't use, as `check_forward` saw the model call them."""
+        return ()
 
     def check_outside(self, transformer: Transformer, on_device: RunBlock, inputs: ModelInputs) -> None:
         """Raise ValueError if the model reads tensors of a swapped block outside of it."""

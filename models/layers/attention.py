@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+import comfy.ldm.modules.attention
 import torch
 from torch import Tensor
 
@@ -19,6 +20,9 @@ from .flash_attention import PACKAGES, flash_attention, flash_package
 from .ragged_attention import ragged_attention
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+# ComfyUI's functions that compute what torch's SDPA does. Others, such as SageAttention, round to 8 bits or less.
+EXACT = frozenset(f"attention_{name}" for name in ("basic", "pytorch", "flash", "xformers", "sub_quad", "split"))
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -82,9 +86,16 @@ def attention_function(choice: str, device: torch.device, dtype: torch.dtype) ->
 
 
 def attention_notes(choice: str, device: torch.device, dtype: torch.dtype) -> Iterator[str]:
-    """Name the package behind `flash-attn`."""
+    """Name the package behind `flash-attn`, and ComfyUI's own attention if it is none that training can use."""
     if choice == "flash-attn":
         yield f"attention runs on {PACKAGES[flash_package(device, dtype)].title}."
+    sampling = comfy.ldm.modules.attention.optimized_attention
+    name = getattr(sampling, "__name__", type(sampling).__name__)
+    if name not in EXACT:
+        yield (
+            f"ComfyUI samples with {name}, which can't be used for training: training runs another attention, so "
+            "pictures can differ a little from what was trained."
+        )
 
 
 @lru_cache

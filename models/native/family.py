@@ -1,7 +1,7 @@
 """The family of every MODEL that none of our own families matches: it trains on ComfyUI's own forward."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,6 +11,7 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from ...common.core import version
+from ...common.text import joined
 from ...memory.weights.frozen import FrozenWeights
 from ...memory.weights.requantise import AS_STORED
 from ..blocks import find_blocks, lists_of, numbered
@@ -21,7 +22,7 @@ from .comfyui.leftovers import as_loaded
 from .facts.lookup import facts_of, is_tested, named_facts
 from .facts.untrained import why_untrained
 from .inputs import native_inputs, patchify
-from .kernels import unread_arguments
+from .kernels import AttentionCalls, watched_calls
 from .names import native_names, origin_of
 from .objective import SamplingObjective, default_shift, objective_of
 from .shadow import Shadow
@@ -58,6 +59,7 @@ class NativeFamily(Family):
         self._results: dict[tuple[str, str], Any] = {}
         self._streams: dict[str, set[int]] = {}
         self._batching = Batching()
+        self._calls = AttentionCalls()
         self.title = self.facts.title
         self.tested_by_name = is_tested(model)
         # One without a row may have a class of our families, with another forward.
@@ -153,12 +155,13 @@ class NativeFamily(Family):
                 "ComfyUI reads it, so its LoRA would be wrong; nothing was trained. Please report this model."
             )
         bound = TOLERANCE[transformer.dtype]
-        with blocks_to_leave_eager() as eager_blocks, unread_arguments() as unread:
+        with blocks_to_leave_eager() as eager_blocks, watched_calls() as calls:
             difference = transformer.difference(on_device, inputs)
             if small is not None and difference <= bound:
                 bound = self._check_precisely(transformer, on_device, small)
         if not difference <= bound:
-            raise ValueError(self._differs(difference, unread))
+            raise ValueError(self._differs(difference, calls.unread))
+        self._calls = calls
         return {name: HIDDEN for name, block in transformer.blocks() if block.name in eager_blocks}
 
     def _check_precisely(self, transformer: NativeTransformer, on_device: OnDevice, small: ModelInputs) -> float:
@@ -182,6 +185,19 @@ class NativeFamily(Family):
             f"model is a {self.title} whose output is {difference:.1%} different when it runs for training in ComfyUI "
             f"{version()}, so its LoRA would be wrong; nothing was trained.{unread_note} Please report this model."
         )
+
+    def kernel_notes(self) -> Iterator[str]:
+        if self._calls.preferred:
+            names = joined(sorted(self._calls.preferred))
+            yield (
+                f"{self.title} asks for {names} in ComfyUI, which can't be used for training: torch's attention runs "
+                "in its place."
+            )
+        if self._calls.torch_only:
+            yield (
+                f"{self.title} masks or scales some of its attention, which the attention chosen on Training Memory "
+                "can't do: torch's runs in its place."
+            )
 
     def check_batch(self, transformer: Transformer, on_device: OnDevice, inputs: ModelInputs) -> str | None:
         assert isinstance(transformer, NativeTransformer)

@@ -9,8 +9,9 @@ which `take` moves the tensor out.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache
 from traceback import walk_tb
 from types import ModuleType
@@ -23,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...common.core import version
-from ..layers.attention import Attention
+from ..layers.attention import Attention, sdpa
+from .comfyui.refusals import unusable
 from .ropes import ROPES
 
 Function = Callable[..., Any]
@@ -39,7 +40,7 @@ WITHOUT_EFFECT = frozenset(
 )
 
 _in_force: list[Attention] = []
-_watching: list[set[str]] = []
+_watching: list["AttentionCalls"] = []
 
 
 @contextmanager
@@ -165,22 +166,6 @@ def _tensor(value: Any, argument: str) -> Tensor:
     return value
 
 
-def unusable(name: str, cause: str) -> ValueError:
-    """Make the error for a call by ComfyUI's code that the replacement does not support."""
-    return ValueError(
-        f"model calls {name} of ComfyUI {version()} in a way that Train LoRA doesn't know ({cause}); update Tessera or "
-        "choose another model."
-    )
-
-
-def unread_option(key: str) -> ValueError:
-    """Make the error for an entry, such as an option of the sampler, that ComfyUI's code reads and training lacks."""
-    return ValueError(
-        f"model reads {key} in ComfyUI {version()}, which Train LoRA doesn't set; update Tessera or choose another "
-        "model."
-    )
-
-
 def kernel_that_raised(error: BaseException) -> str | None:
     """Return the name of ComfyUI's kernel in whose replacement an error was raised; None for one outside of them."""
     for frame, _ in walk_tb(error.__traceback__):
@@ -190,16 +175,37 @@ def kernel_that_raised(error: BaseException) -> str | None:
     return None
 
 
+@dataclass
+class AttentionCalls:
+    """Arguments of attention that training runs otherwise than ComfyUI.
+
+    unread: names of arguments that training ignores.
+    preferred: names of the kernels that the model asks for in place of the attention chosen in ComfyUI.
+    torch_only: True if a call has a mask or a scale, and the attention chosen on Training Memory takes neither.
+    """
+
+    unread: set[str] = field(default_factory=set)
+    preferred: set[str] = field(default_factory=set)
+    torch_only: bool = False
+
+    def add(self, attention: Attention, arguments: Mapping[str, Any], is_plain: bool) -> None:
+        """Record a call. is_plain: it has neither a mask nor a scale."""
+        self.unread |= arguments.keys() - WITHOUT_EFFECT
+        self.torch_only |= not is_plain and attention is not sdpa
+        if (kernel := arguments.get("preferred_attention")) is not None:
+            function = getattr(kernel, "function", kernel)
+            self.preferred.add(str(getattr(function, "__name__", type(kernel).__name__)))
+
+
 @contextmanager
-def unread_arguments() -> Iterator[set[str]]:
-    """Collect the names of arguments that models pass to attention in this context and that training attention
-    ignores."""
-    names: set[str] = set()
-    _watching.append(names)
+def watched_calls() -> Iterator[AttentionCalls]:
+    """Record the calls of attention by models in this context."""
+    calls = AttentionCalls()
+    _watching.append(calls)
     try:
-        yield names
+        yield calls
     finally:
-        _watching.remove(names)
+        _watching.remove(calls)
 
 
 def core_attention(attention: Attention) -> Function:
@@ -217,10 +223,10 @@ def core_attention(attention: Attention) -> Function:
         return torch.cat([plain(*part) for part in parts])
 
     def attend(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        heads: int,
+        q: Tensor | None = None,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        heads: int | None = None,
         mask: Tensor | None = None,
         attn_precision: torch.dtype | None = None,
         skip_reshape: bool = False,
@@ -233,13 +239,16 @@ def core_attention(attention: Attention) -> Function:
         """Run attention. q, k, v: (B, T, H·D), or (B, H, T, D) with `skip_reshape`; each may be in a container.
 
         Returns (B, T, H·D), or (B, H, T, D) with `skip_output_reshape`. mask: (T, S), (B, T, S) or (B, H, T, S), bool
-        or additive, or broadcastable to it. With `enable_gqa`, keys and values may have fewer heads.
+        or additive, or broadcastable to it. With `enable_gqa`, keys and values may have fewer heads. Raises ValueError
+        without q, k, v or heads, as after a renaming in ComfyUI.
         """
         if extra:
             raise unusable("optimized_attention", f"{8 + len(extra)} arguments")
-        if kwargs and not torch.compiler.is_compiling():
-            for names in _watching:
-                names |= kwargs.keys() - WITHOUT_EFFECT
+        if heads is None:
+            raise unusable("optimized_attention", "without heads")
+        if not torch.compiler.is_compiling():
+            for calls in _watching:
+                calls.add(attention, kwargs, mask is None and scale is None)
         q, k, v = _tensor(q, "q"), _tensor(k, "k"), _tensor(v, "v")
         mask = None if mask is None else _tensor(mask, "mask")
         if not skip_reshape:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import comfy.model_management
 import torch
 from torch import Tensor
 
@@ -21,9 +20,10 @@ from ..layers.lora_linear import LoraLayer
 from ..transformer_options import steady
 from .blocks import NativeBlock, flatten, varying_attributes
 from .comfyui.entries import entries_of, hook_block
+from .comfyui.refusals import OF_CORE, cause_of, is_of_core, refusal
 from .gradients import check_gradients
 from .inputs import NativeGroup, NativeInputs, patchify
-from .kernels import kernel_that_raised, training_kernels, unread_option, unusable
+from .kernels import kernel_that_raised, training_kernels
 from .shadow import Shadow, restore
 from .verify.outside import Unloaded
 from .verify.precision import cast_buffers, dtype_told, run_in
@@ -247,21 +247,14 @@ class NativeTransformer:
                 if group.text_options is not None:
                     conds["c_crossattn"] = self._refine_text(conds["c_crossattn"], group.text_options)
                 out = self.shadow.base.apply_model(group.x, group.sigma, transformer_options=options, **conds)
-        except (RuntimeError, TypeError, KeyError, IndexError, AttributeError, AssertionError) as error:
-            # Only errors of ComfyUI's own code before anything is compiled: not our own errors, nor the compiler's.
-            raised_by_core = type(error).__module__ == "builtins" and not isinstance(error, NotImplementedError)
-            if self._ran or not raised_by_core or comfy.model_management.is_oom(error):
+        except OF_CORE as error:
+            if self._ran or not is_of_core(error):  # once a block is compiled, it may be the compiler's
                 raise
-            cause = str(error).strip().partition("\n")[0]
-            if isinstance(getattr(error, "obj", None), FrozenModule) or "NativeLinear" in cause:
-                raise unusable("its layers", cause) from error
-            if (kernel := kernel_that_raised(error)) is not None:
-                raise unusable(kernel, cause) from error
-            if isinstance(error, KeyError):
-                raise unread_option(cause) from error
+            if (refused := refusal(error, kernel_that_raised(error))) is not None:
+                raise refused from error
             raise ValueError(
-                f"model is {self.title}, whose forward fails on this data ({quoted(cause)}); prepare the data with the "
-                "VAE and the text encoders of this model."
+                f"model is {self.title}, whose forward fails on this data ({quoted(cause_of(error))}); prepare the "
+                "data with the VAE and the text encoders of this model."
             ) from error
         self._ran = True
         return out

@@ -74,6 +74,8 @@ class FirstChecks:
         if not self.forward_done:
             eager = check_forward(self.family, patcher, transformer, on_device, inputs, self.samples, self.guidance)
             self.forward_done = True
+            for sentence in self.family.kernel_notes():
+                note(sentence)
         elif self._outside_due:
             try:
                 self.family.check_outside(transformer, on_device, inputs)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ....memory.comfy_compiler import without_comfy_compiler
 from ....memory.weights.reading import Misread
 from ...family import Block, Family, NoisySample, RunBlock, Transformer
+from ..comfyui.refusals import OF_CORE, cause_of, is_of_core, refusal, unusable
 from ..inputs import NativeGroup, native_inputs
 from ..shadow import SharedTensors, restore
 from .placed_shadow import shadow_over
@@ -75,8 +76,13 @@ class CoreForward:
         x = group.x.to(self.dtype).to(dtype)
         options: dict[str, Any] = {"sigmas": group.sigma, "cond_or_uncond": [0]}
         arguments = {"transformer_options": options, **group.conds}
-        with without_comfy_compiler((x, group.sigma), arguments):
-            out: Tensor = self.shadow.base.apply_model(x, group.sigma, **arguments)
+        try:
+            with without_comfy_compiler((x, group.sigma), arguments):
+                out: Tensor = self.shadow.base.apply_model(x, group.sigma, **arguments)
+        except OF_CORE as error:
+            if not is_of_core(error):
+                raise
+            raise refusal(error, None) or unusable("Tessera's layers", cause_of(error)) from error
         return out
 
 

@@ -12,8 +12,8 @@ import comfy_kitchen
 import pytest
 import torch
 from comfy.ldm.flux.math import rope
-from tessera.models.layers.attention import attention_function
-from tessera.models.native.kernels import core_attention, training_kernels, unread_arguments
+from tessera.models.layers.attention import attention_function, attention_notes
+from tessera.models.native.kernels import core_attention, training_kernels, watched_calls
 from tessera.models.native.ropes import ROPES
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -286,9 +286,41 @@ def test_more_arguments_of_attention_than_are_known_are_named_with_the_version_o
         core_attention(SDPA)(*tensors(), H, None, None, True, False, 0.5)
 
 
+@pytest.mark.parametrize(
+    ("call", "cause"),
+    [
+        (lambda attend, q: attend(query=q, key=q, value=q, heads=H), "its q is a NoneType"),
+        (lambda attend, q: attend(q, q, q, num_heads=H), "without heads"),
+        (lambda attend, q: attend(q, q, q, H, mask=(q, q)), "its mask is a tuple"),
+    ],
+)
+def test_attention_called_by_other_names_or_types_is_named_with_the_version_of_comfyui(call, cause):
+    with pytest.raises(ValueError, match=rf"^model calls optimized_attention of ComfyUI [\d.]+ in a way .*\({cause}\)"):
+        call(core_attention(SDPA), tensors()[0])
+
+
 def test_unknown_names_of_arguments_are_collected_and_known_ones_not():
-    with unread_arguments() as found:
+    with watched_calls() as calls:
         core_attention(SDPA)(*tensors(), H, skip_reshape=True, transformer_options={}, preferred_attention=None)
-        assert not found
+        assert not calls.unread and not calls.preferred
         core_attention(SDPA)(*tensors(), H, skip_reshape=True, sinks=None)
-    assert found == {"sinks"}
+    assert calls.unread == {"sinks"}
+
+
+def test_calls_that_the_chosen_attention_does_not_take_are_recorded():
+    with watched_calls() as calls:
+        core_attention(SDPA)(*tensors(), H, skip_reshape=True, scale=0.3)  # torch's SDPA is the chosen one
+        core_attention(lambda *qkv: SDPA(*qkv))(*tensors(flat=True), H)
+        assert not calls.torch_only
+        core_attention(lambda *qkv: SDPA(*qkv))(*tensors(), H, torch.ones(T, S), skip_reshape=True)
+    assert calls.torch_only
+
+
+def test_comfyui_s_own_attention_is_named_if_it_has_no_gradient(monkeypatch):
+    def attention_sage(*_):
+        pass
+
+    assert not list(attention_notes("auto", torch.device("cpu"), torch.float32))
+    monkeypatch.setattr(core, "optimized_attention", attention_sage)
+    (note,) = attention_notes("auto", torch.device("cpu"), torch.float32)
+    assert note.startswith("ComfyUI samples with attention_sage, which can't be used for training")

@@ -1,15 +1,18 @@
 """The first check of a run on ComfyUI's own forward sees what bf16's rounding hides."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tessera.models.native.blocks import NativeBlock
+from tessera.models.native.comfyui.refusals import refusal
 from tessera.train.settings import MemoryOptions
 from tiny.memory.flash_attn import installed
 from tiny.native import ROWS, build, data_of
 from tiny.native.step import batch_of
+from tiny.train.runs import mixed_data
 from tiny.train.training import adding_more, make_trainer
 
 BY_NAME = {row.name: row for row in ROWS}
@@ -44,6 +47,56 @@ def ends_with_a_stronger_block(trainer: Any, monkeypatch: pytest.MonkeyPatch) ->
             trainer.run()
     trainer.run()
     assert trainer.placed.checks.forward_done
+    trainer.close()
+
+
+def test_kernels_that_training_can_t_use_are_named(tmp_path, monkeypatch):
+    """A mask beside flash-attn, and a kernel that the model asks for itself."""
+    from comfy.ldm.cogvideo.model import CogVideoXBlock
+    from comfy.ldm.modules import attention
+
+    kernel = SimpleNamespace(function=attention.attention_sub_quad)
+
+    def asking(self: Any, hidden_states: Any, encoder_hidden_states: Any, **_: Any) -> Any:
+        x = hidden_states
+        out = attention.optimized_attention(self.q(x), self.k(x), self.v(x), 1, preferred_attention=kernel)
+        return x + out, encoder_hidden_states
+
+    monkeypatch.setattr(CogVideoXBlock, "forward", asking)
+    names = {"flash-attn": "ltx-video", "auto": "cogvideox"}
+    notes: dict[str, list[str]] = {}
+    with installed("2", dtypes=(torch.bfloat16, torch.float16)):
+        for choice, name in names.items():
+            memory = MemoryOptions(attention=choice)
+            trainer = make_trainer(
+                build(BY_NAME[name], torch.bfloat16), data_of(BY_NAME[name]), tmp_path, memory=memory
+            )
+            with torch.no_grad(), monkeypatch.context() as patched:
+                notes[choice] = []
+                patched.setattr(trainer.observer, "note", notes[choice].append, raising=False)
+                trainer.placed.check_forward(batch_of(trainer).inputs)
+            trainer.close()
+    (masked,), (preferred,) = notes.values()
+    assert masked.startswith("LTX-Video masks or scales some of its attention, which the attention chosen on Training")
+    assert preferred.startswith("CogVideoX asks for attention_sub_quad in ComfyUI, which can't be used for training")
+
+
+@pytest.mark.parametrize("layer", ["NativeLinear", "NativeConv", "PlacedLinear"])
+def test_a_layer_called_in_another_way_is_named_with_the_version_of_comfyui(layer):
+    error = TypeError(f"{layer}.forward() got an unexpected keyword argument 'scale'")
+    assert "model calls its layers of ComfyUI" in str(refusal(error, None))
+
+
+def test_a_forward_of_comfyui_s_that_fails_beside_our_own_is_named_with_its_version(tmp_path, tiny_flux, monkeypatch):
+    from comfy.ldm.flux.model import Flux
+
+    def reading(self: Any, *_: Any, transformer_options: Any, **__: Any) -> Any:
+        return transformer_options["new"]
+
+    monkeypatch.setattr(Flux, "forward", reading)
+    trainer = make_trainer(tiny_flux, mixed_data(), tmp_path)
+    with pytest.raises(ValueError, match=r"^model reads 'new' in ComfyUI [\d.]+, which Train LoRA doesn't set"):
+        trainer.run()
     trainer.close()
 
 
