@@ -20,6 +20,7 @@ from .layers.lora_linear import LoraLayer
 from .name_table import NameTable
 from .objective import FlowMatching, Objective
 from .text import TextPolicy
+from .usual import UsualSettings
 
 RunBlock = Callable[..., Any]
 
@@ -191,6 +192,7 @@ class Family(ABC):
     tested_by_name: whether tests cover the model by name.
     own_forward: False if training runs ComfyUI's forward, the one that patches of other nodes are meant for.
     whole_grids: whether the forward takes whole grids only, no ragged edge.
+    usual: learning rate of a LoRA, and prompt and guidance of a sample.
     resolution_shifts: resolution-dependent schedules of the sampler: value of timestep_sampling -> shift for a token
         count.
     """
@@ -209,6 +211,7 @@ class Family(ABC):
     own_forward: bool = True
     tested_by_name: bool = True
     whole_grids: bool = False
+    usual: UsualSettings = UsualSettings()
     resolution_shifts: Mapping[str, Callable[[int], float]] = {}
 
     @property

@@ -12,13 +12,14 @@ from ..memory.weights.frozen import check_readable
 from .family import Block, Family, ModelInputs, RunBlock, Transformer
 from .latents import LatentPolicy, policy_of_format
 from .name_table import NameTable, Shape
-from .native.facts.lookup import named_facts
+from .native.facts.lookup import NAMED, facts_of, named_facts
 from .native.family import NativeFamily
 from .native.text import CoreText
 from .native.transformer import NativeTransformer
 from .native.verify.core_forward import CoreForward
 from .native.verify.precision import cast_floating, computing_in, run_in
 from .text import TextPolicy
+from .usual import UsualSettings
 
 # Each folder's module `family` has a tuple FAMILIES.
 FOLDERS = (
@@ -103,6 +104,18 @@ def model_latents(model: Any) -> LatentPolicy:
     if facts is not None and facts.latents is not None:
         return facts.latents
     return policy_of_format(type(model).__name__, model.latent_format)
+
+
+def usual_settings(model: Any) -> UsualSettings:
+    """Return the usual settings of a ComfyUI BaseModel, trainable or not."""
+    family = related_family(model)
+    return facts_of(model).usual if family is None else family.usual
+
+
+def known_by_file_name() -> list[tuple[str, UsualSettings]]:
+    """List the titles and usual settings of the models that the names of their files tell; the first match counts."""
+    rows = [*((family.title, family.usual) for family in FAMILIES), *((facts.title, facts.usual) for facts in NAMED)]
+    return [(title, usual) for title, usual in rows if usual.file_names]
 
 
 def silent_shape(model: Any, frames: int, frame_rate: float | None) -> tuple[int, ...] | None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import comfy.sample
 import torch
-from comfy import model_base
-from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
+
+from ...models.registry import usual_settings
 
 Conditioning = list[list[Any]]
 
@@ -32,32 +32,6 @@ class StepSize:
     text_length: int = 0
     cfg: float = 0.0
 
-
-@dataclass(frozen=True)
-class UsualSampling:
-    """Usual settings of a kind of model.
-
-    text: tokens of the prompt.
-    cfg: guidance scale.
-    negative: tokens of the negative prompt, None for as many as the prompt has. ComfyUI runs prompts of one length in
-        one call, others in two.
-    """
-
-    text: int
-    cfg: float
-    negative: int | None = None
-
-
-# Lengths are those of core's text encoders for a short prompt: most pad it, Qwen-Image's does not.
-_USUAL: tuple[tuple[type, UsualSampling], ...] = (
-    (model_base.Flux2, UsualSampling(512, 1.0)),
-    (model_base.Chroma, UsualSampling(256, 4.0)),
-    (model_base.Flux, UsualSampling(256, 1.0)),
-    (model_base.WAN21, UsualSampling(512, 5.0)),
-    (model_base.QwenImage, UsualSampling(128, 4.0, negative=8)),
-)
-_USUAL_UNET = UsualSampling(77, 7.0)
-_USUAL_ELSE = UsualSampling(256, 4.0)
 
 # Names of the first layer that the text goes through, the most reliable first.
 _TEXT_LAYERS = (
@@ -105,7 +79,7 @@ class StepInputs:
 def step_inputs(patcher: ModelPatcher, size: StepSize, prompt: Conditioning | None = None) -> StepInputs:
     """Make the inputs of a step. prompt: conditioning for this model; without one, random text of the right width.
     Raises ValueError, in a sentence, for inputs that the model can't take."""
-    usual = usual_sampling(patcher.model)
+    usual = usual_settings(patcher.model)
     cfg = size.cfg or usual.cfg
     latent = _empty_latent(patcher, size)
     random = torch.Generator().manual_seed(0)
@@ -116,19 +90,12 @@ def step_inputs(patcher: ModelPatcher, size: StepSize, prompt: Conditioning | No
         negative = [[torch.zeros_like(text), dict(extra)] for text, extra in prompt]
         described = _describe(size, cfg, [prompt[0][0].shape[1]])
         return StepInputs(noise, latent, prompt, negative, cfg, described, str(_shapes(prompt)))
-    text = size.text_length or usual.text
-    negative_length = text if usual.negative is None else min(text, usual.negative)
+    text = size.text_length or usual.prompt_tokens
+    negative_length = text if usual.negative_tokens is None else min(text, usual.negative_tokens)
     width, pooled = text_width(patcher.model), pooled_width(patcher.model)
     positive, negative = (_random_text(length, width, pooled, random) for length in (text, negative_length))
     described = _describe(size, cfg, [text] if cfg == 1.0 or negative_length == text else [text, negative_length])
     return StepInputs(noise, latent, positive, negative, cfg, described, "")
-
-
-def usual_sampling(base: nn.Module) -> UsualSampling:
-    """Return the usual sampling settings of a model. base: ComfyUI's BaseModel."""
-    if isinstance(base.diffusion_model, UNetModel):
-        return _USUAL_UNET
-    return next((usual for kind, usual in _USUAL if isinstance(base, kind)), _USUAL_ELSE)
 
 
 def text_width(base: nn.Module) -> int:

@@ -15,6 +15,7 @@ from ...memory.weights.frozen import FrozenWeights
 from ..conditioning import model_conditioning
 from ..family import NoisySample, Origin, SampleFacts
 from ..flux.family import FluxFamily
+from ..usual import UsualSettings
 from .names import CHROMA_NAMES
 from .text import ChromaText
 from .transformer import APPROXIMATOR, ChromaInputs, ChromaTransformer
@@ -33,6 +34,7 @@ class Chroma(FluxFamily):
     transformer_class = comfy.ldm.chroma.model.Chroma
     text = ChromaText()
     names = CHROMA_NAMES
+    usual = UsualSettings(file_names="chroma", pictures_only=True)  # learning rate: ai-toolkit's examples
     axes = 3
     ragged = True
     never_trained = (f"{APPROXIMATOR}.*",)

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...memory.weights.frozen import FrozenWeights
 from ..conditioning import model_conditioning
 from ..family import Family, ModelInputs, NoisySample, Origin, Patches, SampleFacts
+from ..usual import UsualSettings
 from .names import FLUX1_NAMES, FLUX2_NAMES
 from .patchify import TIMESTEP_ZERO, patchify_image, patchify_references
 from .text import FLUX2_TEXT_LENGTH, Flux1Text, Flux2Text
@@ -163,6 +164,8 @@ class Flux(FluxFamily):
     transformer_class = comfy.ldm.flux.model.Flux
     text = Flux1Text()
     names = FLUX1_NAMES
+    # Learning rate: ai-toolkit's examples.
+    usual = UsualSettings(file_names=r"flux(?![ ._-]?[23]([^0-9]|$))", pictures_only=True, cfg=1.0)
     axes = 3
     resolution_shifts = {"resolution_shifted": resolution_shift}
 
@@ -226,6 +229,10 @@ class Flux2(FluxFamily):
     transformer_class = comfy.ldm.flux.model.Flux
     text = Flux2Text()
     names = FLUX2_NAMES
+    # Learning rate: musubi-tuner, docs/flux_2.md.
+    usual = UsualSettings(
+        file_names=r"flux[ ._-]?2([^0-9]|$)", pictures_only=True, prompt_tokens=FLUX2_TEXT_LENGTH, cfg=1.0
+    )
     axes = 4
     resolution_shifts = {"resolution_flux2": flux2_resolution_shift}
 

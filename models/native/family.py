@@ -68,6 +68,7 @@ class NativeFamily(Family):
         self.transformer_class = type(model.diffusion_model)
         self.names = native_names(model)
         self.default_targets = self.facts.default_targets
+        self.usual = self.facts.usual
         self.swap_order = tuple(lists_of(blocks))
 
     @property

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...memory.weights.frozen import FrozenWeights
 from ..family import Family, NoisySample, Origin, Patches, SampleFacts
+from ..usual import UsualSettings
 from .names import QWEN_IMAGE_NAMES
 from .patchify import first, own_conditioning, own_text, patchify_image, sample_parts
 from .text import QwenImageText
@@ -39,6 +40,14 @@ class QwenImage(Family):
     transformer_class = comfy.ldm.qwen_image.model.QwenImageTransformer2DModel
     text = QwenImageText()
     names = QWEN_IMAGE_NAMES
+    # Learning rate: musubi-tuner, docs/qwen_image.md.
+    usual = UsualSettings(
+        learning_rate=5e-5,
+        file_names="qwen[ _-]?image",
+        pictures_only=True,
+        prompt_tokens=128,
+        negative_tokens=8,
+    )
     ragged = True
     resolution_shifts = {"resolution_qwen": qwen_resolution_shift}
     # Every Linear of a block except the modulation, which musubi-tuner excludes too (networks/lora_qwen_image.py:

@@ -15,6 +15,7 @@ from ...memory.weights.frozen import FrozenWeights
 from ..conditioning import model_conditioning
 from ..family import Family, NoisySample, Origin, Patches, SampleFacts
 from ..latents import WAN21, WAN22, LatentPolicy
+from ..usual import UsualSettings
 from .layers import PATCH
 from .names import WAN_NAMES
 from .text import TEXT_LENGTH, WanText
@@ -58,6 +59,8 @@ class Wan(Family):
     transformer_class = comfy.ldm.wan.model.WanModel
     text = WanText()
     names = WAN_NAMES
+    # Learning rate: musubi-tuner, docs/wan.md.
+    usual = UsualSettings(learning_rate=2e-4, file_names=r"(^|[^a-z])wan", prompt_tokens=TEXT_LENGTH, cfg=5.0)
     # Attention and MLP of every block, like musubi-tuner's networks/lora_wan.py.
     default_targets = ("blocks.*.self_attn.*", "blocks.*.cross_attn.*", "blocks.*.ffn.*")
     swap_order = ("blocks",)

@@ -1,19 +1,19 @@
 """Presets of Train LoRA: values that the browser fills in for a kind of subject, and notes on prompts that differ.
 
 Steps, rank and accumulation are those of the help page, which names its sources (ai-toolkit's FLUX example;
-DreamBooth, arXiv 2208.12242; LoRA, arXiv 2106.09685; musubi-tuner's docs/wan.md). Learning rates are those of
-musubi-tuner's docs (Wan, HunyuanVideo 2e-4; Qwen-Image 5e-5; HunyuanVideo 1.5, Kandinsky 5, Krea 2, FLUX.2, Z-Image
-1e-4), of ai-toolkit's examples (FLUX.1, Chroma 1e-4; HiDream I1 2e-4), of sd-scripts' docs (SDXL, SD3, Anima 1e-4), and
-of the trainers of LTX-Video (2e-4) and LTX-2 (1e-4 for text to video).
+DreamBooth, arXiv 2208.12242; LoRA, arXiv 2106.09685; musubi-tuner's docs/wan.md). Learning rates are the models' own,
+`usual` of their rows in models/.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
+from ...models.family import Family
+from ...models.registry import known_by_file_name
+from ...models.usual import UsualSettings
+
 CUSTOM = "custom"
 MOTION = "motion"
-USUAL_RATE = 1e-4
 
 # kind of subject → (steps, rank, gradient_accumulation), quick, balanced and best.
 KINDS = {
@@ -22,26 +22,6 @@ KINDS = {
     "object": ((800, 8, 1), (1200, 16, 1), (1500, 16, 1)),
     MOTION: ((1500, 32, 1), (2000, 32, 1), (3000, 32, 1)),
 }
-# (name, pattern for the title of its family or its file name in lower case, is a video model, learning rate)
-FAMILIES = (
-    ("Wan", r"(^|[^a-z])wan", True, 2e-4),
-    ("HunyuanVideo 1.5", r"hunyuan[ _-]?video[ _-]?1[._]?5", True, USUAL_RATE),
-    ("HunyuanVideo", r"hunyuan[ _-]?video", True, 2e-4),
-    ("LTX-2", r"(^|[^a-z])ltx[ _-]?2([^0-9b]|$)", True, USUAL_RATE),
-    ("LTX-Video", r"(^|[^a-z])ltx", True, 2e-4),
-    ("Kandinsky Video", r"kandinsky.*(video|[ti]2v)", True, USUAL_RATE),
-    ("MiniMax", r"minimax", True, USUAL_RATE),
-    ("Qwen-Image", r"qwen[ _-]?image", False, 5e-5),
-    ("FLUX", r"flux", False, USUAL_RATE),
-    ("Chroma", r"chroma", False, USUAL_RATE),
-    ("Z-Image", r"z[ _-]?image", False, USUAL_RATE),
-    ("Krea", r"krea", False, USUAL_RATE),
-    ("HiDream", r"hidream", False, 2e-4),
-    ("Anima", r"(^|[^a-z])anima([^a-z]|$)", False, USUAL_RATE),
-    ("SDXL", r"sd[ _-]?xl", False, USUAL_RATE),
-    ("SD", r"(^|[^a-z])sd[ _-]?[0-9]", False, USUAL_RATE),
-)
-
 PRESETS = {
     f"{kind}, {effort}": {"steps": steps, "rank": rank, "gradient_accumulation": accumulation}
     for kind, rows in KINDS.items()
@@ -51,14 +31,22 @@ PRESETS = {
 
 def for_the_browser() -> dict[str, Any]:
     """Return the options of the widget, read by its file in web/js."""
-    families = [{"name": n, "pattern": p, "video": v, "learning_rate": r} for n, p, v, r in FAMILIES]
-    return {"presets": PRESETS, "families": families, "learning_rate": USUAL_RATE}
+    families = [
+        {
+            "name": title,
+            "pattern": usual.file_names,
+            "video": not usual.pictures_only,
+            "learning_rate": usual.learning_rate,
+        }
+        for title, usual in known_by_file_name()
+    ]
+    return {"presets": PRESETS, "families": families, "learning_rate": UsualSettings().learning_rate}
 
 
-def preset_notes(preset: str, title: str, values: Mapping[str, float]) -> list[str]:
+def preset_notes(preset: str, family: Family, values: Mapping[str, float]) -> list[str]:
     """List notes on values of a prompt that differ from its preset's: the values take precedence.
 
-    title: title of the model's family, such as Wan 2.1.
+    family: of the model.
     values: values, by name, of the node's own inputs that are in effect.
 
     Raises ValueError for a preset that does not exist, and for a motion preset on an image model.
@@ -67,20 +55,18 @@ def preset_notes(preset: str, title: str, values: Mapping[str, float]) -> list[s
         return []
     if preset not in PRESETS:
         raise ValueError(f"preset is {preset!r}; choose one of {', '.join((CUSTOM, *PRESETS))}.")
-    match = next((family for family in FAMILIES if re.search(family[1], title.lower())), None)
-    _, _, video, rate = match or ("", "", True, USUAL_RATE)
-    if preset.startswith(MOTION) and not video:
+    if preset.startswith(MOTION) and family.usual.pictures_only:
         raise ValueError(
-            f"preset is {preset!r}, which is for video models, and {title} makes pictures; choose one of a face, a "
+            f"preset is {preset!r}, which is for video models, and {family.title} makes pictures; choose a face, a "
             "style or an object, or custom."
         )
-    stands_for = {**PRESETS[preset], "learning_rate": rate}
+    stands_for = {**PRESETS[preset], "learning_rate": family.usual.learning_rate}
     other = {name: value for name, value in stands_for.items() if values.get(name, value) != value}
     if not other:
         return []
     input_values = ", ".join(f"{name} {values[name]:g}" for name in other)
     preset_values = ", ".join(f"{name} {value:g}" for name, value in other.items())
     return [
-        f"The preset '{preset}' means {preset_values} for {title}, but this run uses {input_values}, as set on the "
-        "inputs. Choose the preset again on the node to fill them in."
+        f"The preset '{preset}' means {preset_values} for {family.title}, but this run uses {input_values}, as set on "
+        "the inputs. Choose the preset again on the node to fill them in."
     ]

@@ -136,7 +136,7 @@ class TesseraTrainLora(io.ComfyNode):
         filled: dict[str, float] = {"steps": steps, "gradient_accumulation": gradient_accumulation}
         filled |= {} if network else {"rank": rank}
         filled |= {} if optimizer else {"learning_rate": learning_rate}
-        notes = [] if preset == CUSTOM else preset_notes(preset, family_of(model).title, filled)
+        notes = [] if preset == CUSTOM else preset_notes(preset, family_of(model), filled)
         notes += overridden_notes(settings, rank, learning_rate)
         data = replace(data, notes=(*data.notes, *notes))
         prompt, extra, job = cls.hidden.prompt, cls.hidden.extra_pnginfo, Job.current()

@@ -64,7 +64,7 @@ def test_a_preset_fills_in_what_suits_the_model_and_says_so(frontend, new_render
     page.evaluate(NEW, "flux1-dev.safetensors")
     set_train(frontend, preset="style, balanced")
     assert values(frontend) == [2000, 16, 4, 1e-4, "style, balanced"]
-    told = "style, balanced, for FLUX: steps 2000, rank 16, gradient_accumulation 4, learning_rate 0.0001."
+    told = "style, balanced, for FLUX.1: steps 2000, rank 16, gradient_accumulation 4, learning_rate 0.0001."
     playwright.expect(hint).to_have_text(told)
     page.evaluate(CONNECT_OPTIMIZER)
     playwright.expect(hint).to_have_text(f"{told} The connected Optimizer sets learning_rate instead.")
@@ -76,12 +76,12 @@ def test_a_preset_fills_in_what_suits_the_model_and_says_so(frontend, new_render
     playwright.expect(hint).to_have_count(0)
     set_train(frontend, preset="motion, quick")
     assert values(frontend) == [1999, 16, 4, 1e-4, "custom"]
-    playwright.expect(hint).to_contain_text("FLUX makes pictures")
+    playwright.expect(hint).to_contain_text("FLUX.1 makes pictures")
 
     page.evaluate(NEW, "wan2.1_t2v_1.3B_fp16.safetensors")
     set_train(frontend, preset="motion, quick")
     assert values(frontend) == [1500, 32, 1, 2e-4, "motion, quick"]
-    playwright.expect(hint).to_contain_text("motion, quick, for Wan: steps 1500")
+    playwright.expect(hint).to_contain_text("motion, quick, for Wan 2.1 and 2.2: steps 1500")
     assert not frontend.crashes
 
 
@@ -94,7 +94,7 @@ def test_a_preset_follows_the_model_that_is_connected_after_it_and_another_file(
         "motion, quick: steps 1500, rank 32, gradient_accumulation 1, learning_rate 0.0001."
     )
     page.evaluate(CONNECT_MODEL)
-    wan = "for Wan: steps 1500, rank 32, gradient_accumulation 1, learning_rate 0.0002."
+    wan = "for Wan 2.1 and 2.2: steps 1500, rank 32, gradient_accumulation 1, learning_rate 0.0002."
     playwright.expect(hint).to_contain_text(wan)
     page.evaluate(CHOOSE_FILE, "hunyuanvideo1.5_720p_t2v_fp16.safetensors")
     playwright.expect(hint).to_contain_text("for HunyuanVideo 1.5:")
@@ -120,7 +120,7 @@ def test_a_model_connected_at_once_after_the_preset_was_chosen_counts(frontend):
     page.evaluate(NEW, "wan2.1_t2v_1.3B_fp16.safetensors")
     page.wait_for_timeout(600)  # two looks
     page.evaluate(CHOOSE_BEFORE_CONNECTING, "motion, quick")
-    wan = "for Wan: steps 1500, rank 32, gradient_accumulation 1, learning_rate 0.0002."
+    wan = "for Wan 2.1 and 2.2: steps 1500, rank 32, gradient_accumulation 1, learning_rate 0.0002."
     playwright.expect(page.locator(".tessera-hint")).to_contain_text(wan)
     assert values(frontend) == [1500, 32, 1, 2e-4, "motion, quick"]
     assert not frontend.crashes
@@ -132,7 +132,7 @@ def test_a_number_that_another_node_gives_is_left_to_it(frontend):
     page.evaluate(CONNECT_STEPS)
     set_train(frontend, preset="face, best")
     playwright.expect(hint).to_have_text(
-        "face, best, for FLUX: rank 32, gradient_accumulation 1, learning_rate 0.0001. "
+        "face, best, for FLUX.1: rank 32, gradient_accumulation 1, learning_rate 0.0001. "
         "The node connected to steps sets it instead."
     )
     assert values(frontend)[:2] == [1000, 32]

@@ -1,6 +1,7 @@
 """The named models of pictures. Files, steps, cfg, sampler and scheduler are those of ComfyUI's workflow templates if
 `template` names one; other values cite their source."""
 
+from ...usual import UsualSettings
 from .model_facts import ModelFacts, NamedRelease, PreviewDefaults
 from .patterns import COSMOS_2, DOUBLE_AND_SINGLE, KANDINSKY_5, NEXT_DIT
 
@@ -14,6 +15,7 @@ IMAGES = (
         vae="ae.safetensors",
         encoders=("qwen_3_4b.safetensors",),
         clip_type="lumina2",
+        usual=UsualSettings(file_names="z[ _-]?image", pictures_only=True),  # musubi-tuner, docs/zimage.md
         releases=(
             NamedRelease(
                 title="Z-Image",
@@ -45,6 +47,7 @@ IMAGES = (
         vae="qwen_image_vae.safetensors",
         encoders=("qwen3vl_4b_fp8_scaled.safetensors",),
         clip_type="krea2",
+        usual=UsualSettings(file_names="krea", pictures_only=True),  # musubi-tuner, docs/krea2.md
         releases=(
             NamedRelease(
                 title="Krea 2 Raw",
@@ -71,6 +74,8 @@ IMAGES = (
         vae="qwen_image_vae.safetensors",
         encoders=("qwen_3_06b_base.safetensors",),
         clip_type="stable_diffusion",
+        # sd-scripts, docs/anima_train_network.md
+        usual=UsualSettings(file_names="(^|[^a-z])anima([^a-z]|$)", pictures_only=True),
         releases=(
             NamedRelease(
                 title="Anima",
@@ -87,6 +92,7 @@ IMAGES = (
         model_classes=("Lumina2",),
         configs=("Lumina2",),
         default_targets=NEXT_DIT,
+        usual=UsualSettings(pictures_only=True),
         releases=(
             NamedRelease(
                 title="NetaYume Lumina",
@@ -112,6 +118,7 @@ IMAGES = (
         vae="ae.safetensors",
         encoders=("qwen_2.5_vl_fp16.safetensors",),
         clip_type="omnigen2",
+        usual=UsualSettings(pictures_only=True),
         releases=(
             NamedRelease(
                 title="Omnigen2",
@@ -141,6 +148,8 @@ IMAGES = (
             "t5xxl_fp8_e4m3fn_scaled.safetensors",
             "llama_3.1_8b_instruct_fp8_scaled.safetensors",
         ),
+        # ai-toolkit, config/examples/train_lora_hidream_48.yaml
+        usual=UsualSettings(learning_rate=2e-4, file_names="hidream", pictures_only=True),
         releases=(
             NamedRelease(
                 title="HiDream I1 Full",
@@ -173,6 +182,7 @@ IMAGES = (
         shift=1.0,  # ModelSamplingAuraFlow in the template; ComfyUI's class has FLUX's
         encoders=("t5xxl_fp8_e4m3fn_scaled.safetensors",),
         clip_type="chroma",
+        usual=UsualSettings(pictures_only=True),
         releases=(
             NamedRelease(
                 title="Chroma Radiance",
@@ -211,6 +221,7 @@ IMAGES = (
         vae="hunyuan_image_2.1_vae_fp16.safetensors",
         encoders=("qwen_2.5_vl_7b_fp8_scaled.safetensors", "byt5_small_glyphxl_fp16.safetensors"),
         clip_type="hunyuan_image",
+        usual=UsualSettings(pictures_only=True),
         releases=(
             # Files of Comfy-Org/Hunyuan-Image-2.1; steps and cfg of sd-scripts, docs/hunyuan_image_train_network.md.
             NamedRelease(
@@ -235,6 +246,7 @@ IMAGES = (
         vae="ae.safetensors",
         encoders=("qwen_2.5_vl_7b_fp8_scaled.safetensors", "clip_l.safetensors"),
         clip_type="kandinsky5_image",
+        usual=UsualSettings(pictures_only=True),
         releases=(
             NamedRelease(
                 title="Kandinsky 5 Image Lite",
@@ -253,6 +265,7 @@ IMAGES = (
         vae="flux2-vae.safetensors",
         encoders=("ministral-3-3b.safetensors",),
         clip_type="flux2",
+        usual=UsualSettings(pictures_only=True),
         releases=(
             NamedRelease(
                 title="ERNIE-Image",
@@ -277,6 +290,7 @@ IMAGES = (
         vae="ae.safetensors",
         encoders=("qwen_2.5_vl_7b_fp8_scaled.safetensors",),
         clip_type="longcat_image",
+        usual=UsualSettings(pictures_only=True),
         releases=(
             NamedRelease(
                 title="LongCat-Image",
@@ -295,6 +309,7 @@ IMAGES = (
         vae="flux2-vae.safetensors",
         encoders=("qwen3vl_8b_fp8_scaled.safetensors",),
         clip_type="ideogram4",
+        usual=UsualSettings(pictures_only=True),
         releases=(
             NamedRelease(
                 title="Ideogram 4",

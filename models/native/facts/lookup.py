@@ -4,7 +4,10 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+
 from ...blocks import linear_shapes
+from ...usual import UNET, UsualSettings
 from .images import IMAGES
 from .model_facts import ModelFacts
 from .newer import NEWER
@@ -29,7 +32,11 @@ def facts_of(model: Any) -> ModelFacts:
     if facts is None:
         title = type(model).__name__
         return ModelFacts(
-            name=title.lower(), title=title, model_classes=(title,), default_targets=default_targets(model)
+            name=title.lower(),
+            title=title,
+            model_classes=(title,),
+            default_targets=default_targets(model),
+            usual=UNET if isinstance(model.diffusion_model, UNetModel) else UsualSettings(),
         )
     names = list(linear_shapes(model))
     targets = tuple(pattern for pattern in facts.default_targets if any(fnmatchcase(name, pattern) for name in names))

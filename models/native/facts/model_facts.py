@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ...latents import LatentPolicy
+from ...usual import UsualSettings
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class ModelFacts:
     licence: name of a licence that restricts derivatives of the weights; empty for an open one.
     sound: sound along with the video; None for models without.
     latents: policy of the pictures or video; None if ComfyUI's latent format determines it.
+    usual: learning rate of a LoRA, and prompt and guidance of a sample.
     batches: False if its forward takes one sample, or lets those of a batch influence each other.
     notes: further remarks for the user before training, a sentence each.
     """
@@ -88,6 +90,7 @@ class ModelFacts:
     licence: str = ""
     sound: Sound | None = None
     latents: LatentPolicy | None = None
+    usual: UsualSettings = UsualSettings()
     batches: bool = True
     notes: tuple[str, ...] = field(default=())
 

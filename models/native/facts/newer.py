@@ -1,6 +1,7 @@
 """Models newer than the ComfyUI that the tests run, from ComfyUI's workflow templates of October 2026
 (comfyui-workflow-templates 0.11.97)."""
 
+from ...usual import UsualSettings
 from .model_facts import ModelFacts, NamedRelease, PreviewDefaults
 
 # By the class name in published sources (comfy/ldm/qwen_image21/model.py, since ComfyUI 0.37).
@@ -14,6 +15,7 @@ NEWER = (
         vae="qwen_image_2.1_vae_bf16.safetensors",
         encoders=("qwen3vl_8b_int8_convrot.safetensors",),
         clip_type="qwen_image",
+        usual=UsualSettings(learning_rate=5e-5, pictures_only=True),  # as Qwen-Image
         releases=(
             NamedRelease(
                 title="Qwen Image 2.1",

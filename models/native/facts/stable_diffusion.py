@@ -1,6 +1,9 @@
 """The named models of Stable Diffusion. Files, steps, cfg, sampler and scheduler are those of ComfyUI's workflow
 templates."""
 
+from dataclasses import replace
+
+from ...usual import UNET, UsualSettings
 from .model_facts import ModelFacts, NamedRelease, PreviewDefaults
 
 # Attention and MLP of the transformers in a UNet; proj_in and proj_out, which sd-scripts trains too (networks/lora.py,
@@ -17,6 +20,8 @@ STABLE_DIFFUSION = (
         title="SDXL",
         model_classes=("SDXL",),
         default_targets=_UNET,
+        # sd-scripts, docs/sdxl_train_network.md
+        usual=replace(UNET, file_names="sd[ _-]?xl", pictures_only=True),
         releases=(
             NamedRelease(
                 title="SDXL",
@@ -42,6 +47,7 @@ STABLE_DIFFUSION = (
         configs=("SD15",),
         default_targets=_UNET,
         megapixels=0.25,
+        usual=replace(UNET, file_names="(^|[^a-z])(sd[ _-]?|v)1[._-]?[45]([^0-9]|$)", pictures_only=True),
         releases=(
             NamedRelease(
                 title="SD 1.5",
@@ -65,6 +71,8 @@ STABLE_DIFFUSION = (
             "joint_blocks.*.context_block.attn.*",
             "joint_blocks.*.context_block.mlp.*",
         ),
+        # sd-scripts, docs/sd3_train_network.md
+        usual=UsualSettings(file_names="(^|[^a-z])sd[ _-]?3", pictures_only=True),
         releases=(
             NamedRelease(
                 title="SD 3.5 Large",

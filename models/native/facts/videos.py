@@ -4,6 +4,7 @@
 import math
 
 from ...latents import LatentPolicy
+from ...usual import UsualSettings
 from .model_facts import ModelFacts, NamedRelease, PreviewDefaults, Sound
 from .patterns import DOUBLE_AND_SINGLE, KANDINSKY_5, WAN
 
@@ -100,6 +101,8 @@ VIDEOS = (
         megapixels=0.39,  # 768 x 512, as the template starts
         encoders=("t5xxl_fp16.safetensors",),
         clip_type="ltxv",
+        # Lightricks/LTX-Video-Trainer, configs
+        usual=UsualSettings(learning_rate=2e-4, file_names=r"(^|[^a-z])ltx(?![ _-]?2([^0-9b]|$))"),
         releases=(
             NamedRelease(
                 title="LTX-Video",
@@ -120,6 +123,8 @@ VIDEOS = (
         vae="hunyuan_video_vae_bf16.safetensors",
         encoders=("clip_l.safetensors", "llava_llama3_fp8_scaled.safetensors"),
         clip_type="hunyuan_video",
+        # musubi-tuner, docs/hunyuan_video.md
+        usual=UsualSettings(learning_rate=2e-4, file_names=r"hunyuan[ _-]?video(?![ _-]?1[._]?5)"),
         releases=(
             NamedRelease(
                 title="HunyuanVideo",
@@ -139,6 +144,8 @@ VIDEOS = (
         vae="hunyuanvideo15_vae_fp16.safetensors",
         encoders=("qwen_2.5_vl_7b_fp8_scaled.safetensors", "byt5_small_glyphxl_fp16.safetensors"),
         clip_type="hunyuan_video_15",
+        # musubi-tuner, docs/hunyuan_video_1_5.md
+        usual=UsualSettings(file_names=r"hunyuan[ _-]?video[ _-]?1[._]?5"),
         releases=(
             NamedRelease(
                 title="HunyuanVideo 1.5",
@@ -160,6 +167,7 @@ VIDEOS = (
         vae="minimax_h3_video_vae_fp16.safetensors",
         encoders=("qwen3vl_32b_minimax_h3_nvfp4_awq.safetensors",),
         clip_type="minimax",
+        usual=UsualSettings(file_names="minimax"),
         releases=(
             NamedRelease(
                 title="MiniMax H3",
@@ -184,6 +192,8 @@ VIDEOS = (
         default_targets=("transformer_blocks.*.attn1.*", "transformer_blocks.*.attn2.*", "transformer_blocks.*.ff.*"),
         megapixels=0.39,  # 768 x 512, as the template starts
         encoders=("gemma_3_12B_it_fp4_mixed.safetensors",),
+        # Lightricks/LTX-2, packages/ltx-trainer/configs
+        usual=UsualSettings(file_names="(^|[^a-z])ltx[ _-]?2([^0-9b]|$)"),
         releases=(
             NamedRelease(
                 title="LTX-2",
@@ -209,6 +219,8 @@ VIDEOS = (
         vae="hunyuan_video_vae_bf16.safetensors",
         encoders=("qwen_2.5_vl_7b_fp8_scaled.safetensors", "clip_l.safetensors"),
         clip_type="kandinsky5",
+        # musubi-tuner, docs/kandinsky5.md
+        usual=UsualSettings(file_names="kandinsky.*(video|[ti]2v)"),
         releases=(
             NamedRelease(
                 title="Kandinsky 5 Video Lite",
@@ -230,6 +242,7 @@ VIDEOS = (
             vae="wan_2.1_vae.safetensors",
             encoders=("umt5_xxl_fp8_e4m3fn_scaled.safetensors",),
             clip_type="wan",
+            usual=UsualSettings(learning_rate=2e-4, prompt_tokens=512, cfg=5.0),  # musubi-tuner, docs/wan.md
             releases=releases,
         )
         for name, title, model_class, releases in WAN_CONDITIONED

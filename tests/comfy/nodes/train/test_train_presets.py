@@ -3,49 +3,60 @@
 import re
 
 import pytest
-from tessera.nodes.train.presets import CUSTOM, FAMILIES, PRESETS, preset_notes
+from tessera.models.native.facts.lookup import NAMED
+from tessera.models.registry import FAMILIES, known_by_file_name
+from tessera.nodes.train.presets import CUSTOM, PRESETS, preset_notes
 from tiny.nodes.prompt import node
 
+FLUX, WAN = (next(family for family in FAMILIES if family.name == name) for name in ("flux", "wan"))
 FACE = {"steps": 1000, "rank": 16, "gradient_accumulation": 1, "learning_rate": 1e-4}
 
 
 def test_a_preset_that_the_inputs_match_is_told_nothing_of():
-    assert preset_notes("face, quick", "FLUX.1", FACE) == []
-    assert preset_notes("face, quick", "Wan 2.1", {**FACE, "learning_rate": 2e-4}) == []
-    assert preset_notes(CUSTOM, "FLUX.1", {}) == []
+    assert preset_notes("face, quick", FLUX, FACE) == []
+    assert preset_notes("face, quick", WAN, {**FACE, "learning_rate": 2e-4}) == []
+    assert preset_notes(CUSTOM, FLUX, {}) == []
     assert len(PRESETS) == 12
 
 
 def test_a_preset_that_the_inputs_do_not_match_is_named_with_both():
-    (note,) = preset_notes("face, quick", "Wan 2.1", {**FACE, "rank": 8})
+    (note,) = preset_notes("face, quick", WAN, {**FACE, "rank": 8})
     assert note.startswith(
-        "The preset 'face, quick' means rank 16, learning_rate 0.0002 for Wan 2.1, but this run uses rank 8, "
+        "The preset 'face, quick' means rank 16, learning_rate 0.0002 for Wan 2.1 and 2.2, but this run uses rank 8, "
         "learning_rate 0.0001, as set on the inputs."
     )
 
 
 def test_a_motion_is_for_models_of_video():
-    with pytest.raises(ValueError, match="FLUX.1 makes pictures; choose one of a face"):
-        preset_notes("motion, best", "FLUX.1", FACE)
+    with pytest.raises(ValueError, match="FLUX.1 makes pictures; choose a face"):
+        preset_notes("motion, best", FLUX, FACE)
     with pytest.raises(ValueError, match="preset is 'cat'; choose one of custom, face, quick"):
-        preset_notes("cat", "FLUX.1", FACE)
+        preset_notes("cat", FLUX, FACE)
 
 
 @pytest.mark.parametrize(
-    ("title", "name", "rate"),
+    ("file", "title", "rate"),
     [
-        ("Wan 2.2", "Wan", 2e-4), ("HunyuanVideo", "HunyuanVideo", 2e-4), ("LTX-Video", "LTX-Video", 2e-4),
-        ("HunyuanVideo 1.5", "HunyuanVideo 1.5", 1e-4), ("hunyuanvideo1.5_720p_t2v", "HunyuanVideo 1.5", 1e-4),
-        ("hunyuan_video_t2v_720p_bf16", "HunyuanVideo", 2e-4), ("LTX-2", "LTX-2", 1e-4),
-        ("ltxv-2b-0.9", "LTX-Video", 2e-4),
+        ("wan2.1_t2v_1.3B_fp16", "Wan 2.1 and 2.2", 2e-4), ("hunyuan_video_t2v_720p_bf16", "HunyuanVideo", 2e-4),
+        ("hunyuanvideo1.5_720p_t2v", "HunyuanVideo 1.5", 1e-4), ("ltxv-2b-0.9", "LTX-Video", 2e-4),
         ("ltx-2-19b-dev-fp8", "LTX-2", 1e-4), ("ltx-2.3-22b", "LTX-2", 1e-4), ("ltx-video-2b-v0.9", "LTX-Video", 2e-4),
-        ("Qwen-Image", "Qwen-Image", 5e-5), ("FLUX.2", "FLUX", 1e-4), ("HiDream", "HiDream", 2e-4),
-        ("SDXL", "SDXL", 1e-4), ("SD 1.5", "SD", 1e-4), ("Swan", None, None), ("HunyuanImage 2.1", None, None),
+        ("qwen_image_fp8", "Qwen-Image", 5e-5), ("flux-2-dev", "FLUX.2", 1e-4), ("flux1-krea-dev", "FLUX.1", 1e-4),
+        ("flux.1-dev", "FLUX.1", 1e-4), ("sd_xl_base_1.0", "SDXL", 1e-4), ("v1-5-pruned", "SD 1.5", 1e-4),
+        ("swan", None, None), ("hunyuanimage2.1", None, None),
     ],
 )  # fmt: skip
-def test_families_are_known_by_title_and_by_file_with_their_rate(title, name, rate):
-    found = next(((f[0], f[3]) for f in FAMILIES if re.search(f[1], title.lower())), (None, None))
-    assert found == (name, rate)
+def test_file_names_tell_the_model_and_its_rate(file, title, rate):
+    rows = ((title, usual.learning_rate) for title, usual in known_by_file_name() if re.search(usual.file_names, file))
+    assert next(rows, (None, None)) == (title, rate)
+
+
+def test_file_names_of_every_named_release_tell_no_other_rate_than_the_row_s():
+    for facts in NAMED:
+        for release in facts.releases:
+            usuals = [usual for _, usual in known_by_file_name() if re.search(usual.file_names, release.file.lower())]
+            rates = {usual.learning_rate for usual in (*usuals[:1], facts.usual)}
+            pictures = {usual.pictures_only for usual in (*usuals[:1], facts.usual)}
+            assert len(rates) == len(pictures) == 1, release
 
 
 def test_a_preset_is_no_part_of_a_run_and_is_not_compared_with_what_connected_options_set(server, tiny_loaders):
