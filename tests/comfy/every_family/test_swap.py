@@ -86,7 +86,7 @@ def swapped_runs() -> Iterator[Any]:
             )
 
 
-@pytest.mark.parametrize(("case", "count", "prefetch", "mode"), one_in(2, swapped_runs()))
+@pytest.mark.parametrize(("case", "count", "prefetch", "mode"), one_in(3, swapped_runs()))
 def test_swapped_equals_resident_bit_for_bit(resident, trained, tmp_path, case, count, prefetch, mode):
     plain = resident(case, checkpointing=mode)  # first: what comes next unloads it
     swapped = trained(case, tmp_path, checkpointing=mode, blocks_to_swap=count, prefetch_blocks=prefetch)
@@ -99,7 +99,7 @@ def test_swapped_equals_resident_bit_for_bit(resident, trained, tmp_path, case, 
     assert swapped.placed.swap.held_bytes() == slots * max(layout.size for layout in swapped.placed.swap.layouts)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", one_in(2, [3, 1]))
 @modes_in_turn(MODES, "swap")
 def test_batches_of_one_and_three_are_the_same_too(resident, trained, tmp_path, case, mode, batch):
     plain = resident(case, checkpointing=mode, batch=batch)

@@ -33,7 +33,7 @@ def in_every_mode(*axes: str, fast: bool = False, in_turn: bool = False) -> Iter
                     marks = [mark for mark in marks if mark.name != "fast"]
 
 
-@pytest.mark.parametrize(("case", "batch", "count", "mode", "swap"), in_every_mode("gradients", fast=True))
+@pytest.mark.parametrize(("case", "batch", "count", "mode", "swap"), one_in(2, in_every_mode("gradients", fast=True)))
 def test_gradients_equal_the_fp64_reference(check_gradients, case, batch, count, mode, swap):
     check_gradients(case, batch, count, mode=mode, swap=swap)
 
@@ -52,8 +52,7 @@ def test_gradients_of_inductor_equal_the_fp64_reference(check_gradients, case):
     check_gradients(case, batch, max(counts), mode="full", swap=True, backend="inductor")
 
 
-@pytest.mark.parametrize("mode", MODES)
-@every_case("gradients", "bf16 gradients")
+@modes_in_turn(MODES, "gradients", "bf16 gradients")
 def test_gradients_in_bf16_stay_within_its_rounding(check_gradients, case, mode):
     batch, counts = list(case.gradients().items())[-1]
     check_gradients(case, batch, max(counts), mode=mode, dtype=torch.bfloat16)
