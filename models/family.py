@@ -20,7 +20,6 @@ from .layers.lora_linear import LoraLayer
 from .name_table import NameTable
 from .objective import FlowMatching, Objective
 from .text import TextPolicy
-from .usual import UsualSettings
 
 RunBlock = Callable[..., Any]
 
@@ -169,6 +168,31 @@ class Patches:
 
     tokens: Tensor
     positions: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class UsualSettings:
+    """A model's part of a preset of Train LoRA, and of a measured step of sampling.
+
+    learning_rate: of a LoRA, with AdamW.
+    file_names: pattern of the names of its files in lower case, by which the browser knows it before it is loaded, as
+        Python's `re` and JavaScript read it; empty if its names tell nothing.
+    pictures_only: whether it makes no clips.
+    prompt_tokens: tokens of a short prompt, as ComfyUI's text encoder gives them: most pad it.
+    negative_tokens: tokens of a negative prompt; None for as many. ComfyUI runs prompts of one length in one call,
+        others in two.
+    cfg: guidance scale of the sampler.
+    """
+
+    learning_rate: float = 1e-4
+    file_names: str = ""
+    pictures_only: bool = False
+    prompt_tokens: int = 256
+    negative_tokens: int | None = None
+    cfg: float = 4.0
+
+
+UNET = UsualSettings(prompt_tokens=77, cfg=7.0)  # CLIP's length
 
 
 class Family(ABC):

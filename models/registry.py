@@ -9,7 +9,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 
 from ..memory.weights.frozen import check_readable
-from .family import Block, Family, ModelInputs, RunBlock, Transformer
+from .family import Block, Family, ModelInputs, RunBlock, Transformer, UsualSettings
 from .latents import LatentPolicy, policy_of_format
 from .name_table import NameTable, Shape
 from .native.facts.lookup import NAMED, facts_of, named_facts
@@ -19,7 +19,6 @@ from .native.transformer import NativeTransformer
 from .native.verify.core_forward import CoreForward
 from .native.verify.precision import cast_floating, computing_in, run_in
 from .text import TextPolicy
-from .usual import UsualSettings
 
 # Each folder's module `family` has a tuple FAMILIES.
 FOLDERS = (

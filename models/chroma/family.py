@@ -13,9 +13,8 @@ from torch.nn import functional as F
 
 from ...memory.weights.frozen import FrozenWeights
 from ..conditioning import model_conditioning
-from ..family import NoisySample, Origin, SampleFacts
+from ..family import NoisySample, Origin, SampleFacts, UsualSettings
 from ..flux.family import FluxFamily
-from ..usual import UsualSettings
 from .names import CHROMA_NAMES
 from .text import ChromaText
 from .transformer import APPROXIMATOR, ChromaInputs, ChromaTransformer

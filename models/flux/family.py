@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ...memory.weights.frozen import FrozenWeights
 from ..conditioning import model_conditioning
-from ..family import Family, ModelInputs, NoisySample, Origin, Patches, SampleFacts
-from ..usual import UsualSettings
+from ..family import Family, ModelInputs, NoisySample, Origin, Patches, SampleFacts, UsualSettings
 from .names import FLUX1_NAMES, FLUX2_NAMES
 from .patchify import TIMESTEP_ZERO, patchify_image, patchify_references
 from .text import FLUX2_TEXT_LENGTH, Flux1Text, Flux2Text

@@ -16,8 +16,7 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from ...memory.weights.frozen import FrozenWeights
-from ..family import Family, NoisySample, Origin, Patches, SampleFacts
-from ..usual import UsualSettings
+from ..family import Family, NoisySample, Origin, Patches, SampleFacts, UsualSettings
 from .names import QWEN_IMAGE_NAMES
 from .patchify import first, own_conditioning, own_text, patchify_image, sample_parts
 from .text import QwenImageText

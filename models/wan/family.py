@@ -13,9 +13,8 @@ from torch.nn import functional as F
 
 from ...memory.weights.frozen import FrozenWeights
 from ..conditioning import model_conditioning
-from ..family import Family, NoisySample, Origin, Patches, SampleFacts
+from ..family import Family, NoisySample, Origin, Patches, SampleFacts, UsualSettings
 from ..latents import WAN21, WAN22, LatentPolicy
-from ..usual import UsualSettings
 from .layers import PATCH
 from .names import WAN_NAMES
 from .text import TEXT_LENGTH, WanText

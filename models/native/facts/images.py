@@ -1,7 +1,7 @@
 """The named models of pictures. Files, steps, cfg, sampler and scheduler are those of ComfyUI's workflow templates if
 `template` names one; other values cite their source."""
 
-from ...usual import UsualSettings
+from ...family import UsualSettings
 from .model_facts import ModelFacts, NamedRelease, PreviewDefaults
 from .patterns import COSMOS_2, DOUBLE_AND_SINGLE, KANDINSKY_5, NEXT_DIT
 

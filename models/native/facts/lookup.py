@@ -7,7 +7,7 @@ from typing import Any
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 
 from ...blocks import linear_shapes
-from ...usual import UNET, UsualSettings
+from ...family import UNET, UsualSettings
 from .images import IMAGES
 from .model_facts import ModelFacts
 from .newer import NEWER

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ...family import UsualSettings
 from ...latents import LatentPolicy
-from ...usual import UsualSettings
 
 
 @dataclass(frozen=True)

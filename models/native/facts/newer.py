@@ -1,7 +1,7 @@
 """Models newer than the ComfyUI that the tests run, from ComfyUI's workflow templates of October 2026
 (comfyui-workflow-templates 0.11.97)."""
 
-from ...usual import UsualSettings
+from ...family import UsualSettings
 from .model_facts import ModelFacts, NamedRelease, PreviewDefaults
 
 # By the class name in published sources (comfy/ldm/qwen_image21/model.py, since ComfyUI 0.37).

@@ -3,7 +3,7 @@ templates."""
 
 from dataclasses import replace
 
-from ...usual import UNET, UsualSettings
+from ...family import UNET, UsualSettings
 from .model_facts import ModelFacts, NamedRelease, PreviewDefaults
 
 # Attention and MLP of the transformers in a UNet; proj_in and proj_out, which sd-scripts trains too (networks/lora.py,

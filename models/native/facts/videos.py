@@ -3,8 +3,8 @@
 
 import math
 
+from ...family import UsualSettings
 from ...latents import LatentPolicy
-from ...usual import UsualSettings
 from .model_facts import ModelFacts, NamedRelease, PreviewDefaults, Sound
 from .patterns import DOUBLE_AND_SINGLE, KANDINSKY_5, WAN
 
