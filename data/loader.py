@@ -9,7 +9,7 @@ from itertools import accumulate, count, islice
 import torch
 
 from ..common.rng import generator
-from .samples import FIRST_VARIANT, GraphKey, Sample, SampleTensors, SampleVariant, folder_parts
+from .samples import FIRST_VARIANT, GraphKey, Sample, SampleTensors, SampleVariant, folder_parts, showings_by_key
 
 _BETWEEN_CHECKS = 10_000  # batches, a small part of a second
 
@@ -24,6 +24,10 @@ def batch_order(samples: Sequence[Sample], batch_size: int, seed: int) -> Iterat
     batch if their token count, reference tokens and text length agree. Incomplete batches carry over to the next
     epoch, so no sample is dropped and no batch is short. The same arguments give the same order.
 
+    A rare graph key, with fewer showings in an epoch than a batch has, gets a batch every few epochs. So that not all
+    of them come in one epoch after none for several, each begins with some of its samples shown already, see
+    `_head_starts`: a sample is shown up to `batch_size` - 1 times more in the whole run.
+
     Of a folder with a `sample_ratio` below 1 an epoch shows that part, and the next epoch goes on with the rest: the
     folder has a shuffle of its own, which restarts when all of it was shown. OneTrainer does so with a concept whose
     `balancing` by repeats is below 1, without the shuffle (mgds, VariationSorting).
@@ -36,7 +40,7 @@ def batch_order(samples: Sequence[Sample], batch_size: int, seed: int) -> Iterat
     assert not all(sample.regularisation for sample in samples)
     preserved = [index for index, sample in enumerate(samples) if sample.regularisation for _ in range(sample.repeats)]
     preserved_turns = _turns(preserved, seed, "regularisation")
-    waiting: dict[GraphKey, deque[int]] = defaultdict(deque)
+    waiting: dict[GraphKey, deque[int]] = defaultdict(deque, _head_starts(samples, batch_size, seed))
     for epoch, training in enumerate(_epochs(samples, seed)):
         for index in _shuffled([*training, *islice(preserved_turns, len(training))], seed, "epoch", epoch):
             queue = waiting[samples[index].graph_key]
@@ -44,6 +48,23 @@ def batch_order(samples: Sequence[Sample], batch_size: int, seed: int) -> Iterat
             if len(queue) == batch_size:
                 yield tuple(queue)
                 queue.clear()
+
+
+def _head_starts(samples: Sequence[Sample], batch_size: int, seed: int) -> dict[GraphKey, deque[int]]:
+    """Choose the samples with which the next batch of each rare graph key begins.
+
+    The keys, in order, are cut out of one long sequence of showings in batches: so about as many of their batches are
+    complete in each epoch.
+    """
+    starts: dict[GraphKey, deque[int]] = {}
+    showings = 0.0
+    for key, per_epoch in sorted(showings_by_key(samples).items()):
+        if per_epoch >= batch_size:
+            continue
+        members = [i for i, sample in enumerate(samples) if sample.graph_key == key for _ in range(sample.repeats)]
+        starts[key] = deque(islice(_turns(members, seed, "rare", str(key)), int(showings) % batch_size))
+        showings += per_epoch
+    return starts
 
 
 def skip_batches(order: Iterator[tuple[int, ...]], count: int, check_interrupted: Callable[[], None]) -> None:

@@ -175,6 +175,17 @@ def shown_per_epoch(samples: Sequence[Sample]) -> int:
     return 2 * training if any(sample.regularisation for sample in samples) else training
 
 
+def showings_by_key(samples: Sequence[Sample]) -> dict[GraphKey, float]:
+    """Compute the mean number of showings of an epoch that need each graph key."""
+    training = sum(sample.repeats * sample.sample_ratio for sample in samples if not sample.regularisation)
+    preserved = sum(sample.repeats for sample in samples if sample.regularisation)
+    showings: dict[GraphKey, float] = defaultdict(float)
+    for sample in samples:
+        share = training / preserved if sample.regularisation else sample.sample_ratio
+        showings[sample.graph_key] += sample.repeats * share
+    return dict(showings)
+
+
 def folder_parts(samples: Sequence[Sample]) -> dict[int, tuple[list[int], int]]:
     """List the folders of which an epoch shows a part, by index: (sample indices, number shown).
 

@@ -27,7 +27,7 @@ from ..optim.checks import check_optimizer
 from ..optim.schedule import lr_factor
 from ..settings import TrainSettings
 from ..validation_split import hold_out, validation_notes
-from .notes import guidance_notes, memory_notes, saving_notes, weight_notes
+from .notes import guidance_notes, memory_notes, rare_notes, saving_notes, weight_notes
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,7 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
     if settings.network.training_adapter is None and not settings.objective.guidance_loss_scale:
         notes += tuple(family.distillation_notes(patcher.model))
     padded = _with_text_lengths(family, patcher, data)
+    notes += tuple(rare_notes(settings.batch_size, padded.samples))
     if settings.validation is not None and measured is not None:
         notes += tuple(validation_notes(padded, measured, settings.validation))
     return CheckedRun(family, patcher, padded, targets, notes, start, measured, full_data_fingerprint)

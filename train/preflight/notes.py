@@ -1,12 +1,14 @@
 """Notes on settings that have no effect on a run, before anything is loaded."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from ...common.text import shortlist
 from ...common.unread import unread_notes
-from ...data.samples import Sample
+from ...data.samples import Sample, showings_by_key
 from ...memory.swap.selection import all_on_device
 from ...models.family import Family
 from ..objective.options import ObjectiveOptions
@@ -59,6 +61,28 @@ def weight_notes(options: ObjectiveOptions, samples: Sequence[Sample]) -> Iterat
             f"loss_weight is {weights.pop():g} for all pictures, so none of them counts more than the rest; to learn "
             "more or less of everything, change learning_rate."
         )
+
+
+def rare_notes(batch_size: int, samples: Sequence[Sample]) -> Iterator[str]:
+    """Yield a note on the samples whose graph key has too few showings in an epoch to fill a batch.
+
+    samples: with the text lengths of the model's sequence.
+    """
+    showings = showings_by_key(samples)
+    rare = {key: count for key, count in showings.items() if count < batch_size}
+    if not rare or len(showings) == 1:
+        return
+    names = list(dict.fromkeys(sample.file or sample.name for sample in samples if sample.graph_key in rare))
+    # The same number of tokens, but with captions of another length.
+    usual = {key[:2] for key in showings.keys() - rare.keys()}
+    by_caption, by_shape = (any((key[:2] in usual) is is_usual for key in rare) for is_usual in (True, False))
+    fixes = ["lower max_graphs or add pictures of their shape"] * by_shape
+    fixes += ["make their captions about as long as the others"] * by_caption
+    yield (
+        f"Few pictures share a shape and caption length with these, so each step with them shows them several times "
+        f"and the next one comes up to {math.ceil(batch_size / min(rare.values()))} epochs later: {shortlist(names)}; "
+        f"{', '.join(fixes)}, or set batch_size to 1."
+    )
 
 
 def guidance_notes(family: Family, model: Any, options: ObjectiveOptions, samples: Sequence[Sample]) -> Iterator[str]:

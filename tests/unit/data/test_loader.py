@@ -6,6 +6,7 @@ from itertools import islice
 import pytest
 from tessera.data.loader import batch_order, skip_batches
 from tessera.data.samples import Sample
+from tessera.train.preflight.notes import rare_notes
 
 # (tokens, text length) of each sample and its repeats: two shapes share 12 tokens.
 SAMPLES = [
@@ -84,3 +85,30 @@ def test_skipping_is_taking_them_and_asks_for_cancel():
 
     with pytest.raises(InterruptedError):
         skip_batches(order, 10**12, cancel)
+
+
+RARE = [Sample(f"r{i}", (1, 1, 9 + i), 9 + i, 256, lambda *_: None) for i in range(8)]
+USUAL = [Sample(f"u{i}", (1, 4, 8), 32, 256, lambda *_: None) for i in range(16)]
+
+
+def test_batches_of_rare_shapes_are_spread_over_the_epochs():
+    samples = [*USUAL, *RARE]
+    order = batches(4, count=6 * 100, samples=samples)
+    rare = [order.index((index,) * 4) for index in range(16, 24)]
+    # Two of the eight come in each of the first four epochs, of four usual batches each.
+    assert sorted(sum(max(batch) < 16 for batch in order[:place]) // 4 for place in rare) == [0, 0, 1, 1, 2, 2, 3, 3]
+    seen = Counter(i for batch in order for i in batch)
+    assert all(abs(seen[index] - 100) <= 4 for index in range(24))
+
+
+def test_pictures_of_rare_shapes_and_caption_lengths_are_named_with_what_helps():
+    long = Sample("long caption", (1, 4, 8), 32, 512, lambda *_: None)
+    (note,) = rare_notes(4, [*USUAL, *RARE[:1], long])
+    assert note == (
+        "Few pictures share a shape and caption length with these, so each step with them shows them several times and "
+        "the next one comes up to 4 epochs later: r0, long caption; lower max_graphs or add pictures of their "
+        "shape, make their captions about as long as the others, or set batch_size to 1."
+    )
+    (note,) = rare_notes(4, [*USUAL, long])
+    assert "max_graphs" not in note and "captions about as long" in note
+    assert not list(rare_notes(1, [*USUAL, *RARE])) and not list(rare_notes(4, USUAL[:1]))
