@@ -214,13 +214,13 @@ def test_dropped_files_are_copied_under_new_names_and_shown(frontend, comfyui, n
     folder = comfyui.base / "input" / name
     open_graph(frontend, {"1": node("TesseraImageFolder", folder=f"input/{name}")})
     center(page)
-    page.wait_for_function("app.graph.nodes[0].tesseraPage?.endings")
+    page.wait_for_function("app.graph.nodes[0].tessera?.page?.endings")
     drop(page, {"a.png": png("red"), "a.txt": b"a red square", "b.png": png("blue"), "x.heic": b"x"})
     expect(tiles(frontend)).to_have_count(2)  # of a folder that was not there
     expect(page.locator(".tessera-gallery")).to_contain_text("Not taken: x.heic.")
     loaded(frontend, 2)
     assert sorted(path.name for path in folder.iterdir()) == ["a.png", "a.txt", "b.png"]
-    page.wait_for_function("!app.graph.nodes[0].tesseraError")  # it is in the list by now
+    page.wait_for_function("!app.graph.nodes[0].tessera?.error")  # it is in the list by now
     center(page)
     page.wait_for_timeout(300)
     drop(page, {"a.png": png("green"), "a.txt": b"a green square", "b.png": png("blue")})

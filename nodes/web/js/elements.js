@@ -1,7 +1,13 @@
 // Elements of what is drawn on a node.
 
-/** Puts a new element at the end of another one. */
-export function part(parent, style, tag = 'div', fields = {}) {
+/**
+ * Puts a new element at the end of another one.
+ * @template {keyof HTMLElementTagNameMap} [T='div']
+ * @param {ParentNode} parent
+ * @param {T} tag
+ * @returns {HTMLElementTagNameMap[T]}
+ */
+export function part(parent, style, tag = /** @type {T} */ ('div'), fields = {}) {
   const element = document.createElement(tag)
   Object.assign(element.style, style)
   Object.assign(element, fields)
@@ -26,9 +32,9 @@ export function button(parent, text, title, press, style = {}) {
 }
 
 /** Has a button take presses, or not and look so. */
-export function enable(button, isOn) {
-  button.disabled = !isOn
-  button.style.opacity = isOn ? 1 : 0.5
+export function enable(pressed, isOn) {
+  pressed.disabled = !isOn
+  pressed.style.opacity = isOn ? 1 : 0.5
 }
 
 const SVG = 'http://www.w3.org/2000/svg'

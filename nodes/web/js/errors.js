@@ -4,6 +4,7 @@ import { app } from '../../../scripts/app.js'
 import { api } from '../../../scripts/api.js'
 import { isElsewhere, ourNodes, placeOf } from './nodes.js'
 import { setError } from './report_widget.js'
+import { stateOf } from './state.js'
 import { after, sourceWidget, widgetOf } from './widgets.js'
 import { t } from './words.js'
 
@@ -38,7 +39,7 @@ const marked = new Map() // what is told of folders, by the node that it stands 
 
 async function look(key, type, folder) {
   unlisted.set(key, undefined)
-  const asked = new URLSearchParams({ kind: KINDS[type], folder, page: 0 })
+  const asked = new URLSearchParams({ kind: KINDS[type], folder, page: '0' })
   const answer = await api.fetchApi(`/tessera/folder?${asked}`, { cache: 'no-store' }).catch(() => undefined)
   const found = answer?.ok ? await answer.json() : undefined
   unlisted.set(key, found?.count > 0)
@@ -75,7 +76,7 @@ function markFolders() {
   for (const place of marked.keys()) if (!said.has(place)) marked.delete(place)
   for (const [place, sentences] of said) {
     const [before, text] = [marked.get(place) ?? '', [...sentences].filter(Boolean).join('\n')]
-    if (text !== before && (text || place.tesseraError === before)) setError(place, text)
+    if (text !== before && (text || stateOf(place).error === before)) setError(place, text)
     marked.set(place, text)
   }
 }

@@ -4,6 +4,7 @@
 // frontends keep what they were told, and are told again with each drawing and whatever may change it. No widget is moved
 // or taken out: values and prompts are the same with all shown.
 import { app } from '../../../scripts/app.js'
+import { stateOf } from './state.js'
 import { after, afterCall } from './widgets.js'
 import { t } from './words.js'
 
@@ -19,14 +20,15 @@ app.registerExtension({
     const { onNodeCreated, onConfigure } = nodeType.prototype
     nodeType.prototype.onNodeCreated = function (...rest) {
       const result = onNodeCreated?.apply(this, rest)
-      this.tesseraMore = hideBehindMore(this, advanced)
+      stateOf(this).more = hideBehindMore(this, advanced)
       return result
     }
     nodeType.prototype.onConfigure = function (info, ...rest) {
       const result = onConfigure?.call(this, info, ...rest)
-      this.tesseraMore?.tell()
+      const { more } = stateOf(this)
+      more?.tell()
       // Saved before there was *more*: the node gives back the room of what is hidden now.
-      if (info.showAdvanced === undefined) this.tesseraMore?.shrink()
+      if (info.showAdvanced === undefined) more?.shrink()
       return result
     }
   },
@@ -80,8 +82,8 @@ function hideBehindMore(node, advanced) {
   function resizeBy(change) {
     const before = node.computeSize()[1]
     change()
-    const after = node.computeSize()[1]
-    node.setSize([node.size[0], Math.max(after, node.size[1] + after - before)])
+    const now = node.computeSize()[1]
+    node.setSize([node.size[0], Math.max(now, node.size[1] + now - before)])
     node.setDirtyCanvas(true, true)
   }
 

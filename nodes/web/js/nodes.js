@@ -9,6 +9,8 @@ export const isOurs = (node) => Boolean(node?.type?.startsWith('Tessera'))
 /**
  * Each of our nodes, the path by which the server names it (ids of nodes in subgraphs are such as 12:5), and the subgraph
  * nodes that it is in, the outermost first.
+ * @param {any} graph
+ * @returns {Generator<[any, string, any[]]>}
  */
 export function* ourNodes(graph = root(), before = '', hosts = []) {
   for (const node of graph?.nodes ?? []) {
@@ -20,7 +22,7 @@ export function* ourNodes(graph = root(), before = '', hosts = []) {
 /** The node of ours that the server names, and the subgraph nodes that it is in. In another workflow that was opened
  * meanwhile the same id may be any node's: then there is none. */
 export function placeOf(path) {
-  let graph = root()
+  let graph = /** @type {any} */ (root())
   const nodes = []
   for (const id of String(path).split(':')) {
     const node = graph?.getNodeById(id)

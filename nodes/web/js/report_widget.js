@@ -1,4 +1,5 @@
 // The text on a node, made when there is first something to show: before that a node looks as its schema says.
+import { stateOf } from './state.js'
 import { addSubgraphWidget, removeSubgraphWidget, seat } from './subgraph_widget.js'
 import { widgetOf } from './widgets.js'
 
@@ -74,16 +75,18 @@ function height(node, element) {
 
 /** The sentence of an error, in red above all else; none takes it away. */
 export function setError(node, text) {
-  if ((text ?? '') === (node.tesseraError ?? '')) return
-  node.tesseraError = text
-  show(node, node.tesseraContent ?? [])
+  const state = stateOf(node)
+  if ((text ?? '') === (state.error ?? '')) return
+  state.error = text
+  show(node, state.content)
 }
 
 /** A line on what the node is set to, below an error and above all else; none takes it away. */
 export function setHint(node, text) {
-  if ((text ?? '') === (node.tesseraHint ?? '')) return
-  node.tesseraHint = text
-  show(node, node.tesseraContent ?? [])
+  const state = stateOf(node)
+  if ((text ?? '') === (state.hint ?? '')) return
+  state.hint = text
+  show(node, state.content)
 }
 
 function hintLine(text) {
@@ -96,17 +99,18 @@ function hintLine(text) {
 
 /** The panel of a run on the node of this path, above the lines; none takes it away. */
 export function setPanel(node, path, panel) {
-  const panels = (node.tesseraPanels ??= new Map())
+  const { panels, content } = stateOf(node)
   if (panel) panels.set(path, panel)
   else panels.delete(path)
-  show(node, node.tesseraContent ?? [], panel && PANEL_WIDTH)
+  show(node, content, panel && PANEL_WIDTH)
 }
 
 /** What the record of a run notes, where the node says nothing: a page that did not see it begin got no event of it. */
 export function setNotes(node, notes) {
-  const { tesseraContent: said = [], tesseraNotes: told } = node
-  if ((said.length && said !== told) || String(notes) === String(told ?? [])) return
-  node.tesseraNotes = notes
+  const state = stateOf(node)
+  const { content, notes: told } = state
+  if ((content.length && content !== told) || String(notes) === String(told ?? [])) return
+  state.notes = notes
   show(node, notes)
 }
 
@@ -143,9 +147,10 @@ function fill(element, parts) {
 
 /** Shows lines of text and tables, in place of what was there. A table may ask for a width of the node. */
 export function show(node, content, leastWidth = 0) {
-  node.tesseraContent = content
-  const { tesseraError: error, tesseraHint: hint, tesseraPanels: panels } = node
-  const head = [error && errorLine(error), hint && hintLine(hint), ...(panels?.values() ?? [])]
+  const state = stateOf(node)
+  state.content = content
+  const { error, hint, panels } = state
+  const head = [error && errorLine(error), hint && hintLine(hint), ...panels.values()]
   const said = [...head, ...content].filter(Boolean)
   if (!said.length) {
     remove(node)

@@ -32,7 +32,10 @@ function ourWords(all) {
   return { titles: of('template'), descriptions: of('templateDescription') }
 }
 
-/** Put the titles into what the list shows, in the order of their numbers. */
+/**
+ * Put the titles into what the list shows, in the order of their numbers.
+ * @param {any[]} templates
+ */
 function nameAll(templates, { titles, descriptions }) {
   const ours = templates.filter((each) => decodeURIComponent(FOLDER) === each.sourceModule)
   const places = ours.map((each) => templates.indexOf(each))

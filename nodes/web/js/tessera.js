@@ -5,6 +5,7 @@ import { api } from '../../../scripts/api.js'
 import { TABLE_WIDTH, describeCompiling } from './compile_report.js'
 import { isElsewhere, nodeAt } from './nodes.js'
 import { monospaced, picture, show } from './report_widget.js'
+import { stateOf } from './state.js'
 import { t } from './words.js'
 
 const describe = {
@@ -63,13 +64,14 @@ function describeRun(run) {
 /** The previews so far, under the lines: the file is written anew each time, under one name. The last sheet stays until
  * the next one is loaded, and one that is loaded late takes no newer one's place. */
 function showPreviews(node, { filename, subfolder, type, step }) {
-  const run = (node.tesseraRun ??= newRun()) // a page that was opened meanwhile has seen no beginning
+  const state = stateOf(node)
+  const run = (state.run ??= newRun()) // a page that was opened meanwhile has seen no beginning
   const number = ++run.sheets
   const place = new URLSearchParams({ filename, subfolder, type, step })
   const sheet = picture(api.apiURL(`/view?${place}`), t('Previews up to step {step}', { step }), () => {
-    if (node.tesseraRun !== run || run.shown > number) return
+    if (state.run !== run || run.shown > number) return
     run.shown = number
-    node.tesseraSheet = sheet
+    state.sheet = sheet
     showLive(node)
   })
 }
@@ -77,16 +79,14 @@ function showPreviews(node, { filename, subfolder, type, step }) {
 const newRun = () => ({ sheets: 0, shown: 0 })
 
 /** The lines so far; those of the run's record on a page that has seen no beginning. */
-const linesOf = (node) => node.tesseraLines ?? node.tesseraNotes ?? []
+const linesOf = (node) => stateOf(node).lines ?? stateOf(node).notes ?? []
 
 function showLive(node) {
-  show(node, [...linesOf(node), node.tesseraSheet])
+  show(node, [...linesOf(node), stateOf(node).sheet])
 }
 
 function begin(node, lines) {
-  node.tesseraRun = newRun()
-  node.tesseraLines = lines
-  node.tesseraSheet = undefined
+  Object.assign(stateOf(node), { run: newRun(), lines, sheet: undefined })
 }
 
 const liveLines = {
@@ -104,7 +104,7 @@ app.registerExtension({
       if (!node || isElsewhere(detail.prompt_id)) return
       if (detail.kind === 'preview') showPreviews(node, detail)
       if (!line || linesOf(node).includes(line)) return
-      node.tesseraLines = [...linesOf(node), line].slice(-MOST_LINES) // the summary at the end has all notes
+      stateOf(node).lines = [...linesOf(node), line].slice(-MOST_LINES) // the summary at the end has all notes
       showLive(node)
     })
     api.addEventListener('tessera.compile', ({ detail }) => {
@@ -115,22 +115,23 @@ app.registerExtension({
   beforeRegisterNodeDef(nodeType, nodeData) {
     const lines = describe[nodeData.name]
     if (!lines) return
-    const { onExecuted, onExecutionStart, onNodeCreated } = nodeType.prototype
-    nodeType.prototype.onNodeCreated = function (...rest) {
+    const prototype = /** @type {any} */ (nodeType.prototype) // the frontend calls these, and its types leave them out
+    const { onExecuted, onExecutionStart, onNodeCreated } = prototype
+    prototype.onNodeCreated = function (...rest) {
       const result = onNodeCreated?.apply(this, rest)
       const width = LiteGraph.NODE_TEXT_SIZE * this.title.length // a node without widgets is narrower than its title
       if (width > this.size[0]) this.setSize([width, this.size[1]])
       return result
     }
-    nodeType.prototype.onExecutionStart = function (...rest) {
+    prototype.onExecutionStart = function (...rest) {
       onExecutionStart?.apply(this, rest)
       begin(this, [])
     }
-    nodeType.prototype.onExecuted = function (output, ...rest) {
+    prototype.onExecuted = function (output, ...rest) {
       onExecuted?.call(this, output, ...rest)
       if (isElsewhere()) return
       const payloads = output?.tessera ?? []
-      begin(this, this.tesseraLines) // at the end the frontend itself shows the sheet
+      begin(this, stateOf(this).lines) // at the end the frontend itself shows the sheet
       if (payloads.length) show(this, payloads.flatMap((payload) => lines(payload)), leastWidth[nodeData.name])
     }
   },

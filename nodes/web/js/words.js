@@ -15,7 +15,7 @@ app.registerExtension({
 /** Translations of all packs, by language. */
 export const translations = () => asked
 
-export const language = () => app.extensionManager.setting.get('Comfy.Locale')
+export const language = () => /** @type {string} */ (app.extensionManager.setting.get('Comfy.Locale'))
 
 /** An English text in the language of the settings. Values stand in it in braces, by their names. */
 export function t(text, values = {}) {

@@ -213,7 +213,7 @@ def test_a_run_that_goes_on_from_an_earlier_state_is_drawn_anew(frontend, comfyu
     assert frontend.crashes == []
 
 
-ON_NODES = """() => Object.fromEntries(app.graph.nodes.filter((n) => n.tesseraError)
+ON_NODES = """() => Object.fromEntries(app.graph.nodes.filter((n) => n.tessera?.error)
   .map((n) => [n.type, n.widgets.find((w) => w.name === 'tessera_report').element.querySelector('[role=alert]')
   .textContent]))"""
 
@@ -246,7 +246,7 @@ def test_what_is_wrong_stands_in_red_on_its_node_until_it_is_mended(frontend, co
     page.keyboard.press("Escape")
     frontend.set_widgets({"TesseraTrainLora": {"output_name": "mended", "resume": state, "steps": 1}})
     assert press_run(frontend) is None  # the server refuses it
-    page.wait_for_function("app.graph.nodes.some((n) => n.tesseraError?.startsWith('resume: there is no state'))")
+    page.wait_for_function("app.graph.nodes.some((n) => n.tessera?.error?.startsWith('resume: there is no state'))")
     assert page.evaluate(ON_NODES)["TesseraTrainLora"] == (
         f"resume: there is no state '{state}' any more; choose another, 'latest' or 'off'."
     )
@@ -273,7 +273,7 @@ def test_a_folder_too_deep_for_the_list_is_not_called_absent(frontend, comfyui):
             "2": node("TesseraImageFolder", folder="input/absent"),
         },
     )
-    page, marked = frontend.page, "app.graph.nodes.filter((n) => n.tesseraError).map((n) => n.widgets[0].value)"
+    page, marked = frontend.page, "app.graph.nodes.filter((n) => n.tessera?.error).map((n) => n.widgets[0].value)"
     page.evaluate("async () => { await app.loadGraphData(app.graph.serialize()) }")
     playwright.expect(page.locator(".tessera-error")).to_have_count(1)
     page.wait_for_timeout(1500)  # each second it looks again
@@ -306,7 +306,7 @@ def test_what_a_stranger_wrote_into_a_run_is_text_on_the_page(frontend, comfyui)
     playwright.expect(report.locator(".tessera-error")).to_have_text(hostile)
     assert report.inner_text().count(hostile) == 2 and report.locator("img").count() == 0
     assert page.evaluate("window.hostile") is None and frontend.crashes == []
-    error = "app.graph.nodes.find((n) => n.type === 'TesseraTrainLora').tesseraError"
+    error = "app.graph.nodes.find((n) => n.type === 'TesseraTrainLora').tessera?.error"
     assert page.evaluate(error) == hostile
     shutil.rmtree(folder)
     page.evaluate("window.dispatchEvent(new Event('tessera.runs.changed'))")  # as the tab tells of a deletion
@@ -434,7 +434,7 @@ def test_an_error_in_a_subgraph_stands_on_the_node_around_it_too_until_run_is_pr
     assert page.evaluate(IN_SUBGRAPH, said) == [said, said]
     page.evaluate("app.graph.nodes.find((n) => n.type === 'TesseraLatentsToDataset').widgets[0].value = 0")
     assert press_run(frontend) is None  # the server refuses it, for another node
-    shown = "app.graph.nodes.find((n) => n.subgraph).tesseraError"
+    shown = "app.graph.nodes.find((n) => n.subgraph).tessera?.error"
     page.wait_for_function(f"!{shown}")
     assert frontend.crashes == []
 

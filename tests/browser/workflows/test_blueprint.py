@@ -177,7 +177,7 @@ def test_an_absent_folder_is_marked_on_it_when_it_is_opened_until_another_is_cho
     page.evaluate(f"{OUTER}.widgets.find((w) => w.name === 'folder').value = 'input/squares'")
     playwright.expect(error).to_have_count(0)
     page.wait_for_timeout(1500)  # each second it looks again
-    shown = f"[{OUTER}, ...{OUTER}.subgraph.nodes].filter((n) => n.tesseraError).length"
+    shown = f"[{OUTER}, ...{OUTER}.subgraph.nodes].filter((n) => n.tessera?.error).length"
     assert page.evaluate(shown) == 0 and frontend.crashes == []
 
 

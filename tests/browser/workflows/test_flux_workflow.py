@@ -107,7 +107,7 @@ def test_the_run_button_trains_and_the_api_workflow_gives_the_same_lora(frontend
     reports = frontend.page.locator(".tessera-report")
     playwright.expect(reports.filter(has_text=of_graph.name)).to_be_visible()
     playwright.expect(reports.filter(has_text="Cropping cuts off")).to_be_visible()
-    live = frontend.page.evaluate("app.graph.nodes.find((n) => n.type === 'TesseraTrainLora').tesseraLines")
+    live = frontend.page.evaluate("app.graph.nodes.find((n) => n.type === 'TesseraTrainLora').tessera.lines")
     assert f"Saved: {of_graph.name}" in live  # told by an event while the run went on
     values = frontend.page.evaluate(
         "app.graph.serialize().nodes.find((n) => n.type === 'TesseraTrainLora').widgets_values"

@@ -2,6 +2,7 @@
 import { app } from '../../../../scripts/app.js'
 import { api } from '../../../../scripts/api.js'
 import { nodeAt, ourNodes } from '../nodes.js'
+import { stateOf } from '../state.js'
 import { throttle } from '../throttle.js'
 import { after, sourceWidget, widgetOf } from '../widgets.js'
 import { t } from '../words.js'
@@ -39,7 +40,8 @@ function isPrepared(node, seen = new Set()) {
 }
 
 function galleryOf(node) {
-  if (node.tesseraGallery) return node.tesseraGallery
+  const state = stateOf(node)
+  if (state.gallery) return state.gallery
   const gallery = makeGallery((page, missing) => turn(node, page, missing))
   const widget = node.addDOMWidget(WIDGET, 'tessera', gallery, {
     serialize: false, // out of the prompt, and below out of the saved workflow
@@ -47,7 +49,7 @@ function galleryOf(node) {
     getMinHeight: () => (gallery.view.count > IN_A_ROW ? LEAST_HEIGHT.rows : LEAST_HEIGHT.row),
   })
   widget.serialize = false
-  node.tesseraGallery = gallery
+  state.gallery = gallery
   makeRoom(node, LEAST_WIDTH)
   return gallery
 }
@@ -61,23 +63,23 @@ function removeGallery(node) {
   const widget = widgetOf(node, WIDGET)
   if (!widget) return
   const room = widget.computedHeight ?? 0
-  node.tesseraGallery.stop()
-  node.tesseraGallery = undefined
+  stateOf(node).gallery.stop()
+  stateOf(node).gallery = undefined
   node.removeWidget(widget)
   node.setSize([node.size[0], Math.max(node.computeSize()[1], node.size[1] - room)])
 }
 
 function turn(node, page, missing) {
-  Object.assign(node.tesseraPage, { page, missing })
+  Object.assign(stateOf(node).page, { page, missing })
   return refresh(node)
 }
 
 /** Shows the folder as it is now. One question at a time; what comes meanwhile asks again after it. */
 export function refresh(node) {
-  const state = (node.tesseraPage ??= { page: 0, missing: false })
-  state.again = true
-  state.asking ??= askUntilShown(node, state).finally(() => (state.asking = undefined))
-  return state.asking
+  const page = (stateOf(node).page ??= { page: 0, missing: false })
+  page.again = true
+  page.asking ??= askUntilShown(node, page).finally(() => (page.asking = undefined))
+  return page.asking
 }
 
 async function askUntilShown(node, state) {
@@ -99,7 +101,7 @@ async function update(node, state) {
   for (const name of ASKED) place[name] = widgetFor(node, name)?.value ?? ''
   place.caption_extension = captionExtension(node)
   if (state.folder !== folder.value) Object.assign(state, { folder: folder.value, page: 0, missing: false })
-  const asked = new URLSearchParams({ ...place, page: state.page, missing: state.missing ? 1 : 0 })
+  const asked = new URLSearchParams({ ...place, page: `${state.page}`, missing: state.missing ? '1' : '0' })
   const answer = await api.fetchApi(`/tessera/folder?${asked}`, { cache: 'no-store' })
   const found = await answer.json()
   if (!node.graph) return removeGallery(node) // deleted meanwhile
@@ -142,7 +144,7 @@ async function showFolder(node, subfolder) {
     folder.callback?.(value)
   }
   await refresh(node) // the server lists the folder from now on
-  if (node.tesseraError || !folder?.options?.values?.includes(value)) await app.refreshComboInNodes?.()
+  if (stateOf(node).error || !folder?.options?.values?.includes(value)) await app.refreshComboInNodes?.()
   return isOther ? t('Copied to {folder}, which this node reads now: files can be dropped into folders under input only.', { folder: value }) : ''
 }
 
@@ -172,12 +174,12 @@ app.registerExtension({
     }
     node.onRemoved = function (...rest) {
       onRemoved?.apply(this, rest)
-      node.tesseraGallery?.stop()
+      stateOf(node).gallery?.stop()
     }
     acceptDrops(node, {
       gallery: () => galleryOf(node),
       place: () => placeFor(node),
-      endings: () => node.tesseraPage?.endings,
+      endings: () => stateOf(node).page?.endings,
       captionEnding: () => `.${captionExtension(node).trim().replace(/^\.+/, '')}`,
       shown: (subfolder) => showFolder(node, subfolder),
     })

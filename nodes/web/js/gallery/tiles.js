@@ -19,10 +19,10 @@ export function makeGallery(turn) {
   })
   const head = part(element, { display: 'flex', gap: '6px', alignItems: 'center', flex: 'none', minHeight: '20px' })
   const count = part(head, { flex: '1', overflow: 'hidden', textOverflow: 'ellipsis', whiteSpace: 'nowrap' })
-  const lacking = button(head, '', '', () => turn(0, !element.view.missing))
+  const lacking = button(head, '', '', () => turn(0, !gallery.view.missing))
   lacking.style.color = 'var(--error-text)'
-  const back = button(head, '‹', t('Previous page'), () => turn(element.view.page - 1, element.view.missing))
-  const on = button(head, '›', t('Next page'), () => turn(element.view.page + 1, element.view.missing))
+  const back = button(head, '‹', t('Previous page'), () => turn(gallery.view.page - 1, gallery.view.missing))
+  const on = button(head, '›', t('Next page'), () => turn(gallery.view.page + 1, gallery.view.missing))
   const said = part(element, { flex: 'none', color: ASIDE, overflowWrap: 'anywhere', display: 'none' })
   const news = part(element, { flex: 'none', fontWeight: '600', overflowWrap: 'anywhere', display: 'none' })
   news.setAttribute('role', 'status')
@@ -35,8 +35,14 @@ export function makeGallery(turn) {
   tiles.addEventListener('wheel', (event) => {
     if (tiles.scrollHeight > tiles.clientHeight && !event.ctrlKey) event.stopPropagation()
   })
-  Object.assign(element, { parts: { count, lacking, back, on, said, news, tiles }, view: {}, stop: () => element.loads?.abort() })
-  return element
+  const gallery = Object.assign(element, {
+    parts: { count, lacking, back, on, said, news, tiles },
+    view: { page: 0, missing: false, count: 0 },
+    told: '', // what is shown, to draw it once
+    loads: /** @type {AbortController | undefined} */ (undefined),
+    stop: () => gallery.loads?.abort(),
+  })
+  return gallery
 }
 
 const COUNT_WORDS = {

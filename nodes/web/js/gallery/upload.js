@@ -69,7 +69,7 @@ export function catchDrops(nodes) {
   const isOver = (target) => (node) => node.widgets?.some(({ element }) => element?.contains(target))
   for (const type of ['dragenter', 'dragover', 'drop']) {
     document.addEventListener(type, (event) => {
-      if (!hasFiles(event) || event.target.closest?.('[data-node-id]')) return // there Nodes 2.0 tells the node
+      if (!hasFiles(event) || /** @type {Element} */ (event.target).closest?.('[data-node-id]')) return // there Nodes 2.0 tells the node
       const node = nodes().find(isOver(event.target))
       if (!node) return
       event.preventDefault()

@@ -19,7 +19,7 @@ const OUTPUTS = { lora: 'lora', loss_map: 'loss' }
 app.registerExtension({
   name: 'tessera.menu.train_lora',
   getNodeMenuItems(node) {
-    if (node.constructor.comfyClass !== CORE) return []
+    if (/** @type {any} */ (node.constructor).comfyClass !== CORE) return []
     return [null, { content: t("Replace by Tessera's"), callback: () => replace(node) }]
   },
 })

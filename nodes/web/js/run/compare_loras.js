@@ -70,8 +70,9 @@ function freePlace(node, size) {
   const [left, top, width, height] = node.boundingRect
   const right = Math.max(...others.map(({ boundingRect: [x, , w] }) => x + w))
   const title = node.pos[1] - top
-  const meets = ([x, y]) => others.some(({ boundingRect: [left, top, width, height] }) =>
-    x < left + width && left < x + size[0] && y - title < top + height && top < y + size[1])
+  const meets = ([x, y]) => others.some(({ boundingRect: [ox, oy, w, h] }) =>
+    x < ox + w && ox < x + size[0] && y - title < oy + h && oy < y + size[1])
+  /** @type {[number, number][]} */
   const places = [[left + width + SPACE, node.pos[1]], [left, top + height + SPACE + title]]
   return places.find((place) => !meets(place)) ?? [right + SPACE, node.pos[1]]
 }

@@ -39,7 +39,7 @@ export function makePanel(ask, { copy, compare, goOn }, addressOf) {
     saves: curveIn(svg, COLOURS.saves, 2), loss: curveIn(svg, COLOURS.loss, 1), mean: curveIn(svg, COLOURS.mean, 2),
     validation: curveIn(svg, COLOURS.validation, 7),
   }
-  paths.loss.style.opacity = 0.6
+  paths.loss.style.opacity = '0.6'
   const legend = part(element, { lineHeight: '17px', display: 'flex', gap: '10px', overflow: 'hidden' })
   const keys = {}
   for (const name of CURVE_WORDS) {
@@ -60,7 +60,7 @@ export function makePanel(ask, { copy, compare, goOn }, addressOf) {
     })
   }
   const tell = (text) => {
-    element.parts.told = { at: element.parts.at, text }
+    panel.told = { at: panel.at, text }
     said.textContent = said.title = text
   }
   const over = part(foot, { display: 'none', gap: '4px' })
@@ -80,12 +80,16 @@ export function makePanel(ask, { copy, compare, goOn }, addressOf) {
   const beside = t('Put a Compare LoRAs beside this node, with the saves of this run.')
   const compared = button(over, t('Compare saves'), beside, once(compare))
   const more = button(over, '', onward, once(goOn))
-  Object.assign(element, { parts: { step, left, facts, svg, paths, keys, strip, asks, buttons, said, over, copied, compared, more } })
-  return element
+  const panel = Object.assign(element, {
+    parts: { step, left, facts, svg, paths, keys, strip, asks, buttons, said, over, copied, compared, more },
+    at: '', // where the run is
+    told: /** @type {{at: string, text: string} | undefined} */ (undefined), // an answer, until the next step is done
+  })
+  return panel
 }
 
 function wait(buttons, on) {
-  for (const button of buttons.children) button.disabled = on
+  for (const each of buttons.children) each.disabled = on
   buttons.style.opacity = on ? 0.5 : 1
 }
 
@@ -107,7 +111,7 @@ export function draw(panel, run, points, previews, further) {
   panel.dataset.height = HEIGHT + drawStrip(strip, previews)
   panel.style.height = `${panel.dataset.height}px`
   const last = points.at(-1)
-  panel.parts.at = `${run.running} ${run.status} ${run.step}`
+  panel.at = `${run.running} ${run.status} ${run.step}`
   step.textContent = run.steps ? t('Step {step} / {steps}', run) : t('Step {step}', run)
   if (run.running) left.textContent = run.seconds_left == null ? '' : t('{time} left', { time: clock(run.seconds_left) })
   else left.textContent = Object.hasOwn(END_WORDS, run.status) ? t(END_WORDS[run.status]) : t('Broke off')
@@ -118,10 +122,9 @@ export function draw(panel, run, points, previews, further) {
     run.folder,
   ].filter(Boolean).join('  ·  ')
   facts.title = `${run.folder} ${run.model}`.trim()
-  const { told } = panel.parts // an answer stays until the next step is done
-  if (told && told.at !== panel.parts.at) panel.parts.told = undefined
+  if (panel.told?.at !== panel.at) panel.told = undefined
   buttons.style.display = run.running ? 'flex' : 'none'
-  wait(buttons, Boolean(panel.parts.told))
+  wait(buttons, Boolean(panel.told))
   if (!run.can_sample) {
     asks.sample.disabled = true
     asks.sample.title = t('Connect a Training Preview to preview of this node, and run it again.')
@@ -132,7 +135,7 @@ export function draw(panel, run, points, previews, further) {
   compared.style.display = run.lora && run.saves.length > 1 ? '' : 'none'
   more.style.display = further ? '' : 'none'
   more.textContent = t('Continue + {steps}', { steps: further - run.steps })
-  said.textContent = panel.parts.told?.text ?? sentence(run)
+  said.textContent = panel.told?.text ?? sentence(run)
   said.title = said.textContent
   keys.validation.style.display = run.validation.length ? 'flex' : 'none'
   keys.saves.style.display = run.saves.length ? 'flex' : 'none'

@@ -44,7 +44,15 @@ export function makeRow(does) {
     event.dataTransfer.setData(DRAG, does.id)
     event.dataTransfer.effectAllowed = 'copy'
   })
-  return Object.assign(element, { parts: { box, name, picture, none, state, model, sparkline, open, add, remove } })
+  return Object.assign(element, {
+    parts: { box, name, picture, none, state, model, sparkline, open, add, remove },
+    detail: /** @type {any} */ (undefined), // what the run itself told last
+    sampled: '', // which preview is shown
+    isOf: '', // which state of the run the list told last
+    isOld: false, // what is shown is older than that
+    isSeen: false,
+    isAsked: false,
+  })
 }
 
 /** Shows what the list tells of a run; `off` is why runs can't be deleted, `colour` that of its curve in the chart. */

@@ -68,7 +68,7 @@ function build(host) {
   const foot = part(list, { padding: '10px', borderTop: '1px solid var(--border-color)' })
   const trash = makeTrash(root)
   const watch = new IntersectionObserver((entries) => {
-    for (const { target, isIntersecting } of entries) target.isSeen = isIntersecting
+    for (const { target, isIntersecting } of entries) Object.assign(target, { isSeen: isIntersecting })
     askForSeen()
   }, { root: list, rootMargin: '200px' })
   return { host, root, count, said, gone, chart, list, foot, trash, watch, rows: new Map(), pages: 1, asked: 0, asking: 0 }
@@ -223,7 +223,7 @@ async function extend(id) {
 function drawChosen(id) {
   if (!view) return
   const row = view.rows.get(id)
-  keepFocus(view.root, () => drawChart(view.chart, [...chosen].map(([id, each]) => ({ id, ...each }))), () => row)
+  keepFocus(view.root, () => drawChart(view.chart, [...chosen].map(([run, each]) => ({ id: run, ...each }))), () => row)
   if (!row || !runs.has(id)) return
   drawRow(row, runs.get(id), off, chosen.get(id)?.colour)
   if (row.detail) drawDetail(row, row.detail, chosen.get(id)?.colour)
