@@ -2,7 +2,7 @@
 
   python dev.py setup             make the environment and fetch ComfyUI, once
   python dev.py demo              train the workflow Try it in a real ComfyUI, and draw what it learnt
-  python dev.py check             linters and types, in seconds
+  python dev.py check             linters and types of Python and of the browser's code, in seconds
   python dev.py test --fast       in two minutes: what needs no torch, and one step, resume, swap, compile and save
                                   of each family; no linters and no types
   python dev.py test              linters, types and all tests but those of --wide
@@ -414,6 +414,12 @@ def check_types(python: str) -> int:
     return call([python, "-m", "mypy", *options, *packages], MYPYPATH=str(folder))
 
 
+def check_browser(python: str) -> int:
+    """Run ESLint and TypeScript, which are installed into the cache at first, on a node of their own."""
+    with locked(cache_folder() / "browser.lock"):
+        return call([python, str(ROOT / "tools" / "browser" / "check.py"), str(cache_folder())])
+
+
 def failed_checks(python: str) -> list[str]:
     """Run linters and types; return the names of those that found something."""
     checks = {
@@ -422,6 +428,7 @@ def failed_checks(python: str) -> list[str]:
         "ruff check of f-strings": call([python, "-m", "ruff", "check", "--preview", "--select", "RUF027", "."]),
         "ruff format": call([python, "-m", "ruff", "format", "--check", "."]),
         "mypy": check_types(python),
+        "browser's code": check_browser(python),
     }
     return [name for name, status in checks.items() if status]
 

@@ -154,11 +154,13 @@ def test_without_a_chromium_everything_else_is_checked_and_the_browser_tests_fai
     monkeypatch.setattr(dev, "provide_chromium", none)
     assert dev.test([]) == 1
     *checks, pure, tests, core = commands
-    assert [set(c) & {"format", "mypy", "RUF027"} or {"check"} for c in checks] == [
+    browser = str(dev.ROOT / "tools" / "browser" / "check.py")
+    assert [set(c) & {"format", "mypy", "RUF027", browser} or {"check"} for c in checks] == [
         {"check"},
         {"RUF027"},
         {"format"},
         {"mypy"},
+        {browser},
     ]
     assert PURE in pure and "--ignore" not in pure
     assert ignored(tests) == ["tests/browser", PURE, *dev.test_files(dev.CORE_TESTS)]
@@ -175,7 +177,7 @@ def test_linters_and_types_come_before_chromium_is_looked_for_and_every_failure_
     before: list[int] = []
     monkeypatch.setattr(dev, "provide_chromium", lambda python: before.append(len(commands)))
     assert dev.test([]) == 1
-    assert before == [5] and len(commands) == 7 and ignored(commands[-2]) == [PURE, *dev.test_files(dev.CORE_TESTS)]
+    assert before == [6] and len(commands) == 8 and ignored(commands[-2]) == [PURE, *dev.test_files(dev.CORE_TESTS)]
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "Failed: ruff format, pytest without torch, pytest, pytest with the newest packages."
     recorded(monkeypatch)
@@ -187,7 +189,7 @@ def test_the_whole_run_is_of_one_comfyui_the_oldest_that_the_pages_and_the_packa
     monkeypatch.setattr(dev, "provide_chromium", lambda python: "chromium")
     monkeypatch.setattr(dev, "setup", lambda: ("python", dev.unpacked_comfyui()))
     monkeypatch.setattr(dev, "newest_packages", lambda python, comfyui: {})
-    assert dev.test([]) == 0 and len(commands) == 7
+    assert dev.test([]) == 0 and len(commands) == 8
     parts = [word for command in commands for word in command if word.startswith("COMFYUI_PATH=")]
     assert parts == [f"COMFYUI_PATH={dev.unpacked_comfyui()}"] * 3
     asked = re.search(r'^requires-comfyui = ">=(.+)"$', (dev.ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
@@ -317,7 +319,7 @@ def test_the_check_is_linters_and_types_and_fails_by_name(monkeypatch, capsys):
     monkeypatch.setattr(dev, "fetch_comfyui", lambda: Path("comfyui"))
     monkeypatch.setattr(dev, "python_of_environment", lambda comfyui: "python")
     assert dev.check([]) == 1
-    assert len(commands) == 4 and not any("pytest" in command for command in commands)
+    assert len(commands) == 5 and not any("pytest" in command for command in commands)
     assert capsys.readouterr().out.splitlines()[-1] == "Failed: mypy."
 
 

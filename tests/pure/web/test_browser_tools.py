@@ -1,0 +1,46 @@
+"""Linter and types of the browser's code: what is installed is pinned, and every module is checked against types."""
+
+import json
+import re
+import shutil
+
+import pytest
+from with_pack import ROOT, load
+
+check = load("browser_check", ROOT / "tools" / "browser" / "check.py")
+
+
+def test_packages_are_pinned_and_come_from_whatever_registry_npm_has():
+    text = (check.HERE / "package-lock.json").read_text(encoding="utf-8")
+    packages = json.loads(text)["packages"]
+    asked = json.loads((check.HERE / "package.json").read_text(encoding="utf-8"))["devDependencies"]
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+", version) for version in asked.values())
+    assert {name: packages[f"node_modules/{name}"]["version"] for name in asked} == asked
+    assert "://" not in text and "resolved" not in text
+    assert all(each["integrity"] for path, each in packages.items() if path)
+
+
+def test_other_packages_get_another_folder(tmp_path, monkeypatch):
+    before = check.tools_folder(tmp_path)
+    monkeypatch.setattr(check, "HERE", tmp_path)
+    for name in check.PACKAGES:
+        shutil.copy(ROOT / "tools" / "browser" / name, tmp_path)
+    assert check.tools_folder(tmp_path) == before
+    (tmp_path / "package-lock.json").write_text("{}")
+    assert check.tools_folder(tmp_path) != before
+
+
+def test_what_the_code_imports_is_there_where_it_is_checked(tmp_path):
+    check.lay_out(tmp_path)
+    files = sorted((tmp_path / check.CHECKED).rglob("*.js"))
+    assert len(files) == len(list((ROOT / check.CHECKED).rglob("*.js"))) > 30
+    for file in files:
+        for name in re.findall(r"^import .*?from '(.+?)'$", file.read_text(encoding="utf-8"), re.MULTILINE):
+            module = (file.parent / name).resolve()
+            assert module.is_file() or module.with_suffix(".d.ts").is_file(), f"{file}: {name}"
+
+
+@pytest.mark.parametrize("name", check.COMMANDS)
+def test_a_tool_is_one_of_the_packages(name):
+    package = check.COMMANDS[name][0].partition("/")[0]
+    assert f"node_modules/{package}" in (check.HERE / "package-lock.json").read_text(encoding="utf-8")

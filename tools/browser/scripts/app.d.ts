@@ -1,0 +1,3 @@
+import type { ComfyApp } from '@comfyorg/comfyui-frontend-types'
+
+export declare const app: ComfyApp
