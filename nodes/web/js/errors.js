@@ -2,11 +2,11 @@
 // not there.
 import { app } from '../../../scripts/app.js'
 import { api } from '../../../scripts/api.js'
-import { isElsewhere, ourNodes, placeOf } from './nodes.js'
+import { isElsewhere, ourNodes, placeOf } from './common/nodes.js'
 import { setError } from './report_widget.js'
-import { stateOf } from './state.js'
-import { after, sourceWidget, widgetOf } from './widgets.js'
-import { t } from './words.js'
+import { stateOf } from './common/state.js'
+import { after, sourceWidget, widgetOf } from './common/widgets.js'
+import { t } from './common/words.js'
 
 let renewed // definitions after R; nodes that stand there keep the class of the old ones
 const ABSENT_WORDS = {

@@ -4,9 +4,9 @@
 // frontends keep what they were told, and are told again with each drawing and whatever may change it. No widget is moved
 // or taken out: values and prompts are the same with all shown.
 import { app } from '../../../scripts/app.js'
-import { stateOf } from './state.js'
-import { after, afterCall } from './widgets.js'
-import { t } from './words.js'
+import { stateOf } from './common/state.js'
+import { after, afterCall } from './common/widgets.js'
+import { t } from './common/words.js'
 
 const AWAY = -1e6 // where the slots of hidden widgets lie on the canvas, out of reach of a link that is dragged
 

@@ -1,7 +1,7 @@
 // The text on a node, made when there is first something to show: before that a node looks as its schema says.
-import { stateOf } from './state.js'
+import { stateOf } from './common/state.js'
 import { addSubgraphWidget, removeSubgraphWidget, seat } from './subgraph_widget.js'
-import { widgetOf } from './widgets.js'
+import { widgetOf } from './common/widgets.js'
 
 const WIDGET = 'tessera_report'
 const LINE_HEIGHT = 15

@@ -1,7 +1,7 @@
 // Titles and descriptions of this pack's workflows in ComfyUI's list of templates, from locales/*/main.json. The
 // frontend asks its translations for those of its own templates only, and shows files' names for all others.
 import { app } from '../../../scripts/app.js'
-import { language, translations } from './words.js'
+import { language, translations } from './common/words.js'
 
 const FOLDER = new URL(import.meta.url).pathname.split('/extensions/')[1]?.split('/')[0] // below custom_nodes
 const KEY = 'tessera' // of the translations, whatever the folder is called

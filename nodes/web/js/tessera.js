@@ -3,10 +3,10 @@
 import { app } from '../../../scripts/app.js'
 import { api } from '../../../scripts/api.js'
 import { TABLE_WIDTH, describeCompiling } from './compile_report.js'
-import { isElsewhere, nodeAt } from './nodes.js'
+import { isElsewhere, nodeAt } from './common/nodes.js'
 import { monospaced, picture, show } from './report_widget.js'
-import { stateOf } from './state.js'
-import { t } from './words.js'
+import { stateOf } from './common/state.js'
+import { t } from './common/words.js'
 
 const describe = {
   TesseraPrepareDataset: ({ summary }) => [summary],

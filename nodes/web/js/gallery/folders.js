@@ -1,11 +1,11 @@
 // Training Images and Training Clips show what lies in their folder: thumbnails with captions, a page at a time.
 import { app } from '../../../../scripts/app.js'
 import { api } from '../../../../scripts/api.js'
-import { nodeAt, ourNodes } from '../nodes.js'
-import { stateOf } from '../state.js'
-import { throttle } from '../throttle.js'
-import { after, sourceWidget, widgetOf } from '../widgets.js'
-import { t } from '../words.js'
+import { nodeAt, ourNodes } from '../common/nodes.js'
+import { stateOf } from '../common/state.js'
+import { throttle } from '../common/throttle.js'
+import { after, sourceWidget, widgetOf } from '../common/widgets.js'
+import { t } from '../common/words.js'
 import { drawPage, makeGallery } from './tiles.js'
 import { acceptDrops, catchDrops } from './upload.js'
 

@@ -1,7 +1,7 @@
 // A page of thumbnails with captions. All in it came from files, so it is set as text, never as HTML.
 
-import { button, enable, part } from '../elements.js'
-import { t } from '../words.js'
+import { button, enable, part } from '../common/elements.js'
+import { t } from '../common/words.js'
 
 const THUMB = 84 // pixels a tile's picture is high
 const AT_ONCE = 3 // thumbnails asked for; a browser has six connections to a server, and others need some

@@ -1,7 +1,7 @@
 // Files that are dropped on a folder node go into a subfolder of ComfyUI's input, by core's own route, which overwrites
 // nothing: a file whose name is taken gets another one.
 import { api } from '../../../../scripts/api.js'
-import { t } from '../words.js'
+import { t } from '../common/words.js'
 import { tellNews } from './tiles.js'
 
 const endingOf = (name) => (/\.[^.]+$/.exec(name)?.[0] ?? '').toLowerCase()

@@ -1,5 +1,5 @@
 // Sentences on what core's Train LoRA has and this pack's has not: only values that change something.
-import { widgetOf } from '../widgets.js'
+import { widgetOf } from '../common/widgets.js'
 
 const NEW = 'Train LoRA (Tessera)'
 

@@ -1,8 +1,8 @@
 // Core's Train LoRA has an entry in its menu that puts this pack's nodes in its place: what corresponds is copied and
 // linked, and a note says what was left behind. One step of undo takes it all back.
 import { app } from '../../../../scripts/app.js'
-import { widgetOf } from '../widgets.js'
-import { t } from '../words.js'
+import { widgetOf } from '../common/widgets.js'
+import { t } from '../common/words.js'
 import { left } from './left_behind.js'
 
 const CORE = 'TrainLoraNode'

@@ -1,6 +1,6 @@
 // Compile Model: a preset fills in the widgets that it stands for, and changing one of them ends the preset.
 import { app } from '../../../../scripts/app.js'
-import { after, widgetOf } from '../widgets.js'
+import { after, widgetOf } from '../common/widgets.js'
 
 const CUSTOM = 'custom'
 

@@ -2,10 +2,10 @@
 // is linked to one of the subgraph around the node has its widget there. Which family the model is of, the browser reads
 // from the name of the file that the loader in front has; with another model the preset fills in that one's values.
 import { app } from '../../../../scripts/app.js'
-import { ourNodes } from '../nodes.js'
+import { ourNodes } from '../common/nodes.js'
 import { setHint } from '../report_widget.js'
-import { after, sourceWidget, widgetOf } from '../widgets.js'
-import { t } from '../words.js'
+import { after, sourceWidget, widgetOf } from '../common/widgets.js'
+import { t } from '../common/words.js'
 
 const TYPE = 'TesseraTrainLora'
 const CUSTOM = 'custom'

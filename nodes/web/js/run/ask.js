@@ -1,6 +1,6 @@
 // Questions and wishes of the page about runs, for the server.
 import { api } from '../../../../scripts/api.js'
-import { t } from '../words.js'
+import { t } from '../common/words.js'
 
 export const RUNS_CHANGED = 'tessera.runs.changed' // an event of the window: a run was deleted, or came back
 

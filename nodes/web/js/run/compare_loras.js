@@ -1,8 +1,8 @@
 // Compare LoRAs: a node for the saves of a run; and the places for LoRAs of the two experts, whose names are the same but
 // for their group, which isn't shown.
 import { app } from '../../../../scripts/app.js'
-import { widgetOf } from '../widgets.js'
-import { t } from '../words.js'
+import { widgetOf } from '../common/widgets.js'
+import { t } from '../common/words.js'
 
 const LOW_NOISE = /^lora_models_low_noise\.(lora\d+)$/
 

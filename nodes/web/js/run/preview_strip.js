@@ -1,8 +1,8 @@
 // The previews of a run as a strip over the steps, which opens large. Titles came from the server, so they are set as
 // text, never as HTML.
 
-import { button, keepFromCanvas, part } from '../elements.js'
-import { t } from '../words.js'
+import { button, keepFromCanvas, part } from '../common/elements.js'
+import { t } from '../common/words.js'
 
 const HEIGHT = 84 // of the strip, in pixels
 const THUMBNAIL = 60

@@ -1,8 +1,8 @@
 // The panel of a run on Train LoRA: how far it is, and its loss as a curve. All in it came from the server, so it is
 // set as text, never as HTML.
 
-import { button, curveIn, drawing, part } from '../elements.js'
-import { t } from '../words.js'
+import { button, curveIn, drawing, part } from '../common/elements.js'
+import { t } from '../common/words.js'
 import { between, lineOf, placing } from './curve.js'
 import { drawStrip, makeStrip } from './preview_strip.js'
 

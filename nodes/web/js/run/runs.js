@@ -3,14 +3,14 @@
 import { app } from '../../../../scripts/app.js'
 import { api } from '../../../../scripts/api.js'
 import { addComparison } from './compare_loras.js'
-import { nodeAt, ourNodes } from '../nodes.js'
+import { nodeAt, ourNodes } from '../common/nodes.js'
 import { change, previewAddress, read, RUNS_CHANGED } from './ask.js'
 import { draw, makePanel } from './run_panel.js'
 import { setError, setNotes, setPanel } from '../report_widget.js'
 import { seat } from '../subgraph_widget.js'
-import { throttle } from '../throttle.js'
-import { sourceWidget } from '../widgets.js'
-import { t } from '../words.js'
+import { throttle } from '../common/throttle.js'
+import { sourceWidget } from '../common/widgets.js'
+import { t } from '../common/words.js'
 
 const EVERY = 2000 // milliseconds between two questions
 const SOON = 1000 // after an event; the server writes once a second

@@ -1,8 +1,8 @@
 // The curves of runs: one as a sparkline, several in one chart. Names came from files, so they are set as text, never as
 // HTML.
-import { button, curveIn, drawing, part } from '../elements.js'
+import { button, curveIn, drawing, part } from '../common/elements.js'
 import { between, lineOf, placing } from '../run/curve.js'
-import { t } from '../words.js'
+import { t } from '../common/words.js'
 import { WORDS } from './sentences.js'
 
 const [WIDTH, HEIGHT] = [1000, 100] // of a drawing, in units that are stretched to its place

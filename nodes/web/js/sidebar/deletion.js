@@ -1,9 +1,9 @@
 // Deletion of runs: the run that was deleted last with a way back, and the trash that holds all that were deleted.
 import { app } from '../../../../scripts/app.js'
-import { button, enable, part } from '../elements.js'
+import { button, enable, part } from '../common/elements.js'
 import { change, read, RUNS_CHANGED } from '../run/ask.js'
 import { keepFocus } from './focus.js'
-import { t } from '../words.js'
+import { t } from '../common/words.js'
 import { WORDS } from './sentences.js'
 import { sentence } from './status.js'
 

@@ -1,7 +1,7 @@
 // A run's LoRA on the graph: a loader where the run is dropped, or in the middle of what is seen.
 import { app } from '../../../../scripts/app.js'
-import { widgetOf } from '../widgets.js'
-import { t } from '../words.js'
+import { widgetOf } from '../common/widgets.js'
+import { t } from '../common/words.js'
 import { WORDS } from './sentences.js'
 
 export const DRAG = 'application/x-tessera-run' // holds the run's id, so that no other page can say what is loaded

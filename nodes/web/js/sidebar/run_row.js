@@ -1,9 +1,9 @@
 // One run in the list. All that is shown of it came from files, so it is set as text, never as HTML.
-import { button, enable, part } from '../elements.js'
+import { button, enable, part } from '../common/elements.js'
 import { previewAddress } from '../run/ask.js'
 import { drawSparkline, makeSparkline } from './chart.js'
 import { DRAG } from './lora_drop.js'
-import { t } from '../words.js'
+import { t } from '../common/words.js'
 import { WORDS } from './sentences.js'
 
 const STATES = ['finished', 'stopped', 'cancelled', 'failed', 'unsaved']

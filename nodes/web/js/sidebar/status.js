@@ -1,5 +1,5 @@
 // Places above the list of runs for a sentence.
-import { part } from '../elements.js'
+import { part } from '../common/elements.js'
 
 /** A place for a sentence. It is made before there is one: screen readers tell what comes into it. */
 export function statusPlace(parent) {

@@ -1,15 +1,15 @@
 // The sidebar tab Training: all runs of the server.
 import { app } from '../../../../scripts/app.js'
 import { api } from '../../../../scripts/api.js'
-import { button, part } from '../elements.js'
+import { button, part } from '../common/elements.js'
 import { read } from '../run/ask.js'
-import { throttle } from '../throttle.js'
+import { throttle } from '../common/throttle.js'
 import { COLOURS, drawChart, makeChart } from './chart.js'
 import { deletion, makeTrash } from './deletion.js'
 import { keepFocus } from './focus.js'
 import { addLoader, middle, takeDrops } from './lora_drop.js'
 import { drawDetail, drawPreview, drawRow, makeRow } from './run_row.js'
-import { t, translations } from '../words.js'
+import { t, translations } from '../common/words.js'
 import { WORDS } from './sentences.js'
 import { sentence, statusPlace } from './status.js'
 

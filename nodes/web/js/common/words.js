@@ -1,6 +1,6 @@
 // Words of the pages in the language of ComfyUI's settings, from locales/*/main.json. What the server says is English.
-import { app } from '../../../scripts/app.js'
-import { api } from '../../../scripts/api.js'
+import { app } from '../../../../scripts/app.js'
+import { api } from '../../../../scripts/api.js'
 
 const asked = api.fetchApi('/i18n').then((answer) => (answer.ok ? answer.json() : {})).catch(() => ({}))
 let all = {}

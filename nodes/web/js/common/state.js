@@ -11,7 +11,7 @@
  * @property {string[]} [lines] Said so far by the run that the page saw begin.
  * @property {Element} [sheet] The newest sheet of previews.
  * @property {{sheets: number, shown: number}} [run] Sheets that were announced, and the newest one that is shown.
- * @property {ReturnType<typeof import('./gallery/tiles.js').makeGallery>} [gallery]
+ * @property {ReturnType<typeof import('../gallery/tiles.js').makeGallery>} [gallery]
  * @property {{page: number, missing: boolean, folder?: string, endings?: string[], again?: boolean, asking?: Promise<void>}} [page]
  * Of the gallery: which page of its folder it shows, and the endings that the server reads.
  * @property {{tell(): void, shrink(): void}} [more] Of the widgets behind *more*.

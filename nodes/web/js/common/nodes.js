@@ -1,6 +1,6 @@
 // The nodes of this pack in the open workflow, those in subgraphs too.
-import { app } from '../../../scripts/app.js'
-import { api } from '../../../scripts/api.js'
+import { app } from '../../../../scripts/app.js'
+import { api } from '../../../../scripts/api.js'
 
 const root = () => app.rootGraph ?? app.graph
 
