@@ -85,7 +85,7 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 def sweep_unfinished(folder: Path) -> None:
     """Delete unfinished files of `write_atomically` left by killed processes, in a folder and all below it.
 
-    A file is deleted once its process on this machine has ended. One of another machine or an older version is deleted
+    A file is deleted once its process on this machine has ended. One of another machine is deleted
     after a day without a write: a live server on a shared disk may still be writing it.
     """
     for unfinished in folder.rglob(".*.part"):

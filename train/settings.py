@@ -156,8 +156,6 @@ class ValidationOptions:
     def facts(self) -> dict[str, Any]:
         """Return the options as plain values, with the data replaced by its fingerprint."""
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
-        if not plain["sigmas"]:  # files of earlier versions have none
-            del plain["sigmas"]
         return plain if self.data is None else plain | {"part": 0.0, "data": self.data.fingerprint}
 
 
@@ -261,26 +259,11 @@ class TrainSettings:
 
     def key(self, lineage: str) -> str:
         """Fingerprint of lineage, length, memory, compile and validation options. Equal keys mean the same run."""
-        return self._key(lineage, self._memory())
-
-    def keys(self, lineage: str) -> tuple[str, ...]:
-        """Return `key`, and the key that version 0.1 gave these options if it differs."""
-        memory = self._memory()
-        earlier = memory | {"checkpointing": "auto"} if self.memory.checkpointing == "auto" else memory
-        return tuple(dict.fromkeys((self._key(lineage, memory), self._key(lineage, earlier))))
-
-    def _memory(self) -> dict[str, Any]:
-        """Return the memory options that distinguish runs. In version 0.1 full checkpointing was the default."""
-        changed = changed_fields(self.memory)
-        changed.pop("shard", None)  # only another source of the same bytes
-        changed.pop("verify", None)
-        return {k: v for k, v in changed.items() if (k, v) != ("checkpointing", "full")}
-
-    def _key(self, lineage: str, memory: dict[str, Any]) -> str:
+        memory = changed_fields(self.memory)
+        memory.pop("shard", None)  # only another source of the same bytes
+        memory.pop("verify", None)
         whole = {"lineage": lineage, "steps": self.steps, "memory": memory, "compile": self.compile}
         if self.validation is not None:
             default = ValidationOptions().facts()
-            whole["validation"] = {
-                k: v for k, v in self.validation.facts().items() if k not in default or v != default[k]
-            }
+            whole["validation"] = {k: v for k, v in self.validation.facts().items() if v != default[k]}
         return fingerprint(whole)

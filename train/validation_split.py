@@ -75,9 +75,7 @@ def held_out_note(held_out: TrainingData, full_data_fingerprint: str, parts: Seq
     """
     names = sorted({_file(sample) for sample in held_out.samples})
     names_text = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    *earlier, current_part = [
-        (part.get("made_with", {}).get("data_fingerprint"), part.get("to_step")) for part in parts
-    ]
+    *earlier, current_part = [(part["made_with"]["data_fingerprint"], part.get("to_step")) for part in parts]
     other_steps = [step for data, step in earlier if data != current_part[0]]
     if not other_steps:
         return f"Held out for validation and not trained on: {names_text}."

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from .images import load_image
-from .strips import is_large
 from .videos import VideoFacts, load_frames
 
 Box = tuple[float, float, float, float]
@@ -52,7 +51,7 @@ class ImagePixels:
     digest: hash of its bytes.
     size: (height, width) in pixels when upright.
     opaque: ignore alpha and show the colours under transparent parts, as alpha is a mask.
-    wide: it holds 32-bit numbers, which are scaled by their range; part of the key, as older versions scaled otherwise.
+    wide: it holds 32-bit numbers, which are scaled by their range.
     """
 
     path: Path
@@ -65,8 +64,7 @@ class ImagePixels:
 
     @property
     def key(self) -> Any:
-        flags = (*["opaque"] * self.opaque, *["by range"] * self.wide, *["reduced"] * is_large(self.size))
-        return (self.digest, *flags) if flags else self.digest
+        return (self.digest, "opaque") if self.opaque else self.digest
 
     def load(self, box: Box, height: int, width: int) -> Tensor:
         return load_image(self.path, box, height, width, digest=self.digest, name=self.name, opaque=self.opaque)

@@ -17,7 +17,7 @@ from ..buckets.grids import Placement
 from ..cache import EncodeJob
 from .frames import Crop
 from .images import inspect_image, load_mask
-from .strips import is_large, mask_factor
+from .strips import mask_factor
 
 # Part of every key: raise it when the same mask gives other weights than before.
 VERSION = 1
@@ -37,7 +37,6 @@ class Mask:
     digest: hash of the file's bytes.
     size: its own (height, width) in pixels.
     alpha: the mask is the alpha channel.
-    wide: see ImageFacts.
     """
 
     path: Path
@@ -45,13 +44,11 @@ class Mask:
     digest: str
     size: tuple[int, int]
     alpha: bool
-    wide: bool = False
 
     @property
     def key(self) -> Any:
         """Content key of the mask, part of cache keys."""
-        read = "alpha" if self.alpha else "by range" if self.wide else "grey"
-        return (self.digest, read, *["reduced"] * is_large(self.size))
+        return (self.digest, "alpha" if self.alpha else "grey")
 
     def job(self, crop: Crop, placement: Placement) -> EncodeJob:
         """Job of the token means of a crop: {"mask": (rows, columns)}, 0 to 1.
@@ -99,7 +96,7 @@ def find_mask(picture: Path, mask: Path | None, name: str, size: tuple[int, int]
             f"The mask {mask.name!r} is {facts.size[1]} x {facts.size[0]} pixels, but {name!r} is "
             f"{size[1]} x {size[0]}; give the mask the same size or the same shape."
         )
-    return Mask(mask, called, facts.digest, facts.size, False, facts.wide)
+    return Mask(mask, called, facts.digest, facts.size, False)
 
 
 def area_mean(mask: np.ndarray, box: tuple[float, float, float, float], height: int, width: int) -> Tensor:

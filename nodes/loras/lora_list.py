@@ -59,13 +59,10 @@ def lines_of(loras: str) -> list[str]:
 
 
 def matching(line: str, listed: Sequence[str]) -> list[str]:
-    """List the LoRAs that match a line: the one of that name, else those that match its * pattern.
-
-    `my_lora-*/` of version 0.1, for every run of a name, also matches the folders of newer versions.
-    """
+    """List the LoRAs that match a line: the one of that name, else those that match its * pattern."""
     exact = [name for name in listed if line in (name, name.removesuffix(ENDING))]
-    matchers = [name_matcher(pattern, "loras") for pattern in {line, line.replace("-*/", " (*)/")}]
-    return exact or [name for name in listed if any(matcher.match(name) for matcher in matchers)]
+    matcher = name_matcher(line, "loras")
+    return exact or [name for name in listed if matcher.match(name)]
 
 
 def loras_of_run(run: str, listed: Sequence[str]) -> list[str]:

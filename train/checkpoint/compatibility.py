@@ -38,7 +38,7 @@ def check_state(path: Path, settings: TrainSettings, patcher: ModelPatcher, targ
         for name in group["layers"]
     }
     _check_network({name: tensor.shape for name, tensor in header.master_weights.items()}, saved, adapters, network)
-    check_class(header.moving["optimizer"].get("class"), chosen_class(optimizer))
+    check_class(header.moving["optimizer"]["class"], chosen_class(optimizer))
     master_weights = {f"{n}.{name}": p for n, adapter in adapters.items() for name, p in adapter.named_parameters()}
     groups = parameter_groups(master_weights, optimizer.learning_rate, network.lora_plus_ratio)
     saved_groups = header.moving["optimizer"]["param_groups"]
@@ -68,7 +68,7 @@ def _check_network(
     """Compare the adapters of a state with those of this run.
 
     saved_shapes: shapes of the state's fp32 weights by name.
-    saved_specs: adapter specs of the state by layer; empty for old states, which do not hold them.
+    saved_specs: adapter specs of the state by layer.
     adapters: adapters of this run by layer.
 
     Raises ValueError at the first difference.
@@ -83,10 +83,6 @@ def _check_network(
     for name, adapter in adapters.items():
         shapes = {f"{name}.{key}": tuple(t.shape) for key, t in adapter.state_dict().items()}
         shapes_match = shapes == {key: shape for key, shape in saved_shapes.items() if key.rpartition(".")[0] == name}
-        if name not in saved_specs:
-            if not shapes_match:
-                raise ValueError(OTHER_NETWORK)
-            continue
         saved_spec, spec = saved_specs[name], adapter.spec
         if not shapes_match:
             field = next(

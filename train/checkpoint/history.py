@@ -41,14 +41,12 @@ def run_segments(state: Path | None, lineage: str, settings: Plain, settings_lin
 
     settings: settings of the new segment, see `segment_settings`.
     settings_lineage: lineage of its settings, by which `resume.continued_lineage` finds the run again.
-
-    A segment of an old state, which did not hold its settings, has no `made_with`.
     """
     last = {"made_with": settings, "asked": settings_lineage}
     if state is None:
         return [last]
     header = read_header(state)
-    *earlier, previous = header.parts or [{}]
+    *earlier, previous = header.parts
     if header.lineage == lineage:
         return [*earlier, last]
     return [*earlier, previous | {"to_step": header.step}, last]
@@ -58,16 +56,14 @@ def continued_from(parts: Sequence[Plain]) -> list[Plain]:
     """List the earlier segments that had other settings.
 
     An entry is `{"from_step" (exclusive), "to_step", "settings"}`. `settings` holds the earlier values of the changed
-    settings; it is missing if they are unknown.
+    settings.
     """
     *earlier, current = parts
     entries, begin = [], 0
     for part in earlier:
         entry = {"from_step": begin, "to_step": part["to_step"]}
         begin = part["to_step"]
-        if "made_with" not in part:
-            entries.append(entry)
-        elif settings := _otherwise(_with_defaults(part["made_with"]), _with_defaults(current["made_with"])):
+        if settings := _otherwise(_with_defaults(part["made_with"]), _with_defaults(current["made_with"])):
             entries.append(entry | {"settings": settings})
     return entries
 

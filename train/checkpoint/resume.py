@@ -8,7 +8,6 @@ from ...common.fingerprint import fingerprint
 from ...common.text import quoted
 from ..settings import TrainSettings
 from .run_folder import find_finished, run_folders
-from .run_names import early_key, name_of
 from .schema import StateHeader
 from .state import STATE_SUFFIX, DamagedState, read_header
 
@@ -29,30 +28,15 @@ def named_state(root: Path, settings: TrainSettings) -> Path | None:
 
 
 def find_state(root: Path, name: str) -> Path | None:
-    """Return the state of this name, in the form of `list_states`; None if there is none below the LoRA folder.
-
-    A name from version 0.1 also finds the run with its key in a folder of the current naming scheme, for example if a
-    shared workflow was trained on this machine.
-    """
+    """Return the state of this name, in the form of `list_states`; None if there is none below the LoRA folder."""
     place = PurePosixPath(name)
     if re.fullmatch(rf"state-\d{{6,}}{re.escape(STATE_SUFFIX)}", place.name) is None:
         return None
-    for folder in (root / place.parent, *_folders_of_early_name(root, place.parent)):
-        try:
-            path = (folder / place.name).resolve()
-            if path.is_relative_to(root.resolve()) and path.is_file():
-                return path
-        except (OSError, ValueError):  # ValueError: a NUL in the name
-            continue
-    return None
-
-
-def _folders_of_early_name(root: Path, place: PurePosixPath) -> list[Path]:
-    """List the run folders that match the output name and the key in a folder name from version 0.1."""
-    name, key = name_of(place.name), early_key(place.name)
-    if not (name and key) or place.is_absolute() or ".." in place.parts:
-        return []
-    return [folder.path for folder in run_folders(root, str(place.with_name(name)), key)]
+    try:
+        path = (root / place).resolve()
+        return path if path.is_relative_to(root.resolve()) and path.is_file() else None
+    except (OSError, ValueError):  # ValueError: a NUL in the name
+        return None
 
 
 def find_states(root: Path, settings: TrainSettings, lineage: str) -> list[Path]:
@@ -115,19 +99,19 @@ def _continued(root: Path, settings: TrainSettings, lineage: str) -> str:
 
     Of several, prefer a finished run, then the furthest, then the newest.
     """
-    if find_finished(root, settings.output_name, settings.keys(lineage)) or _states_of_lineage(root, settings, lineage):
+    if find_finished(root, settings.output_name, settings.key(lineage)) or _states_of_lineage(root, settings, lineage):
         return lineage
     candidates = []
     for header, path in _whole_states(root, settings):
-        finished = find_finished(root, settings.output_name, settings.keys(header.lineage)) is not None
+        finished = find_finished(root, settings.output_name, settings.key(header.lineage)) is not None
         if _settings_lineage(header) == lineage and (finished or header.step <= settings.steps):
             candidates.append((finished, header.step, path.stat().st_mtime_ns, header.lineage))
     return max(candidates)[-1] if candidates else lineage
 
 
-def _settings_lineage(header: StateHeader) -> str | None:
-    """Return the lineage of the settings of a state's last segment, None if unknown."""
-    lineage: str | None = (header.parts or [{}])[-1].get("asked")
+def _settings_lineage(header: StateHeader) -> str:
+    """Return the lineage of the settings of a state's last segment."""
+    lineage: str = header.parts[-1]["asked"]
     return lineage
 
 

@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -26,7 +26,7 @@ from ...common.untrusted.json_text import read_json
 from ...common.untrusted.regular_files import is_regular
 from ...common.untrusted.tensor_files import open_tensors
 from ..preview.gallery import FOLDER as PREVIEWS
-from .run_names import STEPS, deleted_numbers, has_key, name_of, number_of, numbered, step_loras
+from .run_names import STEPS, deleted_numbers, key_of, name_of, number_of, numbered, step_loras
 from .run_record import RECORD, RunReader
 from .schema import is_plain
 from .state import STATE_SUFFIX
@@ -229,17 +229,14 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def run_folders(root: Path, output_name: str, key: str = "") -> list[RunFolder]:
-    """List the run folders of this output name by number; with `key`, a key or its beginning, only those of that key.
-
-    Folders of version 0.1 come first.
-    """
+    """List the run folders of this output name by number; with `key`, only those of that key."""
     place = root / place_of(output_name)
     if not place.parent.is_dir():
         return []
     with os.scandir(place.parent) as entries:
         names = [entry.name for entry in entries if name_of(entry.name) == place.name and entry.is_dir()]
     paths = [place.parent / name for name in sorted(names, key=lambda name: (number_of(name), name))]
-    return [RunFolder(path, place.name) for path in paths if not key or has_key(path, key)]
+    return [RunFolder(path, place.name) for path in paths if not key or key_of(path) == key]
 
 
 MOST_WALKED = 100_000  # folders that a search for runs visits
@@ -283,13 +280,12 @@ def all_runs(root: Path) -> Iterator[FoundRun]:
             yield FoundRun(RunFolder(Path(place), name), changed, tuple(sorted(stamp)))
 
 
-def find_finished(root: Path, output_name: str, keys: Sequence[str]) -> RunFolder | None:
-    """Find the folder of a finished run with one of these keys whose LoRA and summary exist and can be read."""
-    for key in keys:
-        for folder in run_folders(root, output_name, key):
-            summary = folder.read_summary()
-            if summary and summary["key"] == key and summary["status"] == "finished" and _is_readable(folder.lora_path):
-                return folder
+def find_finished(root: Path, output_name: str, key: str) -> RunFolder | None:
+    """Find the folder of a finished run with this key whose LoRA and summary exist and can be read."""
+    for folder in run_folders(root, output_name, key):
+        summary = folder.read_summary()
+        if summary and summary["key"] == key and summary["status"] == "finished" and _is_readable(folder.lora_path):
+            return folder
     return None
 
 
@@ -328,7 +324,7 @@ def open_folder(root: Path, output_name: str, key: str, state: Path | None) -> R
     place, folders = root / place_of(output_name), run_folders(root, output_name)
     for folder in folders:
         sweep_unfinished(folder.path)
-    matches = [folder for folder in folders if has_key(folder.path, key)]
+    matches = [folder for folder in folders if key_of(folder.path) == key]
     for folder in matches:
         if state is not None and _is_same_path(state.parent, folder.path):
             return folder

@@ -22,7 +22,6 @@ from ...common.untrusted.budgets import (
     PROGRESS_LINE,
     RUN_FILE,
     RUN_NOTES,
-    RUN_SUMMARY,
     Budget,
     check_size,
 )
@@ -207,14 +206,14 @@ class RunReader:
         self._inside_long_line = False
 
     def facts(self) -> dict[str, Any]:
-        """Read run.json or, if there is none, summary.json; empty without either."""
-        return read_object(self.folder, RUN, RUN_FILE) or read_object(self.folder, SUMMARY, RUN_SUMMARY)
+        """Read run.json; empty without a readable one."""
+        return read_object(self.folder, RUN, RUN_FILE)
 
     def read(self) -> RunCurve:
         """Read the record. Damaged lines are skipped."""
         path = own_file(self.folder, PROGRESS)
         if path is None:
-            return self._curve_from_summary()
+            return RunCurve()
         file_stat = path.stat()
         if (file_stat.st_dev, file_stat.st_ino) != self._file or file_stat.st_size < self._offset:
             self._forget()
@@ -236,21 +235,6 @@ class RunReader:
         """Process one line; a damaged line, or one over its budget, is skipped."""
         with suppress(KeyError, TypeError, ValueError, RecursionError):
             self.curve.take(parse_json(line.decode(), PROGRESS_LINE, PROGRESS))
-
-    def _curve_from_summary(self) -> RunCurve:
-        """Build the curve of a run that was trained by an older version."""
-        summary, curve = read_object(self.folder, SUMMARY, RUN_SUMMARY), RunCurve()
-        points = summary.get("validation", {}).get("points", []) if isinstance(summary.get("validation"), dict) else []
-        try:
-            for line in (
-                {"kind": "begin", "step": 0, "loss": summary.get("loss", []), "validation": []},
-                *({"kind": "validation", "step": point["step"], "loss": point["loss"]} for point in points),
-                {"kind": "end", "status": summary.get("status", ""), "text": ""},
-            ):
-                curve.take(line)
-        except (KeyError, TypeError, ValueError):
-            return RunCurve()
-        return curve
 
 
 def own_file(folder: Path, name: str) -> Path | None:

@@ -6,7 +6,7 @@ nothing about its contents. The rest of `train/` reads a checked state without f
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from ...models.adapters.base import INITS, AdapterSpec
@@ -15,12 +15,11 @@ from ..optim.state_dict import unpack_state
 
 FORMAT = 1
 MASTER_WEIGHTS_PREFIX = "masters."
-# Optional fields: not in every state.
-LATER = ("validation", "adapters", "parts", "products")
-_FIELDS = {"format", "step", "batches", "loss", "lineage", "machine", "tree", *LATER}
+OPTIONAL = ("validation", "products")
+_FIELDS = {"format", "step", "batches", "loss", "lineage", "machine", "tree", "adapters", "parts", *OPTIONAL}
 _MOVING = ("optimizer", "scheduler", "scaler", "average")
 _SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-_SPEC = {f.name: f.default is MISSING for f in fields(AdapterSpec)}
+_SPEC = tuple(f.name for f in fields(AdapterSpec))
 _MOST_BATCHES_OF_A_STEP = 1024  # the limit of gradient_accumulation on Train LoRA
 _MOST_RANK = 2**20
 _DEEPEST = 100
@@ -51,9 +50,9 @@ class StateHeader:
     environment: hardware and software that it was saved with.
     master_weights: tensors of the LoRA by name.
     moving: state of optimizer, schedule, scaler and average, with a StoredTensor for each tensor.
+    adapters: specs of the adapters with the layers that have them.
+    parts: segments of the run.
     validation: points and the validation key, empty without validation.
-    adapters: specs of the adapters with the layers that have them; empty in old states.
-    parts: segments of the run; empty in old states.
     products: layers that run full-precision matmuls; empty in most states.
     """
 
@@ -64,9 +63,9 @@ class StateHeader:
     environment: dict[str, str]
     master_weights: dict[str, StoredTensor]
     moving: dict[str, Any]
+    adapters: list[dict[str, Any]]
+    parts: list[dict[str, Any]]
     validation: dict[str, Any] = field(default_factory=dict)
-    adapters: list[dict[str, Any]] = field(default_factory=list)
-    parts: list[dict[str, Any]] = field(default_factory=list)
     products: dict[str, Any] = field(default_factory=dict)
 
 
@@ -109,14 +108,26 @@ def parse_header(plain: Any, tensors: Mapping[str, StoredTensor]) -> StateHeader
         if name.startswith(MASTER_WEIGHTS_PREFIX)
     }
     _need(bool(master_weights) and all(tensor.dtype == "F32" for tensor in master_weights.values()), "masters")
-    later = {name: plain[name] for name in LATER if name in plain}
-    _check_validation(later.get("validation", {}), step)
-    _check_adapters(later.get("adapters", []), {name.rpartition(".")[0] for name in master_weights})
-    _check_parts(later.get("parts", []), step)
-    _check_products(later.get("products", {}))
+    adapters, parts = plain.get("adapters"), plain.get("parts")
+    optional = {name: plain[name] for name in OPTIONAL if name in plain}
+    _check_validation(optional.get("validation", {}), step)
+    _check_adapters(adapters, {name.rpartition(".")[0] for name in master_weights})
+    _check_parts(parts, step)
+    _check_products(optional.get("products", {}))
     moving = _moving(plain.get("tree"), tensors, step)
     _check_average(moving["average"], master_weights, step)
-    return StateHeader(step, batches, loss, plain["lineage"], environment, master_weights, moving, **later)
+    return StateHeader(
+        step=step,
+        batches=batches,
+        loss=loss,
+        lineage=plain["lineage"],
+        environment=environment,
+        master_weights=master_weights,
+        moving=moving,
+        adapters=adapters,
+        parts=parts,
+        **optional,
+    )
 
 
 def _moving(tree: Any, tensors: Mapping[str, StoredTensor], step: int) -> dict[str, Any]:
@@ -136,7 +147,7 @@ def _moving(tree: Any, tensors: Mapping[str, StoredTensor], step: int) -> dict[s
     numbers = [number for group in groups for number in group["params"]]
     _need(bool(numbers) and numbers == list(range(len(numbers))), "param_groups")
     _need(isinstance(optimizer.get("state"), dict), "optimizer")
-    _need(optimizer.get("class") is None or _is_name(optimizer["class"]), "class")
+    _need(_is_name(optimizer.get("class")), "class")
     _need(_is_count(scheduler.get("last_epoch"), step, step), "scheduler")
     if scaler:
         _need(all(_is_number(scaler.get(name)) and scaler[name] > 0 for name in _SCALER[:4]), "scaler")
@@ -176,28 +187,27 @@ def _check_adapters(adapters: Any, trained: set[str]) -> None:
     _need(isinstance(adapters, list) and all(isinstance(group, dict) for group in adapters), "adapters")
     for group in adapters:
         _check_names(group, {*_SPEC, "layers"})
-        _need(all(name in group for name, required in _SPEC.items() if required), "adapters")
-        spec = {name: group[name] for name in _SPEC if name in group}
+        _need(all(name in group for name in _SPEC), "adapters")
+        spec = {name: group[name] for name in _SPEC}
         for name, choices in (("algorithm", tuple(ADAPTERS)), ("init", INITS)):
-            _need(isinstance(choice := spec.get(name, choices[0]), str), name)
+            _need(isinstance(choice := spec[name], str), name)
             if choice not in choices:
                 raise UnreadableField(f"{name} {choice}", unknown=True)
         _need(_is_count(spec["rank"], 1, _MOST_RANK), "rank")
         _need(_is_number(spec["alpha"]) and spec["alpha"] > 0, "alpha")
-        _need((factor := spec.get("factor", -1)) == -1 or _is_count(factor, 1, _MOST_RANK), "factor")
-        _need(_is_number(limit := spec.get("constraint", 0.0)) and limit >= 0, "constraint")
+        _need((factor := spec["factor"]) == -1 or _is_count(factor, 1, _MOST_RANK), "factor")
+        _need(_is_number(limit := spec["constraint"]) and limit >= 0, "constraint")
         _need(isinstance(group.get("layers"), list) and all(map(_is_name, group["layers"])), "layers")
-    # Old states hold no specs; all others hold one for each layer.
-    _need(not adapters or trained == {name for group in adapters for name in group["layers"]}, "layers")
+    _need(trained == {name for group in adapters for name in group["layers"]}, "layers")
 
 
 def _check_parts(parts: Any, step: int) -> None:
-    _need(isinstance(parts, list) and all(isinstance(part, dict) for part in parts), "parts")
+    _need(isinstance(parts, list) and bool(parts) and all(isinstance(part, dict) for part in parts), "parts")
     begin = 0
     for number, part in enumerate(parts, start=1):
-        settings = part.get("made_with", {})
-        _need(isinstance(settings, dict) and isinstance(settings.get("data_fingerprint", ""), str), "parts")
-        _need(_is_name(part.get("asked", "unknown")), "parts")
+        settings = part.get("made_with")
+        _need(isinstance(settings, dict) and isinstance(settings.get("data_fingerprint"), str), "parts")
+        _need(_is_name(part.get("asked")), "parts")
         if number < len(parts):
             _need(_is_count(part.get("to_step"), begin, step), "parts")
             begin = part["to_step"]

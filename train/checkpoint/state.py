@@ -19,10 +19,10 @@ from ...common.untrusted.budgets import STATE_HEADER
 from ...common.untrusted.tensor_files import metadata_field, open_tensors
 from ..optim.state_dict import pack_state, unpack_state
 from .metadata import VERSION
-from .schema import FORMAT, LATER, MASTER_WEIGHTS_PREFIX, StateHeader, StoredTensor, UnreadableField, parse_header
+from .schema import FORMAT, MASTER_WEIGHTS_PREFIX, OPTIONAL, StateHeader, StoredTensor, UnreadableField, parse_header
 
 STATE_SUFFIX = ".tessera"
-# Metadata entry with the version of the pack that wrote the state; missing in states of 0.1.
+# Metadata entry with the version of the pack that wrote the state.
 _WRITTEN_BY = "tessera_version"
 _NUMBERS = ("F64", "F32", "F16", "BF16", "I64", "I32")
 _INSTEAD = "choose another state, or 'off'."
@@ -50,10 +50,10 @@ class TrainingState:
     loss: loss of each step.
     lineage: fingerprint of everything but the run's length, see `TrainSettings.lineage`.
     environment: hardware and software that the last bits of a result may depend on.
+    adapters: specs of the adapters, see `LoraNetwork.specs`.
+    parts: segments of the run, see `checkpoint.history`.
     average: EMA of the LoRA, empty without one.
     validation: points (`validation.Validation`) and the validation key, empty without validation.
-    adapters: specs of the adapters, see `LoraNetwork.specs`; empty in old states.
-    parts: segments of the run, see `checkpoint.history`; empty in old states.
     products: layers that run full-precision matmuls because int8/fp8 would lose too much
         (`placement.products.BlockProducts.decision`); empty if nothing was decided.
     """
@@ -67,10 +67,10 @@ class TrainingState:
     loss: list[float]
     lineage: str
     environment: dict[str, str]
+    adapters: list[dict[str, Any]]
+    parts: list[dict[str, Any]]
     average: dict[str, Any] = field(default_factory=dict)
     validation: dict[str, Any] = field(default_factory=dict)
-    adapters: list[dict[str, Any]] = field(default_factory=list)
-    parts: list[dict[str, Any]] = field(default_factory=list)
     products: dict[str, Any] = field(default_factory=dict)
 
 
@@ -96,8 +96,10 @@ def save_state(path: Path, state: TrainingState) -> None:
         "lineage": state.lineage,
         "machine": state.environment,
         "tree": tree,
+        "adapters": state.adapters,
+        "parts": state.parts,
     }
-    plain |= {name: value for name in LATER if (value := getattr(state, name))}
+    plain |= {name: value for name in OPTIONAL if (value := getattr(state, name))}
     metadata = {"tessera": json.dumps(plain, allow_nan=False), _WRITTEN_BY: VERSION}
     write_atomically(path, lambda temporary: safetensors.torch.save_file(tensors, temporary, metadata=metadata))
 
@@ -120,10 +122,10 @@ def load_state(path: Path) -> TrainingState:
         loss=header.loss,
         lineage=header.lineage,
         environment=header.environment,
-        average=moving.get("average", {}),
-        validation=header.validation,
         adapters=header.adapters,
         parts=header.parts,
+        average=moving.get("average", {}),
+        validation=header.validation,
         products=header.products,
     )
 

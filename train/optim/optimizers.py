@@ -91,7 +91,7 @@ def restore_optimizer(
 
     Raises ValueError if the state belongs to another optimizer or to other parameter groups.
     """
-    check_class(optimizer_state.get("class"), type(optimizer))
+    check_class(optimizer_state["class"], type(optimizer))
     # Constructor arguments in a group are settings. Other entries (step counts, estimates) are learnt state.
     made_with = {"initial_lr", *arguments(type(optimizer))}
     settings = [
@@ -113,13 +113,13 @@ def restore_optimizer(
     scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
-def check_class(saved: str | None, optimizer_type: type[torch.optim.Optimizer]) -> None:
+def check_class(saved: str, optimizer_type: type[torch.optim.Optimizer]) -> None:
     """Raise ValueError if a saved state belongs to another optimizer.
 
-    saved: class name in the state, None in old states, which pass.
+    saved: class name in the state.
     optimizer_type: class of this run's optimizer.
     """
-    if saved not in (None, _class_name(optimizer_type)):
+    if saved != _class_name(optimizer_type):
         raise ValueError(
             f"resume: that state is of the optimizer {saved} and this run has {_class_name(optimizer_type)}; set the "
             "optimizer as it was, or set resume to 'off'."

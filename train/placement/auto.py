@@ -177,7 +177,7 @@ def choice_facts(memory: MemoryOptions) -> dict[str, str]:
 def chosen_before(facts: Mapping[str, str], options: MemoryOptions) -> Way | None:
     """Return the choice that a state's facts record, None without one.
 
-    If they record no budget, as in older states, or one that is no longer a choice, that of `options` takes its place.
+    If they record a budget that is no longer a choice, that of `options` takes its place.
     """
     checkpointing = facts.get("checkpointing")
     if checkpointing != "selective":

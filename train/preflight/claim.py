@@ -70,7 +70,7 @@ def check_elsewhere(folder: RunFolder, observer: Observer) -> None:
 def may_be_training(facts: Mapping[str, Any]) -> bool:
     """Return False if the process that wrote this run.json is this one, or gone as far as this machine can know.
 
-    facts: contents of run.json; those of older versions name no process, and the oldest no machine.
+    facts: contents of run.json, empty without one.
     """
     machine, process = facts.get("machine", MACHINE), facts.get("process")
     if machine != MACHINE:

@@ -66,7 +66,7 @@ def find_run_start(model: ModelPatcher, checked: CheckedRun, settings: TrainSett
     asked_lineage = settings.lineage(checked.data.fingerprint, weights)
     lineage = continued_lineage(root, settings, asked_lineage)
     key = settings.key(lineage)
-    if finished := find_finished(root, settings.output_name, settings.keys(lineage)):
+    if finished := find_finished(root, settings.output_name, settings.key(lineage)):
         return RunStart(weights, asked_lineage, lineage, key, finished, finished=True)
     skipped = damaged_states(root, settings, lineage) if settings.resume == "latest" else []
     for state in find_states(root, settings, lineage):

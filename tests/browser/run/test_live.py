@@ -182,7 +182,7 @@ def test_a_page_that_stays_open_learns_that_its_run_was_killed_with_the_server(f
 
 
 def test_a_run_that_goes_on_from_an_earlier_state_is_drawn_anew(frontend, comfyui):
-    folder = comfyui.base / "output" / "loras" / "drawn-1234abcd"
+    folder = comfyui.base / "output" / "loras" / "drawn (001)"
     folder.mkdir(parents=True)
 
     def written(started, *lines):
@@ -242,7 +242,7 @@ def test_what_is_wrong_stands_in_red_on_its_node_until_it_is_mended(frontend, co
     page.keyboard.press("Escape")
     frontend.picture("error", "TesseraTrainLora")
 
-    state = "mended-1234abcd/state-000005.tessera"
+    state = "mended (001)/state-000005.tessera"
     page.keyboard.press("Escape")
     frontend.set_widgets({"TesseraTrainLora": {"output_name": "mended", "resume": state, "steps": 1}})
     assert press_run(frontend) is None  # the server refuses it
@@ -282,7 +282,7 @@ def test_a_folder_too_deep_for_the_list_is_not_called_absent(frontend, comfyui):
 
 def test_what_a_stranger_wrote_into_a_run_is_text_on_the_page(frontend, comfyui):
     hostile = "<img src=x onerror='window.hostile = 1'>"
-    folder = comfyui.base / "output" / "loras" / "hostile-1234abcd"
+    folder = comfyui.base / "output" / "loras" / "hostile (001)"
     folder.mkdir(parents=True)
     lines = [
         {"kind": "step", "step": 1, "loss": 1.0, "rate": 1e-4},
@@ -370,7 +370,7 @@ def test_a_page_that_was_reloaded_still_knows_which_workflow_it_queued(frontend,
 
 
 def test_an_answer_that_comes_late_draws_nothing_for_a_workflow_that_is_gone(frontend, comfyui):
-    folder = comfyui.base / "output" / "loras" / "late-1234abcd"
+    folder = comfyui.base / "output" / "loras" / "late (001)"
     folder.mkdir(parents=True)
     asked = re.compile(r"/tessera/runs/.+\?since=")
     (folder / "run.json").write_text(json.dumps({"output_name": "late", "model": "FLUX", "steps": 1}))
@@ -393,7 +393,7 @@ def test_an_answer_that_comes_late_draws_nothing_for_a_workflow_that_is_gone(fro
 
 
 def test_the_notes_of_a_run_are_there_after_a_reload_and_go_with_it(frontend, comfyui):
-    folder = comfyui.base / "output" / "loras" / "noted-1234abcd"
+    folder = comfyui.base / "output" / "loras" / "noted (001)"
     folder.mkdir(parents=True)
     lines = [{"kind": "step", "step": 1, "loss": 1.0, "rate": 1e-4}, {"kind": "note", "text": "First."}]
     (folder / "run.json").write_text(json.dumps({"output_name": "noted", "model": "FLUX", "steps": 1}))
@@ -450,7 +450,7 @@ LINK_NAME = """type => {
 
 
 def test_a_name_that_is_linked_is_followed_to_where_it_is_written(frontend, comfyui):
-    folder = comfyui.base / "output" / "loras" / "known-1234abcd"
+    folder = comfyui.base / "output" / "loras" / "known (001)"
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps({"output_name": "known", "model": "FLUX", "steps": 1}))
     (folder / "progress.jsonl").write_text(json.dumps({"kind": "step", "step": 1, "loss": 1.0, "rate": 1e-4}) + "\n")
@@ -469,7 +469,7 @@ TELL = "detail => app.api.dispatchEvent(new CustomEvent('tessera.train', { detai
 
 
 def test_buttons_of_a_run_keep_the_focus_and_say_what_went_wrong(frontend, comfyui):
-    folder = comfyui.base / "output" / "loras" / "pressed-1234abcd"
+    folder = comfyui.base / "output" / "loras" / "pressed (001)"
     folder.mkdir(parents=True)
     lines = [{"kind": "step", "step": step, "loss": 1.0, "rate": 1e-4} for step in (1, 2)]
     lines += [{"kind": "saved", "step": step, "file": "a"} for step in (1, 2)]
@@ -519,7 +519,7 @@ SET_LANGUAGE = """async language => {
 
 
 def test_the_panel_speaks_the_language_of_the_settings(frontend, comfyui):
-    folder = comfyui.base / "output" / "loras" / "spoken-1234abcd"
+    folder = comfyui.base / "output" / "loras" / "spoken (001)"
     folder.mkdir(parents=True)
     lines = [{"kind": "step", "step": 1, "loss": 1.0, "rate": 1e-4}, {"kind": "end", "status": "finished", "text": ""}]
     (folder / "run.json").write_text(json.dumps({"output_name": "spoken", "model": "FLUX", "steps": 1}))

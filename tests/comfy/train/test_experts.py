@@ -134,11 +134,11 @@ def test_of_a_pair_that_went_on_under_other_settings_the_second_goes_on_by_name_
 
 
 def test_a_named_state_goes_to_the_expert_it_is_of(experts):
-    state = "styles/film_low_noise-1a2b3c4d/state-000003.tessera"
+    state = "styles/film_low_noise (001)/state-000003.tessera"
     settings = run_settings(output_name="styles/film", resume=state)
     high, low = plan_experts(*experts, clips(), settings)
     assert (high.settings.resume, low.settings.resume) == ("latest", state)
-    settings = replace(settings, resume="styles/other-1a2b3c4d/state-000003.tessera")
+    settings = replace(settings, resume="styles/other (001)/state-000003.tessera")
     with pytest.raises(ValueError, match="is a state of neither film_high_noise nor film_low_noise"):
         plan_experts(*experts, clips(), settings)
 

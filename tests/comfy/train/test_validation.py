@@ -182,8 +182,7 @@ def test_a_run_with_other_sigmas_is_another_run():
         return run_settings(validation=ValidationOptions(**validation)).key("lineage")
 
     assert len({key(), key(sigmas="0.5"), key(sigmas="0.5 0.8")}) == 3
-    # Runs from before there were lists are found by their keys.
-    assert "sigmas" not in ValidationOptions().facts() and key() == key(sigmas="")
+    assert key() == key(sigmas="")
 
 
 @pytest.mark.parametrize("text", ["0.5, half", "0", "1.5", "-0.1 0.5", "nan"])

@@ -200,7 +200,7 @@ def test_cancel_is_told_with_the_step_that_was_saved(server, tiny_loaders):
     with paused_at(server, 10):
         prompt_id = server.queue(training_graph(tiny_loaders, "stopped"))
         wait_for_step(server, "stopped", 4, prompt_id)
-        (newer := server.base / "output" / "loras" / "stopped-1234abcd").mkdir()
+        (newer := server.base / "output" / "loras" / "stopped (002)").mkdir()
         (newer / "run.json").write_text("{}")
         os.utime(newer / "run.json", (2e9, 2e9))
         assert [run["running"] for run in listed(server, "stopped")] == [True, False]
@@ -214,14 +214,14 @@ def test_cancel_is_told_with_the_step_that_was_saved(server, tiny_loaders):
 
 def test_what_no_run_has_is_refused_and_nothing_outside_is_told(server):
     loras = server.base / "output" / "loras"
-    (outside := server.base / "outside-1234abcd").mkdir()
+    (outside := server.base / "outside (001)").mkdir()
     (outside / "run.json").write_text(json.dumps({"output_name": "outside"}))
     loras.mkdir(exist_ok=True)
-    (loras / "hostile-1234abcd").mkdir()
+    (loras / "hostile (001)").mkdir()
     facts = '{"output_name": ["<b>"], "steps": "many", "model": NaN, "can_go_on": 1}'
-    (loras / "hostile-1234abcd" / "run.json").write_text(facts)
+    (loras / "hostile (001)" / "run.json").write_text(facts)
     if os.name != "nt":
-        (loras / "outside-1234abcd").symlink_to(outside, target_is_directory=True)
+        (loras / "outside (001)").symlink_to(outside, target_is_directory=True)
         assert listed(server, "outside") == []
     for name in ("../outside", "/etc", "..", "a\x00b", "", "C:\\x"):
         assert status_of(server, f"/tessera/runs?name={quote(name)}") == 400, name
@@ -236,13 +236,13 @@ def test_what_no_run_has_is_refused_and_nothing_outside_is_told(server):
     found = server.get(f"/tessera/runs/{one['id']}")
     assert (found["output_name"], found["steps"], found["model"], found["loss"]) == ("", 0, "", [])
     assert (found["lora"], found["loss_ends"], found["seconds"], found["can_go_on"]) == ("", None, None, False)
-    for id in ("0" * 16, "hostile-1234abcd", "..%2Foutside-1234abcd", "%2e%2e"):
+    for id in ("0" * 16, "hostile%20(001)", "..%2Foutside%20(001)", "%2e%2e"):
         assert status_of(server, f"/tessera/runs/{id}") == 404, id
     for since in ("-1", "x", "1e9", "9" * 30, "٣"):
         assert status_of(server, f"/tessera/runs/{one['id']}?since={quote(since)}") == 400, since
     assert status_of(server, "/tessera/runs?name=hostile", **{"Sec-Fetch-Site": "cross-site"}) == 403
     assert status_of(server, "/tessera/runs?name=hostile", "POST") == 405
-    shutil.rmtree(loras / "hostile-1234abcd")
+    shutil.rmtree(loras / "hostile (001)")
     assert status_of(server, f"/tessera/runs/{one['id']}") == 404
 
 
@@ -253,8 +253,8 @@ def fetched(server, path):
 
 def test_previews_are_given_by_step_and_row_and_nothing_else_is(server):
     loras = server.base / "output" / "loras"
-    (folder := loras / "shown-1234abcd" / "previews").mkdir(parents=True)
-    (loras / "shown-1234abcd" / "run.json").write_text("{}")
+    (folder := loras / "shown (001)" / "previews").mkdir(parents=True)
+    (loras / "shown (001)" / "run.json").write_text("{}")
     Image.new("RGB", (640, 320), "teal").save(folder / "step000004_0.png")
     clip = [Image.new("RGB", (64, 64), colour) for colour in ("red", "blue")]
     clip[0].save(folder / "step000004_1.webp", save_all=True, append_images=clip[1:], duration=100)
@@ -295,7 +295,7 @@ def test_previews_are_given_by_step_and_row_and_nothing_else_is(server):
         folder.rename(elsewhere := server.base / "previews_elsewhere")
         folder.symlink_to(elsewhere, target_is_directory=True)
         assert server.get(at) == {"previews": []} and status_of(server, f"{at}/4/0") == 404
-    shutil.rmtree(loras / "shown-1234abcd")
+    shutil.rmtree(loras / "shown (001)")
     assert status_of(server, at) == 404
 
 
@@ -321,12 +321,13 @@ def test_a_preview_of_more_pixels_than_any_has_no_thumbnail(tmp_path):
 
 def test_saves_are_named_by_step_the_finished_one_last_and_of_many_some(server):
     loras = server.base / "output" / "loras"
-    (folder := loras / "saves-1234abcd").mkdir(parents=True)
+    (folder := loras / "saves (001)").mkdir(parents=True)
     (folder / "run.json").write_text("{}")
+    (folder / "saves_steps").mkdir()
     for step in range(0, 2_000_000, 100_000):
-        (folder / f"saves-step{step:06d}.safetensors").touch()
+        (folder / "saves_steps" / f"saves-step{step:06d}.safetensors").touch()
     (folder / "saves.safetensors").touch()
     named = server.get(f"/tessera/runs/{listed(server, 'saves')[0]['id']}/saves")["loras"]
     assert len(named) == 12 and named[0].endswith("step000000.safetensors")
-    assert named[-2].endswith("step1800000.safetensors") and named[-1] == "saves-1234abcd/saves.safetensors"
+    assert named[-2].endswith("step1800000.safetensors") and named[-1] == "saves (001)/saves.safetensors"
     shutil.rmtree(folder)

@@ -39,9 +39,9 @@ VALUES = {
     "deep": DEEP,
     "digits": DIGITS,
 }
-# Fields that say nothing of the weights, may be missing in old states, or are those of the settings.
-HARMLESS = ("machine", "validation", "point", "adapters", "parts", "loss.0", "tree: average", "optimizer: class")
-HARMLESS += ("entries", "entry: step", "group: ", "scheduler: ")
+# Fields that say nothing of the weights, or are those of the settings.
+HARMLESS = ("machine", "validation", "point", "adapters.constraint", "adapters.factor", "parts.asked", "loss.0")
+HARMLESS += ("tree: average", "entries", "group: ", "scheduler: ")
 NETWORK = {"rank": 4, "alpha": 4.0, "include": ("double_blocks.0.img_attn.qkv",)}
 OPTIONS = {"network": NETWORK, "optimizer": {"ema_decay": 0.9}, "steps": 3, "save_every": 1}
 OPTIONS |= {"validation": {"every_n_steps": 1, "keep_best": False}}

@@ -327,8 +327,8 @@ def test_runs_are_numbered_and_found_finished_by_their_key_wherever_they_were_co
     names = [result.path.relative_to(root).as_posix() for result in (first, second)]
     assert names == ["styles/tiny (001)/tiny.safetensors", "styles/tiny (002)/tiny.safetensors"]
     assert json.loads((first.path.parent / "run.json").read_text())["key"] == first.summary["key"]
-    # To another machine, where runs of that name have these numbers already, and to one with names of version 0.1.
-    folders = {"styles/tiny (005)": first, f"styles/tiny-{second.summary['key'][:8]}": second}
+    # To another machine, where runs of that name have these numbers already.
+    folders = {"styles/tiny (005)": first, "styles/tiny (004)": second}
     for folder, result in folders.items():
         shutil.copytree(result.path.parent, other / folder)
     for folder, result in folders.items():

@@ -24,7 +24,7 @@ from tiny.models.sampling import conditioning
 from tiny.models.wan import wan_sample
 from tiny.train.runs import Watcher, run_settings, training_data
 
-HIGH_RUN, LOW_RUN = "pair_high_noise-1a2b3c4d", "pair_low_noise-9f8e7d6c"
+HIGH_RUN, LOW_RUN = "pair_high_noise (001)", "pair_low_noise (001)"
 SIZE = {"width": 32, "height": 32, "steps": 4}
 SAMPLER = {**SIZE, "cfg": 2.0, "sampler_name": "euler", "scheduler": "simple", "seed": 3}
 TEXT = {"negative": conditioning("wan", 10, 1), "frames": 5}
@@ -41,8 +41,8 @@ FILES = [
     *(f"{LOW_RUN}/pair_low_noise{end}" for end in ("", "-step000020", "-step000100", "-best")),
     *("own_high_noise", "own_low_noise", "lone_low_noise", "both", "saved/own_high_noise_00001"),
     *("saved/own_low_noise_00001", "saved/own_low_noise_00002", "light_HIGH", "light_LOW", "old", "old_low_noise"),
-    *("two_high_noise-1a2b3c4d/two_high_noise", "two_low_noise-00000000/two_low_noise"),
-    *("two_low_noise-00000000-2/two_low_noise", "twin (001)/twin", "twin_high_noise (001)/twin_high_noise"),
+    *("two_high_noise (001)/two_high_noise", "two_low_noise (001)/two_low_noise"),
+    *("two_low_noise (002)/two_low_noise", "twin (001)/twin", "twin_high_noise (001)/twin_high_noise"),
     *("twin_low_noise (001)/twin_low_noise", "v[2] (001)/v[2]", "v[2] (001)/v[2]_low_noise"),
 ]
 
@@ -170,7 +170,7 @@ def test_either_half_names_a_pair_and_either_run_all_of_its_saves(files):
     assert pairs("both + both", "none") == [Pair(file("both"), file("both"))]
     assert pairs("none + lone_low_noise", "none") == [Pair(None, file("lone_low_noise"))]
     assert [pair.title for pair in saves] == ["pair-step000020", "pair-step000100", "pair", "pair-best"]
-    assert (halves().name, numbered.name) == ("pair-1a2b3c4d/pair", "saved/own_00001")
+    assert (halves().name, numbered.name) == ("pair (001)/pair", "saved/own_00001")
     fingerprint = TesseraCompareLoras.fingerprint_inputs
     known = fingerprint(loras="own_high_noise", run="none", model_low_noise=None)
     assert [name for name, _ in known] == [own.high, own.low]

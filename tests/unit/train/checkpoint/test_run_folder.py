@@ -164,8 +164,8 @@ def test_a_run_that_went_on_from_an_early_state_keeps_what_it_saves_and_what_lay
 
 
 def test_a_run_is_found_by_its_whole_name(tmp_path):
-    others = ("face-v2-0123abcd", "face-v2-0123abcd-2", "face-0123abc", "face-0123abcd-old", "face2-0123abcd")
-    others += (
+    others = (
+        "face-0123abcd",
         "face (1)",
         "face (001) (001)",
         "face (001) copy",
@@ -174,34 +174,28 @@ def test_a_run_is_found_by_its_whole_name(tmp_path):
         "face(001)",
         "face (01a)",
     )
-    own = ("face-0123abcd", "face-0123abcd-2", "face-89abcdef", "face (001)", "face (007)", "face (999)", "face (1000)")
+    own = ("face (001)", "face (007)", "face (999)", "face (1000)")
     for name in (*others, *own):
         (tmp_path / name).mkdir()
     (tmp_path / "face (008)").write_text("no folder")
     assert [folder.path.name for folder in run_folders(tmp_path, "face")] == list(own)
-    assert [folder.path.name for folder in run_folders(tmp_path, "face", "0123abcd" + "0" * 32)] == list(own[:2])
     assert not run_folders(tmp_path, "absent/face")
     assert open_folder(tmp_path, "face", KEY, None).path.name == "face (1001)"
 
 
-def test_the_key_in_the_folder_tells_the_run_and_the_name_only_that_of_an_old_one(tmp_path):
-    keys = {"face (001)": KEY, "face (002)": OTHER, "face-0123abcd": KEY, "face (003)": ""}
+def test_the_key_in_the_folder_tells_the_run(tmp_path):
+    keys = {"face (001)": KEY, "face (002)": OTHER, "face (003)": ""}
     for name, key in keys.items():
         (tmp_path / name).mkdir()
         if key:
             (tmp_path / name / "run.json").write_text(json.dumps({"key": key}))
     (tmp_path / "face (004)").mkdir()
     (tmp_path / "face (004)" / "run.json").write_text("{broken")
-    (tmp_path / "face (004)" / "summary.json").write_text(json.dumps({"key": OTHER}))
 
     def found(key):
         return [folder.path.name for folder in run_folders(tmp_path, "face", key)]
 
-    assert found(KEY) == ["face-0123abcd", "face (001)"] and found(OTHER) == ["face (002)", "face (004)"]
-    assert found(KEY[:8]) == found(KEY) and found(KEY[:8] + "f" * (len(KEY) - 8)) == []  # another run of such a key
-    assert found("0123abcd" + "0" * 32) == []  # its run.json says whose it is, not its name
-    (tmp_path / "face-0123abcd" / "run.json").unlink()
-    assert found("0123abcd" + "0" * 32) == ["face-0123abcd"]
+    assert found(KEY) == ["face (001)"] and found(OTHER) == ["face (002)"] and found(KEY[:8]) == []
     (tmp_path / "face (002)" / "run.json").write_text(json.dumps({"key": KEY}))  # as long as it was
     assert found(KEY) == ["face (001)", "face (002)"]
 
@@ -230,29 +224,25 @@ def test_a_run_goes_on_in_its_folder_and_one_that_another_machine_may_be_at_gets
     assert open_folder(tmp_path, "face", OTHER, state).path.name == "face (002)"
 
 
-def test_states_are_found_by_old_and_new_names_and_none_outside(tmp_path):
+def test_states_are_found_and_none_outside(tmp_path):
     root = tmp_path / "loras"
-    places = ("styles/face-0123abcd", "styles/face (001)", "copied from my laptop", "styles/face (002)")
+    places = ("styles/face (001)", "copied from my laptop", "styles/face (002)")
     for place in places:
         (root / place).mkdir(parents=True)
         (root / place / "state-000003.tessera").write_text("state")
-    (root / "styles/face (002)" / "run.json").write_text(json.dumps({"key": "89abcdef" + "0" * 32}))
     (root / "styles/face (002)" / "notes.txt").write_text("no state")
     for place in places:
         name = f"{place}/state-000003.tessera"
         assert find_state(root, name) == root / name and name in list_states(root)
-    # Of a shared workflow of version 0.1, whose run was trained here by this version.
-    assert find_state(root, "styles/face-89abcdef/state-000003.tessera") == root / places[3] / "state-000003.tessera"
     (tmp_path / "state-000003.tessera").write_text("outside")
     (root / "link").symlink_to(tmp_path)
     for name in (
-        "styles/face-89abcdef/state-000004.tessera",
-        "styles/face-00000000/state-000003.tessera",
-        "face-89abcdef/state-000003.tessera",
+        "styles/face (001)/state-000004.tessera",
+        "face (001)/state-000003.tessera",
         "../state-000003.tessera",
         "link/state-000003.tessera",
         f"{tmp_path}/state-000003.tessera",
-        "../loras/../x-89abcdef/state-000003.tessera",
+        "../loras/../x (001)/state-000003.tessera",
         "styles/face (002)/notes.txt",
         "styles/face (002)",
         "a\0b/state-000003.tessera",
@@ -262,17 +252,17 @@ def test_states_are_found_by_old_and_new_names_and_none_outside(tmp_path):
         assert find_state(root, name) is None, name
 
 
-def test_the_loras_of_steps_lie_in_a_folder_of_their_own_and_those_of_old_runs_are_read(tmp_path):
-    folder = RunFolder(tmp_path / "face-0123abcd", "face")
-    new = folder.step_lora_path(4)
-    assert new.relative_to(folder.path).as_posix() == "face_steps/face-step000004.safetensors"
-    new.parent.mkdir(parents=True)
-    old = folder.path / "face-step000002.safetensors"
-    for path in (old, new, new.with_name("other-step000003.safetensors")):
+def test_the_loras_of_steps_lie_in_a_folder_of_their_own(tmp_path):
+    folder = RunFolder(tmp_path / "face (001)", "face")
+    assert folder.step_loras() == {}
+    first, second = folder.step_lora_path(2), folder.step_lora_path(4)
+    assert second.relative_to(folder.path).as_posix() == "face_steps/face-step000004.safetensors"
+    second.parent.mkdir(parents=True)
+    for path in (first, second, second.with_name("other-step000003.safetensors"), folder.path / second.name):
         path.write_text("lora")
-    assert folder.step_loras() == {2: old, 4: new}
+    assert folder.step_loras() == {2: first, 4: second}
     folder.remove_old_loras(4, 1)
-    assert folder.step_loras() == {4: new}
+    assert folder.step_loras() == {4: second}
 
 
 def test_a_name_that_reads_as_a_pattern_is_a_name(tmp_path):

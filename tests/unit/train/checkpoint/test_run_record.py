@@ -144,7 +144,7 @@ def test_a_damaged_line_changes_nothing(tmp_path, line):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links need rights")
-@pytest.mark.parametrize("name", [PROGRESS, "run.json", "summary.json"])
+@pytest.mark.parametrize("name", [PROGRESS, "run.json"])
 def test_a_link_out_of_the_folder_and_a_pipe_are_not_read(tmp_path, name):
     (run := tmp_path / "run").mkdir()
     secret = {"kind": "step", "step": 1, "loss": 0.5, "rate": 0.1, "key": "secret", "status": "x"}
@@ -156,16 +156,6 @@ def test_a_link_out_of_the_folder_and_a_pipe_are_not_read(tmp_path, name):
     assert run_record.own_file(run, "../other") is None and run_record.own_file(tmp_path, "other") is not None
     os.mkfifo(run / name)  # to open it would wait for ever
     assert reader.facts() == {} and reader.read() == run_record.RunCurve()
-
-
-def test_a_run_of_an_older_version_has_the_curve_of_its_summary(tmp_path):
-    summary = {"status": "finished", "loss": [3.0, 2.0], "validation": {"points": [{"step": 2, "loss": 1.0}]}}
-    (tmp_path / "summary.json").write_text(json.dumps(summary))
-    curve = RunReader(tmp_path).read()
-    assert list(curve.loss.values()) == [(1, 3.0, None), (2, 2.0, None)] and list(curve.validation.values()) == [
-        (2, 1.0)
-    ]
-    assert curve.status == "finished"
 
 
 def test_a_record_that_takes_the_place_of_another_is_read_from_its_beginning(tmp_path, at_once):
