@@ -71,21 +71,37 @@ class PreparedData:
     crops: tuple[Crop, ...] = ()
 
 
+@dataclass(frozen=True)
+class PrepareOptions:
+    """Options of Prepare Dataset.
+
+    megapixels, max_graphs, fit: see `plan_buckets`.
+    max_text_length: text length in tokens of families that let the user choose it.
+    image_to_video: use each video's first frame as its start image, as the Wan model of this VAE does; with a CLIP
+        vision model (Wan 2.1) that frame is encoded by it as well.
+    control_megapixels: area of control images, see `place_controls`.
+    edit_prompt: prompt template of Qwen-Image-Edit's text encoder for control images, one of EDIT_PROMPTS.
+    encode_empty_caption: encode the empty prompt too, for the guidance-preserving loss.
+    """
+
+    megapixels: float
+    max_graphs: int
+    fit: str
+    max_text_length: int
+    image_to_video: bool = False
+    control_megapixels: float = 1.0
+    edit_prompt: str = PLUS
+    encode_empty_caption: bool = False
+
+
 def prepare(
     dataset: Dataset,
     vae: Any,
     clip: Any,
-    *,
-    megapixels: float,
-    max_graphs: int,
-    fit: str,
-    max_text_length: int,
+    options: PrepareOptions,
     cache_dir: Path,
+    *,
     clip_vision: Any = None,
-    image_to_video: bool = False,
-    control_megapixels: float = 1.0,
-    edit_prompt: str = PLUS,
-    encode_empty_caption: bool = False,
     progress: Progress = lambda completed, total, text: None,
     interrupted: Interrupted = lambda: None,
 ) -> PreparedData:
@@ -96,41 +112,41 @@ def prepare(
     control images), CLIP vision model, text encoders. `interrupted` is called before each job and may raise; finished
     jobs stay in the cache.
 
-    megapixels, max_graphs, fit: see `plan_buckets`.
-    max_text_length: text length in tokens of families that let the user choose it.
     cache_dir: folder of the cache.
-    image_to_video: use each video's first frame as its start image, as the Wan model of this VAE does; with clip_vision
-        (Wan 2.1) that frame is encoded by the CLIP vision model as well.
-    control_megapixels: area of control images, see `place_controls`.
-    edit_prompt: prompt template of Qwen-Image-Edit's text encoder for control images, one of EDIT_PROMPTS.
-    encode_empty_caption: encode the empty prompt too, for the guidance-preserving loss.
+    clip_vision: None encodes no start frames by it.
+
     Raises ValueError for encoders of different families, unreadable files, contradicting options, values out of range
     and a disk that is too small.
     Raises core's out-of-memory error if something does not fit through the VAE untiled.
     """
     text, latents = text_policy(clip), latent_policy(vae)
     check_pair(text, latents)
-    check_options(text, latents, max_text_length, clip_vision, image_to_video, edit_prompt)
+    image_to_video, edit_prompt = options.image_to_video, options.edit_prompt
+    check_options(text, latents, options.max_text_length, clip_vision, image_to_video, edit_prompt)
     if not dataset.entries:
         raise ValueError("The data set is empty; connect Training Images or Training Clips.")
     items, item_notes = find_items(dataset, progress, interrupted)
     check_items(items, text, latents, image_to_video, edit_prompt)
     items, frame_notes = cut_to_latent_frames(items, latents)
-    fit, fit_notes = fit_to_models(fit, text, latents)
+    fit, fit_notes = fit_to_models(options.fit, text, latents)
     check_training_samples(item.options.regularisation for item in items)
     sizes = tuple(item.pixels.size for item in items)
     plan = plan_buckets(
         sizes,
-        megapixels=megapixels,
+        megapixels=options.megapixels,
         pixels_per_token=latents.pixels_per_token,
-        max_graphs=max_graphs,
+        max_graphs=options.max_graphs,
         fit=fit,
         weights=[item.showings_per_epoch for item in items],
         frames=[latents.latent_frames(item.pixels.frames) for item in items],
     )
     encoder = VaeEncoder(vae, latents)
     control_plan = place_controls(
-        items, plan, megapixels=megapixels, control_megapixels=control_megapixels, max_graphs=max_graphs
+        items,
+        plan,
+        megapixels=options.megapixels,
+        control_megapixels=options.control_megapixels,
+        max_graphs=options.max_graphs,
     )
     placed = control_plan.placements
     cache = Cache(cache_dir)
@@ -149,11 +165,11 @@ def prepare(
             [controls for _, controls in caption_inputs],
             clip,
             text,
-            max_text_length if text.lengths else None,
+            options.max_text_length if text.lengths else None,
             edit_prompt,
             progress,
             interrupted,
-            encode_empty_caption,
+            options.encode_empty_caption,
         )
     )
     captions = [tuple(next(tokenized) for _ in item_variants) for item_variants in variants]
@@ -196,7 +212,16 @@ def prepare(
         *item_notes,
         *frame_notes,
         *fit_notes,
-        *plan_notes(items, first, plan, text, max_graphs, max_text_length, control_megapixels, edit_prompt),
+        *plan_notes(
+            items,
+            first,
+            plan,
+            text,
+            options.max_graphs,
+            options.max_text_length,
+            options.control_megapixels,
+            edit_prompt,
+        ),
         *(length_notes(samples) if text.whole_grids else ()),
         *control_plan.notes,
         *start_notes(items, latents, image_to_video, clip_vision),
@@ -213,9 +238,16 @@ def prepare(
             [item.caption_variants for item in items], {job.key: cache.size(job.key) for job in caption_jobs}
         ),
     )
-    made_with = {"megapixels": megapixels, "max_graphs": max_graphs, "fit": fit, "max_text_length": max_text_length}
-    made_with |= {"image_to_video": image_to_video, "control_megapixels": control_megapixels}
-    made_with |= {"edit_prompt": edit_prompt, "folders": list(dataset.folders)}
+    made_with = {
+        "megapixels": options.megapixels,
+        "max_graphs": options.max_graphs,
+        "fit": fit,
+        "max_text_length": options.max_text_length,
+        "image_to_video": image_to_video,
+        "control_megapixels": options.control_megapixels,
+        "edit_prompt": edit_prompt,
+        "folders": list(dataset.folders),
+    }
     data = TrainingData(samples, _fingerprint(items, samples, keys, texts), notes, made_with, text.family)
     return PreparedData(
         data, plan, sizes, notes, tuple(variant.crop for item_variants in variants for variant in item_variants)

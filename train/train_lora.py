@@ -4,7 +4,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,36 @@ class TrainResult:
         return list(self.summary.get("validation", {}).get("points", ()))
 
 
+@dataclass(frozen=True)
+class RunRequest:
+    """A run as it is asked for.
+
+    model: the MODEL to train on; it stays unchanged.
+    data: the samples, held-out ones included.
+    settings: all settings.
+    root: folder of all runs.
+    observer: notes, progress and files are reported to it, and it carries the user's requests.
+    compile_settings: compile settings if `settings.compile` is 'auto'; None takes inductor's defaults.
+    watchers: called between the steps, such as previews.
+    companion_files: texts to write next to the LoRA, by the ending that follows its name.
+    spare_folder: folder for the finished LoRA if the run's own folder cannot take it.
+    queued: entries of run.json about the prompt.
+    elsewhere: trains a checked, unfinished run in other processes; if it returns None, the run trains here.
+    """
+
+    model: ModelPatcher
+    data: TrainingData
+    settings: TrainSettings
+    root: Path
+    observer: Observer
+    compile_settings: CompileSettings | None = None
+    watchers: Sequence[Watcher] = ()
+    companion_files: Mapping[str, str] = field(default_factory=dict)
+    spare_folder: Path | None = None
+    queued: Mapping[str, str] = field(default_factory=dict)
+    elsewhere: Callable[[RunStart], TrainResult | None] | None = None
+
+
 class _Recorder:
     """Observer that forwards every call and records the run: notes and files for the summary, all events in its record.
 
@@ -146,105 +176,74 @@ class _Recorder:
         self._observer.validated(step, loss)
 
 
-def train_lora(
-    model: ModelPatcher,
-    data: TrainingData,
-    settings: TrainSettings,
-    root: Path,
-    observer: Observer,
-    compile_settings: CompileSettings | None = None,
-    watchers: Sequence[Watcher] = (),
-    workflow: Mapping[str, str] | None = None,
-    spare_folder: Path | None = None,
-    queued: Mapping[str, str] | None = None,
-    world: World = SINGLE_PROCESS,
-    elsewhere: Callable[[RunStart], TrainResult | None] | None = None,
-) -> TrainResult:
-    """Train a LoRA on `model` and leave `model` unchanged. A finished run of the same key is returned from disk.
+def train_lora(request: RunRequest, world: World = SINGLE_PROCESS) -> TrainResult:
+    """Train a LoRA. A finished run of the same key is returned from disk.
 
-    root: folder of all runs.
-    compile_settings: compile settings if `settings.compile` is 'auto'; None takes inductor's defaults.
-    watchers: called between the steps, such as previews.
-    workflow: texts of companion files of the LoRA, by the ending that follows its name.
-    spare_folder: folder for the finished LoRA if the run's own folder cannot take it.
-    queued: entries of run.json about the prompt.
     world: the ranks that train together, each of which calls this; only rank 0 writes and reports.
-    elsewhere: trains a checked, unfinished run in other processes; if it returns None, the run trains here.
 
     Raises ValueError for bad input, before anything is loaded. Raises TrainingStopped if the run cannot continue.
     Whatever ends the run, progress since the last save is saved first.
     """
     # Tensors made in inference mode cannot be saved for backward.
     assert not torch.is_inference_mode_enabled()
-    world.begin_run(observer.check_interrupted)
-    args = model, data, settings, root, observer if world.is_first else QuietObserver(observer)
+    world.begin_run(request.observer.check_interrupted)
+    if not world.is_first:
+        request = replace(request, observer=QuietObserver(request.observer))
     with world.aborting():
-        return _train(*args, compile_settings, watchers, workflow or {}, spare_folder, queued or {}, world, elsewhere)
+        return _train(request, world)
 
 
-def _train(
-    model: ModelPatcher,
-    data: TrainingData,
-    settings: TrainSettings,
-    root: Path,
-    observer: Observer,
-    compile_settings: CompileSettings | None,
-    watchers: Sequence[Watcher],
-    workflow: Mapping[str, str],
-    spare_folder: Path | None,
-    queued: Mapping[str, str],
-    world: World,
-    elsewhere: Callable[[RunStart], TrainResult | None] | None,
-) -> TrainResult:
-    checked = check_run(model, data, settings)
+def _train(request: RunRequest, world: World) -> TrainResult:
+    model, settings, observer = request.model, request.settings, request.observer
+    checked = check_run(model, request.data, settings)
     world.shard(settings.batch_size, settings.gradient_accumulation)
     check_shard(world, model.load_device, settings.memory)
     observer.phase("Reading the model's fingerprint")
-    run_start = find_run_start(model, checked, settings, root)
+    run_start = find_run_start(model, checked, settings, request.root)
     state_name = "finished" if run_start.finished else run_start.state.name if run_start.state else ""
     facts = run_start.weights, checked.data.fingerprint, run_start.key, state_name, settings.memory.shard
     check_alike(world, "facts", rank_facts(*facts))
-    folder, start_notes = run_start.folder, tuple(run_start_notes(run_start, settings, root))
+    folder, start_notes = run_start.folder, tuple(run_start_notes(run_start, settings, request.root))
     if run_start.finished:
         for note in start_notes:
             observer.note(note)
         observer.note("This run already finished with the same data, model and settings, so its files are returned.")
         result = read_finished(folder)
-        if watchers and not result.summary.get("previews"):
+        if request.watchers and not result.summary.get("previews"):
             observer.note("It was trained without previews; to train it again with them, change output_name or seed.")
         return result
 
     if world.is_first:
         check_disk_space(folder, required_space(checked, settings, run_start))
-    if elsewhere is not None and (external_result := elsewhere(run_start)) is not None:
+    if request.elsewhere is not None and (external_result := request.elsewhere(run_start)) is not None:
         return external_result
-    context = make_context(checked, run_start, settings, compile_settings, workflow, world)
+    context = make_context(checked, run_start, settings, request.compile_settings, request.companion_files, world)
     name = world.broadcast("folder", folder.create().path.name if world.is_first else "")
     folder = RunFolder(folder.path.with_name(name), folder.name)
     context, run_start = replace(context, folder=folder), replace(run_start, folder=folder)
     with claimed_by_one(folder, observer) if world.is_first else nullcontext():
-        return _run(context, checked, run_start, observer, watchers, start_notes, spare_folder, queued)
+        return _run(request, context, checked, run_start, start_notes)
 
 
 def _run(
+    request: RunRequest,
     context: RunContext,
     checked: CheckedRun,
     run_start: RunStart,
-    observer: Observer,
-    watchers: Sequence[Watcher],
     start_notes: Sequence[str],
-    spare_folder: Path | None,
-    queued: Mapping[str, str],
 ) -> TrainResult:
     """Train a checked run into its folder."""
     settings, world, folder, state = context.settings, context.world, run_start.folder, run_start.state
-    record = RunRecord(folder.path, {**run_facts(run_start, context, watchers), **queued}, world.is_first)
+    record = RunRecord(
+        folder.path, {**run_facts(run_start, context, request.watchers), **request.queued}, world.is_first
+    )
     notes = (*checked.data.notes, *checked.notes, *start_notes, *context.notes, *shard_notes(world, settings.memory))
-    recorder = _Recorder(observer, record, folder.path, notes)
+    recorder = _Recorder(request.observer, record, folder.path, notes)
     if world.is_first:
         with suppress(OSError):  # the saver writes it with the first LoRA at the latest
             for ending, text in context.companion_files.items():
                 folder.write_companion_file(ending, text)
+    watchers = list(request.watchers)
     if context.validation is not None and settings.validation is not None:
         watchers = [Validation(settings.validation, context.validation), *watchers]
     watchers = [*checking_watchers(context, run_start.weights, state), *watchers]
@@ -262,7 +261,7 @@ def _run(
             checked = replace(checked, start=None)  # free the warm start's tensors: they can be as large as the LoRA
             recorder.phase(trainer.placed.runner.progress_text())
             trainer.run()
-            final = trainer.save_final(spare_folder)
+            final = trainer.save_final(request.spare_folder)
             world.broadcast("saved", final.saved)  # the next node of the graph may read the file
             outcome = "unsaved"
             if final.saved:

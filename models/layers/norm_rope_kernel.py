@@ -27,7 +27,7 @@ def _halves(rows, HEADS: tl.constexpr, DIM: tl.constexpr):
 
 
 @triton.jit
-def _norm_rope(
+def _norm_rope(  # noqa: PLR0913
     x, weight, table, out, length, heads, x_batch, x_token, x_head, table_batch, table_token, out_batch, eps,
     NORM: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
@@ -48,7 +48,7 @@ def _norm_rope(
 
 
 @triton.jit
-def _norm_rope_backward(
+def _norm_rope_backward(  # noqa: PLR0913
     grad, x, weight, table, out, length, heads, grad_batch, grad_token, grad_head, x_batch, x_token, x_head,
     table_batch, table_token, eps, NORM: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip

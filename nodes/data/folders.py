@@ -221,7 +221,7 @@ class TesseraVideoFolder(io.ComfyNode):
             return str(error)
 
     @classmethod
-    def execute(
+    def execute(  # noqa: PLR0913
         cls,
         folder,
         caption_extension=".txt",

@@ -10,7 +10,7 @@ from ...data.buckets.plot import plot_plan
 from ...data.empty_caption import with_empty_caption
 from ...data.folders.dataset import Dataset
 from ...data.from_latents import latents_to_data
-from ...data.prepare import prepare, summary
+from ...data.prepare import PrepareOptions, prepare, summary
 from ...models.text import EDIT_PROMPTS, PLUS
 from ...train.distributed.world import current_world
 from ..common.folder_access import cache_folder
@@ -146,7 +146,7 @@ class TesseraPrepareDataset(io.ComfyNode):
         )
 
     @classmethod
-    def execute(
+    def execute(  # noqa: PLR0913
         cls,
         dataset: Dataset,
         vae,
@@ -167,16 +167,18 @@ class TesseraPrepareDataset(io.ComfyNode):
                 dataset,
                 vae,
                 clip,
-                megapixels=megapixels,
-                max_graphs=max_graphs,
-                fit=fit,
-                max_text_length=int(max_text_length),
-                cache_dir=cache_folder(),
+                PrepareOptions(
+                    megapixels=megapixels,
+                    max_graphs=max_graphs,
+                    fit=fit,
+                    max_text_length=int(max_text_length),
+                    image_to_video=image_to_video,
+                    control_megapixels=control_megapixels,
+                    edit_prompt=edit_prompt,
+                    encode_empty_caption=encode_empty_caption,
+                ),
+                cache_folder(),
                 clip_vision=clip_vision,
-                image_to_video=image_to_video,
-                control_megapixels=control_megapixels,
-                edit_prompt=edit_prompt,
-                encode_empty_caption=encode_empty_caption,
                 progress=_show_progress(cls.hidden.unique_id),
                 interrupted=check,
             )

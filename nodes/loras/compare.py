@@ -180,7 +180,7 @@ class TesseraCompareLoras(io.ComfyNode):
             return str(error)
 
     @classmethod
-    def execute(
+    def execute(  # noqa: PLR0913
         cls,
         model: ModelPatcher,
         vae: Any,

@@ -98,7 +98,7 @@ class TesseraMemory(io.ComfyNode):
         )
 
     @classmethod
-    def execute(
+    def execute(  # noqa: PLR0913
         cls,
         checkpointing: str,
         attention: str,

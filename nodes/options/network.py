@@ -56,7 +56,7 @@ class TesseraLoraNetwork(io.ComfyNode):
 
     # A coroutine, as ComfyUI runs those first: errors here are raised before anything is loaded or encoded.
     @classmethod
-    async def execute(
+    async def execute(  # noqa: PLR0913
         cls,
         algorithm: str,
         rank: int,

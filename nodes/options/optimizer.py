@@ -211,7 +211,7 @@ class TesseraOptimizer(io.ComfyNode):
 
     # A coroutine, as ComfyUI runs those first: errors here are raised before anything is loaded or encoded.
     @classmethod
-    async def execute(
+    async def execute(  # noqa: PLR0913
         cls,
         optimizer: str,
         learning_rate: float,

@@ -24,7 +24,7 @@ from ...train.preflight.run_start import RunStart
 from ...train.preview.other_model import on_other_models
 from ...train.preview.previewer import Partner, Preview, Previewer, preview_notes
 from ...train.settings import TrainSettings
-from ...train.train_lora import TrainResult, train_lora
+from ...train.train_lora import RunRequest, TrainResult, train_lora
 from ..common.images import image_tensor
 from ..common.saved_workflow import workflow_texts
 from .inherited_settings import inherited_compile, inherited_memory
@@ -49,7 +49,7 @@ def run(
 
     files: the graph, as returned by `workflow_files`.
     partner: the other expert of a pair.
-    elsewhere: see `train_lora`.
+    elsewhere: see `RunRequest`.
     """
     previews = on_other_models(previews, model, settings.network)
     based = with_base(model, settings.network)
@@ -61,9 +61,21 @@ def run(
     job = Job.current()
     spare = Path(folder_paths.get_temp_directory() if job is None else job.facts.spare)
     queued = prompt_facts() if job is None else job.facts.queued
-    arguments = model, data, settings, runs_folder(), observer, compile_settings, watchers, files, spare
+    request = RunRequest(
+        model=model,
+        data=data,
+        settings=settings,
+        root=runs_folder(),
+        observer=observer,
+        compile_settings=compile_settings,
+        watchers=watchers,
+        companion_files=files,
+        spare_folder=spare,
+        queued=queued,
+        elsewhere=elsewhere,
+    )
     with threads_for(model):
-        return train_lora(*arguments, queued, current_world(), elsewhere)
+        return train_lora(request, current_world())
 
 
 def prompt_facts() -> dict[str, str]:

@@ -90,7 +90,7 @@ class TesseraTrainLora(io.ComfyNode):
         return times_lost(output_name)
 
     @classmethod
-    def execute(
+    def execute(  # noqa: PLR0913
         cls,
         model: ModelPatcher,
         data: TrainingData,

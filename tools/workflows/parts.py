@@ -149,7 +149,7 @@ def train(
     return trained
 
 
-def ksampler(
+def ksampler(  # noqa: PLR0913
     graph: Graph,
     model: Node,
     positive: Output,

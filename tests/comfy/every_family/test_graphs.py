@@ -9,7 +9,7 @@ from family_cases import cases, every_case, modes_in_turn
 from tessera.compile.settings import CompileSettings
 from tessera.lora.options import NetworkOptions
 from tessera.train.settings import MemoryOptions
-from tessera.train.train_lora import train_lora
+from tessera.train.train_lora import RunRequest, train_lora
 from thinned import one_in
 from tiny.compile.compiling import Graphs, graphs_after_each_step, graphs_expected
 from tiny.train.runs import Watcher, run_settings, training_data
@@ -64,7 +64,7 @@ def test_captions_of_many_lengths_share_graphs_and_what_is_cut_is_told(case_file
     graphs, watcher, captions = Graphs(), Watcher(), case.captions()
     settings = run_settings(steps=len(captions.samples), compile="auto", save_every=0)
     given = case.load(case_file(case)), training_data(*captions.samples), settings, tmp_path, watcher
-    result = train_lora(*given, CompileSettings("aot_eager"))
+    result = train_lora(RunRequest(*given, CompileSettings("aot_eager")))
     expected = captions.text_lengths * case.kinds
     assert graphs() == result.summary["graphs_planned"] == result.summary["graphs_compiled"] == expected
     assert captions.note is None or any(captions.note in note for note in watcher.notes)

@@ -10,9 +10,9 @@ from family_cases import cases
 from PIL import Image
 from tessera.data.folders.dataset import Dataset, scan_images, scan_videos
 from tessera.data.media.clip_windows import Extraction
-from tessera.data.prepare import prepare
 from thinned import one_in
 from tiny.data.films import write_film
+from tiny.data.preparing import prepare
 from tiny.train.runs import train
 
 

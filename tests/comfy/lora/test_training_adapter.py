@@ -22,7 +22,7 @@ from tessera.nodes.options.lora_files import low_noise_source
 from tessera.nodes.options.network import TesseraLoraNetwork
 from tessera.nodes.train.inherited_settings import shared_lora_notes
 from tessera.nodes.train.run import run
-from tessera.train.train_lora import train_lora
+from tessera.train.train_lora import RunRequest, train_lora
 from tiny.lora.lora_files import patched_deltas, random_update, random_updates
 from tiny.native import ROWS, build, data_of
 from tiny.train.runs import Watcher, mixed_data, run_settings, train
@@ -61,7 +61,7 @@ def test_it_is_in_force_while_training_and_in_no_preview_and_no_file(tiny_flux, 
     watcher, data = Watcher(), PRESERVATION["data"]()
     settings = run_settings(**same, network=network)
     result = run(tiny_flux, data, settings, watcher, {}, [PREVIEW["preview"](tiny_vae, every=0)])
-    expected = train_lora(loaded, data, run_settings(**same), tmp_path, Watcher())
+    expected = train_lora(RunRequest(loaded, data, run_settings(**same), tmp_path, Watcher()))
     assert result.loss == expected.loss and result.validation == expected.validation and result.validation
     assert same_lora(result.lora, expected.lora)
     told = f"Trained with {ADAPTER} at strength 0.4 on the model; previews and the saved LoRA don't have it."

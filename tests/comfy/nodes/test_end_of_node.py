@@ -15,11 +15,11 @@ from tessera.compile.settings import CompileSettings
 from tessera.compile.tune.inputs import StepSize, step_inputs
 from tessera.compile.tune.search import tune
 from tessera.data.folders.dataset import scan_images
-from tessera.data.prepare import prepare
 from tessera.train.preview.compare import Column, compare
 from tessera.train.preview.previewer import Preview, Previewer
 from tessera.train.preview.sampling import Sampling, Stages
-from tessera.train.train_lora import train_lora
+from tessera.train.train_lora import RunRequest, train_lora
+from tiny.data.preparing import prepare
 from tiny.models.sampling import conditioning
 from tiny.train.runs import Watcher, run_settings, sample, training_data
 
@@ -75,7 +75,9 @@ def test_after_every_preview_and_before_training_takes_its_weights(tiny_flux, ti
     previews = [Preview(sampling(tiny_vae, seed=seed), 1, False, True) for seed in (1, 2)]
     data = training_data(sample("a", 4, 4))
     watchers = [Previewer(previews, tiny_flux)]
-    result = train_lora(tiny_flux, data, run_settings(steps=2), tmp_path, Watcher(), CompileSettings("eager"), watchers)
+    result = train_lora(
+        RunRequest(tiny_flux, data, run_settings(steps=2), tmp_path, Watcher(), CompileSettings("eager"), watchers)
+    )
     assert len(result.summary["previews"]["files"]) == 4 and result.summary["comfyui"] == core.features()
     # Each picture is sampled and decoded, which are two nodes in ComfyUI.
     assert given_back == list(CALLS) * (1 + 4 * 2)

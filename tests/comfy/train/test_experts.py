@@ -25,7 +25,7 @@ from tessera.train.objective.options import ObjectiveOptions
 from tessera.train.observer import StepReport
 from tessera.train.preflight.checks import check_run
 from tessera.train.settings import MemoryOptions
-from tessera.train.train_lora import train_lora
+from tessera.train.train_lora import RunRequest, train_lora
 from tiny.lora.lora_files import random_update
 from tiny.models.wan import wan_sample
 from tiny.train.runs import Watcher, cancel_at, run_settings, sample, training_data
@@ -56,7 +56,7 @@ def planned(experts, **changes):
 def run_both(experts, root, watcher=None, **changes):
     observer = watcher or Watcher()
     return [
-        train_lora(e.model, clips(), e.settings, root, ExpertObserver(observer, e, number, 2))
+        train_lora(RunRequest(e.model, clips(), e.settings, root, ExpertObserver(observer, e, number, 2)))
         for number, e in enumerate(planned(experts, **changes))
     ]
 
@@ -82,7 +82,7 @@ def test_both_in_one_queue_give_the_files_of_each_alone(experts, tmp_path, monke
     ranges = {HIGH: {"min_sigma": 0.875}, LOW: {"max_sigma": 0.875}}
     for model, side, together in zip(experts, (HIGH, LOW), both, strict=True):
         settings = run_settings(output_name=f"film_{side}", save_every=0, objective=ranges[side])
-        alone = train_lora(model, clips(), settings, tmp_path / "alone", Watcher())
+        alone = train_lora(RunRequest(model, clips(), settings, tmp_path / "alone", Watcher()))
         assert alone.loss == together.loss
         kept, other = load_file(alone.path), load_file(together.path)
         assert kept.keys() == other.keys() and all(torch.equal(kept[key], other[key]) for key in kept)
@@ -236,9 +236,9 @@ def test_what_shifts_by_resolution_goes_by_the_tokens_of_one_frame(experts, monk
 def test_a_boundary_without_a_second_expert_is_said_to_do_nothing_and_makes_no_other_run(experts, tmp_path):
     high, _ = experts
     watcher = Watcher()
-    plain = train_lora(high, clips(), run_settings(steps=1), tmp_path, Watcher())
+    plain = train_lora(RunRequest(high, clips(), run_settings(steps=1), tmp_path, Watcher()))
     settings = run_settings(steps=1, objective={"expert_boundary": 0.6})
-    again = train_lora(high, clips(), settings, tmp_path, watcher)
+    again = train_lora(RunRequest(high, clips(), settings, tmp_path, watcher))
     assert again.path == plain.path and "already finished" in watcher.notes[-1]
     assert any("expert_boundary is not used" in note for note in check_run(high, clips(), settings).notes)
 
@@ -297,7 +297,7 @@ def test_each_expert_begins_from_its_own_lora_and_stands_on_its_own(experts, tmp
         settings = run_settings(
             output_name=f"film_{side}", save_every=0, steps=2, network=own[side], objective=ranges[side]
         )
-        alone = train_lora(model, clips(), settings, tmp_path / "alone", Watcher())
+        alone = train_lora(RunRequest(model, clips(), settings, tmp_path / "alone", Watcher()))
         assert alone.loss == together.loss and alone.path.parent.name == together.path.parent.name
         told, expected = (json.loads(run.lora.metadata["tessera"])["network"] for run in (together, alone))
         assert told == expected and told["start_from"]["content"] == own[side]["start_from"].content
@@ -318,9 +318,9 @@ def test_of_a_pair_that_shares_its_loras_the_options_are_those_of_before(experts
 
 def test_what_is_set_for_a_second_expert_that_is_not_there_is_said_and_makes_no_other_run(experts, tmp_path):
     high, _ = experts
-    plain = train_lora(high, clips(), run_settings(steps=1), tmp_path, Watcher())
+    plain = train_lora(RunRequest(high, clips(), run_settings(steps=1), tmp_path, Watcher()))
     settings = run_settings(steps=1, network={"start_from_low_noise": lora_of(high, 1), "base_strength_low_noise": 0.5})
-    again = train_lora(high, clips(), settings, tmp_path, Watcher())
+    again = train_lora(RunRequest(high, clips(), settings, tmp_path, Watcher()))
     assert again.path == plain.path
     told = "start_from_low_noise and base_strength_low_noise are not used: they belong to two experts, and model_low"
     assert any(note.startswith(told) for note in check_run(high, clips(), settings).notes)

@@ -9,7 +9,7 @@ from tessera.nodes.common import training_now
 from tessera.train.observer import SAMPLE, SAVE, STOP
 from tessera.train.preview.previewer import Preview, Previewer
 from tessera.train.preview.sampling import Sampling
-from tessera.train.train_lora import train_lora
+from tessera.train.train_lora import RunRequest, train_lora
 from tiny.models.sampling import conditioning
 from tiny.train.runs import Watcher, mixed_data, run_settings, train
 
@@ -68,7 +68,7 @@ def test_sampled_when_it_is_asked_and_trained_on_as_without(tiny_flux, tiny_vae,
         previews = [Preview(Sampling(tiny_vae, conditioning("flux", 16), **size), every, False) for every in (0, 4)]
         watchers = [Previewer(previews, tiny_flux)]
         options = run_settings(**OPTIONS)
-        return train_lora(tiny_flux, mixed_data(), options, tmp_path / name, watcher, None, watchers)
+        return train_lora(RunRequest(tiny_flux, mixed_data(), options, tmp_path / name, watcher, None, watchers))
 
     plain = train(tiny_flux, mixed_data(), tmp_path / "plain", **OPTIONS)
     asked = sampled("asked", watcher := asking(step3={SAMPLE}, step5={SAMPLE, SAVE}))

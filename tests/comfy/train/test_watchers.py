@@ -6,7 +6,7 @@ import tiny
 import torch
 from comfy.model_management import InterruptProcessingException
 from tessera.train.errors import TrainingStopped
-from tessera.train.train_lora import train_lora
+from tessera.train.train_lora import RunRequest, train_lora
 from tiny.train.runs import Watcher, mixed_data, run_settings
 
 
@@ -62,5 +62,7 @@ def test_what_ends_it_ends_the_run_which_is_saved(tiny_flux, tmp_path, error):
 
 
 def test_what_it_has_to_say_stands_in_the_summary(tiny_flux, tmp_path):
-    result = train_lora(tiny_flux, mixed_data(), run_settings(steps=2), tmp_path, Watcher(), watchers=[Looks()])
+    result = train_lora(
+        RunRequest(tiny_flux, mixed_data(), run_settings(steps=2), tmp_path, Watcher(), watchers=[Looks()])
+    )
     assert result.summary["seen"] == [0, 1, 2]

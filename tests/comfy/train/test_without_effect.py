@@ -19,7 +19,7 @@ from tessera.train.preflight.notes import guidance_notes, memory_notes, saving_n
 from tessera.train.preview.previewer import Preview, Previewer, preview_notes
 from tessera.train.preview.sampling import Sampling, Stages, sample_latent
 from tessera.train.settings import MemoryOptions, ValidationOptions
-from tessera.train.train_lora import train_lora
+from tessera.train.train_lora import RunRequest, train_lora
 from tiny.compile.compiling import make_lora
 from tiny.models.sampling import conditioning
 from tiny.train.runs import Watcher, mixed_data, run_settings, sample, train, training_data
@@ -242,7 +242,7 @@ def test_previews_of_a_run_that_was_finished_without_them_are_told(tiny_flux, ti
 
     def run(name, watchers):
         watcher, settings = Watcher(), run_settings(steps=1, output_name=name)
-        train_lora(tiny_flux, training_data(sample("a", 4, 4)), settings, tmp_path, watcher, None, watchers)
+        train_lora(RunRequest(tiny_flux, training_data(sample("a", 4, 4)), settings, tmp_path, watcher, None, watchers))
         return watcher.notes
 
     assert told not in run("without", ())

@@ -240,7 +240,7 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
     from tessera.train.placement.placed_model import PlacedModel
     from tessera.train.placement.products import BlockProducts
     from tessera.train.step.losses import StepLosses
-    from tessera.train.train_lora import train_lora
+    from tessera.train.train_lora import RunRequest, train_lora
     from tiny.train.runs import Watcher, mixed_data, partly_without_gradient, run_settings
 
     local_size = job.get("local", job["size"])  # as many of them are on one machine
@@ -320,9 +320,9 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
             auto.free_memory = lambda patcher: job["free"][world.rank]
         if "experts" in job:
             (first, second), data = tiny.train.runs.planned_experts(job["experts"], settings)
-            train_lora(first.model, data, first.settings, root, watcher, world=world)
+            train_lora(RunRequest(first.model, data, first.settings, root, watcher), world)
             model, settings = second.model, second.settings
-        result = train_lora(model, data, settings, root, watcher, compiler, watchers, world=world)
+        result = train_lora(RunRequest(model, data, settings, root, watcher, compiler, watchers), world)
         answer["loss"], answer["summary"] = result.loss, result.summary
         answer["folder"], answer["is_there"] = result.path.parent.name, result.path.exists()
         from safetensors.torch import save_file

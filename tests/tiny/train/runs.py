@@ -192,9 +192,9 @@ def cancel_at(step: int) -> Watcher:
 
 
 def train(model: Any, data: Any, root: Path, watcher: Any = None, **changes: Any) -> Any:
-    from tessera.train.train_lora import train_lora
+    from tessera.train.train_lora import RunRequest, train_lora
 
-    return train_lora(model, data, run_settings(**changes), root, watcher or Watcher())
+    return train_lora(RunRequest(model, data, run_settings(**changes), root, watcher or Watcher()))
 
 
 def tiny_preview(vae: Any, number: int) -> Any:

@@ -18,13 +18,14 @@ from tessera.data.captions.options import CaptionOptions
 from tessera.data.folders.dataset import scan_images, scan_videos
 from tessera.data.folders.options import FolderOptions
 from tessera.data.media.clip_windows import Extraction
-from tessera.data.prepare import prepare, summary
+from tessera.data.prepare import summary
 from tessera.data.samples import FIRST_VARIANT, SampleVariant
 from tessera.nodes.data import prepare as data_nodes
-from tessera.train.train_lora import train_lora
+from tessera.train.train_lora import RunRequest, train_lora
 from tiny.compile.compiling import Graphs
 from tiny.data.films import write_film
 from tiny.data.image_encoders import load_flux2_vae, load_klein_clip, load_mistral_clip, load_seeing_qwen_clip
+from tiny.data.preparing import prepare
 from tiny.train.runs import Watcher, cancel_at, run_settings, train
 
 LINES = CaptionOptions(caption_per_line=True, wildcards=True, caption_dropout=0.2)
@@ -231,7 +232,7 @@ def test_forms_of_any_length_share_the_graphs_of_the_longest(name, encoders, tin
     graphs = Graphs()
     model = tiny.load_flux(tiny_files["flux"]) if name == "flux" else tiny.load_qwen_image(tiny_files["qwen_image"])
     settings = run_settings(steps=5, compile="auto", save_every=0, batch_size=2)
-    result = train_lora(model, data, settings, tmp_path / "run", Watcher(), CompileSettings("eager"))
+    result = train_lora(RunRequest(model, data, settings, tmp_path / "run", Watcher(), CompileSettings("eager")))
     assert graphs() == result.summary["graphs_planned"] == (2 if name == "flux" else 1)
 
 

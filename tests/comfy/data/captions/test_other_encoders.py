@@ -19,7 +19,6 @@ from tessera.data.from_latents import latents_to_data
 from tessera.data.media.clip_windows import Extraction
 from tessera.data.media.frames import VideoPixels
 from tessera.data.media.images import load_image
-from tessera.data.prepare import prepare
 from tessera.models.latents import FLUX, WAN21, latent_policy
 from tessera.models.native.facts.videos import MINIMAX_LATENTS
 from tessera.models.native.text import CoreText
@@ -27,6 +26,7 @@ from tessera.models.registry import text_policy
 from tessera.models.text import check_pair
 from tiny.data import other_encoders
 from tiny.data.films import write_film
+from tiny.data.preparing import prepare
 from tiny.native import ROWS, build
 from tiny.train.runs import Watcher, train
 

@@ -13,9 +13,10 @@ from tessera.data.media import videos
 from tessera.data.media.clip_windows import Extraction
 from tessera.data.media.images import load_image
 from tessera.data.media.videos import inspect_video, load_frames
-from tessera.data.prepare import prepare, summary
+from tessera.data.prepare import summary
 from tiny.data.films import write_film
 from tiny.data.image_encoders import load_clip_vision, load_wan22_vae
+from tiny.data.preparing import prepare
 
 OPTIONS = {"megapixels": 0.003, "max_graphs": 1, "fit": "ragged edge", "max_text_length": 512}
 

@@ -16,10 +16,10 @@ from tessera.data.loader import choose_variant
 from tessera.data.media.clip_windows import Extraction
 from tessera.data.media.images import load_image, load_mask
 from tessera.data.media.videos import inspect_video, load_frames
-from tessera.data.prepare import prepare
 from tessera.data.samples import SampleVariant
 from tiny.data.films import write_film
 from tiny.data.image_encoders import load_seeing_qwen_clip
+from tiny.data.preparing import prepare
 from tiny.train.runs import train
 
 SIZES = {"a": (160, 64), "b": (64, 96)}  # width, height

@@ -20,7 +20,7 @@ from tessera.memory.weights import frozen
 from tessera.memory.weights.frozen import unload
 from tessera.train.preview.previewer import Preview, Previewer
 from tessera.train.preview.sampling import Sampling
-from tessera.train.train_lora import train_lora
+from tessera.train.train_lora import RunRequest, train_lora
 from tiny.memory.gguf import SCALES, flux_state, native_model, write_gguf
 from tiny.memory.gguf_runs import both_forwards, loha, memory_of, plain_lora, with_lora
 from tiny.models.sampling import conditioning
@@ -93,13 +93,15 @@ def test_swapped_and_previewed_it_trains_as_resident(load_unet, tiny_vae, tmp_pa
     shown = Preview(Sampling(tiny_vae, conditioning("flux", 16, 0), width=64, height=48, steps=1), 3, True, True)
     watcher = Watcher()
     swapped = train_lora(
-        model,
-        mixed_data(),
-        run_settings(batch_size=2, memory=memory | {"blocks_to_swap": 2}),
-        tmp_path / "swapped",
-        watcher,
-        CompileSettings("aot_eager"),
-        [Previewer([shown], model)],
+        RunRequest(
+            model,
+            mixed_data(),
+            run_settings(batch_size=2, memory=memory | {"blocks_to_swap": 2}),
+            tmp_path / "swapped",
+            watcher,
+            CompileSettings("aot_eager"),
+            [Previewer([shown], model)],
+        )
     )
     assert len(watcher.sheets) == 3 and not any("failed" in note for note in watcher.notes), watcher.notes
     assert swapped.loss == plain.loss and swapped.lora.keys() == plain.lora.keys()

@@ -10,12 +10,12 @@ from family_cases import CASES
 from PIL import Image
 from safetensors import safe_open
 from tessera.data.folders.dataset import scan_images
-from tessera.data.prepare import prepare
 from tessera.nodes.common.progress import ServerObserver
 from tessera.nodes.model.compile import TesseraCompileModel
 from tessera.nodes.train.train_lora import TesseraTrainLora
 from tessera.train.settings import MemoryOptions
 from tiny.data.encoders import load_chroma_clip
+from tiny.data.preparing import prepare
 from tiny.models.chroma import load_chroma
 from tiny.nodes.prompt import executed
 from tiny.train.learning import with_lora

@@ -7,10 +7,10 @@ import tiny
 import torch
 from PIL import Image
 from tessera.data.folders.dataset import Dataset, ImageEntry
-from tessera.data.prepare import prepare
 from tessera.data.samples import TrainingData
 from tessera.train.settings import MemoryOptions
 from tiny.compile.compiling import Graphs, graphs_after_each_step, graphs_expected
+from tiny.data.preparing import prepare
 
 ASPECTS = [1.0, 1.25, 4 / 3, 1.5, 1.6, 16 / 9, 2.0, 0.8, 0.75, 2 / 3, 0.625, 9 / 16]
 PICTURES = 40

@@ -10,7 +10,7 @@ from comfy_extras.nodes_minimax_h3 import EmptyMiniMaxH3LatentAV
 from tessera.models.registry import family_of
 from tessera.train.preview.previewer import Preview, Previewer, check_previews
 from tessera.train.preview.sampling import Sampling
-from tessera.train.train_lora import train_lora
+from tessera.train.train_lora import RunRequest, train_lora
 from tiny.native import NAMED, ROWS, build, data_of
 from tiny.native.latents import Latents
 from tiny.train.runs import Watcher, run_settings
@@ -34,7 +34,7 @@ def test_a_preview_is_what_comfyui_samples_with_the_lora(row, tmp_path):
     preview = Preview(Sampling(vae, positive, steps=STEPS, seed=SEED, latent_image=empty), every_n_steps=0)
     watcher = Watcher()
     settings = run_settings(steps=2, save_every=0, optimizer={"learning_rate": 0.05})
-    result = train_lora(model, data, settings, tmp_path, watcher, None, [Previewer([preview], model)])
+    result = train_lora(RunRequest(model, data, settings, tmp_path, watcher, None, [Previewer([preview], model)]))
     assert not any("failed" in note for note in watcher.notes), watcher.notes
     before, after = vae.decoded
     assert torch.equal(after, of_core(build(row), result.path, positive, empty))
@@ -65,7 +65,7 @@ def test_a_model_that_makes_sound_is_sampled_with_it_and_shows_the_video(name, p
     preview = Preview(Sampling(vae, positive, steps=STEPS, seed=SEED, **size), every_n_steps=0)
     watcher = Watcher()
     settings = run_settings(steps=2, save_every=0, optimizer={"learning_rate": 0.05})
-    result = train_lora(model, data, settings, tmp_path, watcher, None, [Previewer([preview], model)])
+    result = train_lora(RunRequest(model, data, settings, tmp_path, watcher, None, [Previewer([preview], model)]))
     assert not any("failed" in note for note in watcher.notes), watcher.notes
     before, after = vae.decoded
     video, sound = of_core(build(row), result.path, positive, empty).unbind()

@@ -4,7 +4,7 @@ forward of our own."""
 import pytest
 from safetensors.torch import load_file
 from tessera.models.registry import known_family
-from tessera.train.train_lora import train_lora
+from tessera.train.train_lora import RunRequest, train_lora
 from thinned import one_in
 from tiny.native import ROWS, build, data_of
 from tiny.train.runs import Watcher, run_settings
@@ -17,7 +17,7 @@ def test_a_run_ends_with_a_lora_that_has_learnt(row, tmp_path):
     model = build(row)
     assert known_family(model.model) is None
     settings = run_settings(steps=2, save_every=0, optimizer={"learning_rate": 0.01})
-    result = train_lora(model, data_of(row, 1), settings, tmp_path, Watcher())
+    result = train_lora(RunRequest(model, data_of(row, 1), settings, tmp_path, Watcher()))
     ups = [tensor for name, tensor in load_file(result.path).items() if name.endswith("lora_up.weight")]
     assert ups and all(tensor.isfinite().all() for tensor in ups)
     # Some of a last block are not read by anything, such as what it makes of the text.

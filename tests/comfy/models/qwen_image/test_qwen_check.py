@@ -7,7 +7,7 @@ from tessera.memory.weights.frozen import unload
 from tessera.models.family import NoisySample, SampleFacts
 from tessera.models.qwen_image.family import QwenImage
 from tessera.models.registry import family_of
-from tessera.train.train_lora import train_lora
+from tessera.train.train_lora import RunRequest, train_lora
 from tiny.models.qwen_image import qwen_sample
 from tiny.train.runs import Watcher, run_settings, training_data
 
@@ -41,7 +41,7 @@ def test_the_layered_model_is_refused(tmp_path):
     layered = tiny.load_qwen_image(tiny.write_qwen_image(tmp_path / "layered.safetensors", layered=True))
     settings = run_settings(steps=1)
     with pytest.raises(ValueError, match="model is Qwen-Image-Layered, which Train LoRA cannot train"):
-        train_lora(layered, training_data(qwen_sample("one", 2, 2)), settings, tmp_path, Watcher(), None)
+        train_lora(RunRequest(layered, training_data(qwen_sample("one", 2, 2)), settings, tmp_path, Watcher(), None))
 
 
 def test_an_edit_2511_without_reference_pictures_is_noted(model, tmp_path):

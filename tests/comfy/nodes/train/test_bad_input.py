@@ -21,7 +21,7 @@ from tessera.data.samples import TrainingData
 from tessera.models.registry import family_of
 from tessera.nodes.train.run import outputs, summary_payload
 from tessera.train.errors import TrainingStopped
-from tessera.train.train_lora import train_lora
+from tessera.train.train_lora import RunRequest, train_lora
 from tessera.train.trainer import Trainer
 from tiny.native import ROWS, build, sample_of
 from tiny.nodes.prompt import node
@@ -379,7 +379,7 @@ def test_a_lora_that_its_folder_does_not_take_at_the_end_is_copied_elsewhere(tin
             folder.write_text("in the way")
 
     watcher, settings = Watcher(at_step=take_away), run_settings(steps=2, save_every=1)
-    result = train_lora(tiny_flux, mixed_data(), settings, root, watcher, spare_folder=spare)
+    result = train_lora(RunRequest(tiny_flux, mixed_data(), settings, root, watcher, spare_folder=spare))
     (folder,) = root.iterdir()
     copy = spare / f"{folder.name}.safetensors"
     assert result.copy == copy and list(spare.iterdir()) == [copy] and not result.saved

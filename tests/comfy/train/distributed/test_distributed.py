@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tessera.common.processes import SWITCH
 from tessera.train.distributed.world import SINGLE_PROCESS, current_world
 from tessera.train.step.losses import StepLosses
-from tessera.train.train_lora import train_lora
+from tessera.train.train_lora import RunRequest, train_lora
 from thinned import one_in
 from tiny.train.ranks import STEP, assert_close, assert_equal, errors_of
 from tiny.train.runs import (
@@ -89,7 +89,7 @@ def test_two_experts_are_trained_by_two_processes_as_by_one(ranks, tmp_path):
     wanted = []
     experts, data = planned_experts(files, run_settings(**settings))
     for expert in experts:
-        wanted.append(dict(train_lora(expert.model, data, expert.settings, tmp_path / "1", Watcher()).lora))
+        wanted.append(dict(train_lora(RunRequest(expert.model, data, expert.settings, tmp_path / "1", Watcher())).lora))
     answers = ranks.train(2, tmp_path / "2", settings, experts=files)
     assert not any(errors_of(answers)), answers
     assert_close(ranks.lora(), wanted[1], 1e-4)

@@ -10,9 +10,10 @@ from comfy.model_management import InterruptProcessingException
 from PIL import Image
 from tessera.data.folders.dataset import scan_images
 from tessera.data.folders.options import FolderOptions
-from tessera.data.prepare import prepare, summary
+from tessera.data.prepare import summary
 from tessera.train.batch import make_batch, strata_sizes
 from tessera.train.trainer import Trainer
+from tiny.data.preparing import prepare
 from tiny.train.runs import cancel_at, run_settings, sample, train, training_data
 
 

@@ -19,7 +19,7 @@ from tessera.nodes.loras.lora_list import run_folder
 from tessera.nodes.options.preview import TesseraPreview
 from tessera.train.experts import ExpertObserver, plan_experts
 from tessera.train.preview import compare as module
-from tessera.train.train_lora import train_lora
+from tessera.train.train_lora import RunRequest, train_lora
 from tiny.models.sampling import conditioning
 from tiny.models.wan import wan_sample
 from tiny.train.runs import Watcher, run_settings, training_data
@@ -189,7 +189,7 @@ def test_of_several_runs_those_that_were_trained_alike_are_a_pair(experts, files
         observers = [ExpertObserver(Watcher(), expert, number, 2) for number, expert in enumerate(planned)]
         with torch.inference_mode(False):
             both = zip(planned, observers, strict=True)
-            made.append([train_lora(e.model, data, e.settings, files, observer) for e, observer in both])
+            made.append([train_lora(RunRequest(e.model, data, e.settings, files, observer)) for e, observer in both])
     folder_paths.filename_list_cache.clear()
     runs = [[result.path.parent.relative_to(files).as_posix() for result in pair] for pair in made]
     assert len({folder for pair in runs for folder in pair}) == 4

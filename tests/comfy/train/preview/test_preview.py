@@ -21,7 +21,7 @@ from tessera.train.errors import TrainingStopped
 from tessera.train.preview import previewer as module
 from tessera.train.preview.previewer import Preview, Previewer
 from tessera.train.preview.sampling import Sampling, zeroed
-from tessera.train.train_lora import train_lora
+from tessera.train.train_lora import RunRequest, train_lora
 from tiny.compile.compiling import Graphs
 from tiny.memory.alive import Since, size_of
 from tiny.models.sampling import conditioning, unload_outside_inference_mode
@@ -44,7 +44,7 @@ def run(model, root, previews=(), watcher=None, **changes):
     changes = {"steps": 4, "optimizer": {"learning_rate": 0.05}, **changes}
     watchers = [Previewer(previews, model, texts=TEXTS)] if previews else []
     how = CompileSettings("eager")
-    return train_lora(model, one_size(), run_settings(**changes), root, watcher or Watcher(), how, watchers)
+    return train_lora(RunRequest(model, one_size(), run_settings(**changes), root, watcher or Watcher(), how, watchers))
 
 
 def of_core(model, vae, lora, seed, text=0):

@@ -14,7 +14,7 @@ from tessera.train.preview import compare
 from tessera.train.preview.contact_sheet import render_sheet, to_picture
 from tessera.train.preview.previewer import Partner, Preview, Previewer
 from tessera.train.preview.sampling import Sampling, Stages, decode, sample_latent
-from tessera.train.train_lora import train_lora
+from tessera.train.train_lora import RunRequest, train_lora
 from tiny.models.sampling import conditioning
 from tiny.models.wan import wan_sample
 from tiny.train.runs import Watcher, run_settings, training_data
@@ -57,7 +57,7 @@ def test_both_experts_sample_as_core_s_advanced_samplers_do_and_a_clip_has_its_f
             made.append(sheet)
 
     other_lora = train_lora(
-        high, training_data(wan_sample("a", (1, 2, 2))), run_settings(steps=1), tmp_path / "high", Watcher()
+        RunRequest(high, training_data(wan_sample("a", (1, 2, 2))), run_settings(steps=1), tmp_path / "high", Watcher())
     )
     partner = Partner(high, HIGH, other_lora.lora)
     # Four simple steps at Wan's shift begin at 1, 0.96, 0.89 and 0.73: three of them belong to the high noise expert.
@@ -66,7 +66,9 @@ def test_both_experts_sample_as_core_s_advanced_samplers_do_and_a_clip_has_its_f
     watchers = [Previewer(previews, low, partner)]
     watcher = Keeps()
     result = train_lora(
-        low, training_data(wan_sample("a", (1, 2, 2))), settings, tmp_path / "low", watcher, watchers=watchers
+        RunRequest(
+            low, training_data(wan_sample("a", (1, 2, 2))), settings, tmp_path / "low", watcher, watchers=watchers
+        )
     )
     assert any("sampled with both experts, which meet at sigma 0.875; the high noise" in n for n in watcher.notes)
     with Image.open(result.path.parent / "previews" / "step000001_0.webp") as clip:

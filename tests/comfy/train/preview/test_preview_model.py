@@ -25,7 +25,7 @@ from tessera.train.preview import previewer as module
 from tessera.train.preview.other_model import check_one_model, on_other_models
 from tessera.train.preview.previewer import Preview, Previewer, preview_notes
 from tessera.train.preview.sampling import Sampling
-from tessera.train.train_lora import train_lora
+from tessera.train.train_lora import RunRequest, train_lora
 from tiny.lora.lora_files import random_updates
 from tiny.models.sampling import conditioning
 from tiny.native import ROWS, build, data_of, sample_of
@@ -48,7 +48,7 @@ def run(model, root, previews=(), watcher=None, **changes):
     made = on_other_models(previews, model, settings.network)
     watchers = [Previewer(made, with_base(model, settings.network))] if made else []
     how = CompileSettings("eager")
-    return train_lora(model, PREVIEW["one_size"](), settings, root, watcher or Watcher(), how, watchers)
+    return train_lora(RunRequest(model, PREVIEW["one_size"](), settings, root, watcher or Watcher(), how, watchers))
 
 
 def lora_for(model, factor, name):
@@ -205,7 +205,9 @@ def test_a_model_of_comfyui_s_own_forward_is_seen_on_its_turbo(tiny_vae, tmp_pat
     sampling = Sampling(tiny_vae, positive, positive, width=64, height=48, steps=2, seed=5)
     settings = run_settings(steps=1, optimizer={"learning_rate": 0.05})
     made = on_other_models([Preview(sampling, 0, model=turbo)], base, settings.network)
-    result = train_lora(base, data_of(row, 1), settings, tmp_path, Watcher(), watchers=[Previewer(made, base)])
+    result = train_lora(
+        RunRequest(base, data_of(row, 1), settings, tmp_path, Watcher(), watchers=[Previewer(made, base)])
+    )
     for step, lora in ((0, None), (1, comfy.utils.load_torch_file(str(result.path)))):
         with torch.inference_mode():
             model = turbo if lora is None else comfy.sd.load_lora_for_models(turbo, None, lora, 1.0, 0)[0]

@@ -8,12 +8,12 @@ from comfy_extras.nodes_lt import LTXVConditioning
 from PIL import Image
 from tessera.data.folders.dataset import scan_images, scan_videos
 from tessera.data.media.clip_windows import Extraction
-from tessera.data.prepare import prepare
 from tessera.models.family import NoisySample
 from tessera.models.native.facts.lookup import NAMED
 from tessera.models.native.facts.model_facts import Sound
 from tessera.models.native.inputs import native_inputs
 from tiny.data.films import write_film
+from tiny.data.preparing import prepare
 from tiny.native import ROWS, build, sample_of
 from tiny.native.loaded import load_native
 
