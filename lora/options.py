@@ -1,13 +1,14 @@
 """Options of the adapter to train."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from ..common.text import finite, one_of
 from ..common.unread import Unread, option
 from ..models.adapters.base import DROPOUTS, INITS
 from ..models.adapters.registry import ADAPTERS
-from .patterns import parse_rank_patterns
+from .patterns import RankPattern, parse_rank_patterns
 from .source import LoraSource
 
 ALGORITHMS = tuple(ADAPTERS)
@@ -102,6 +103,11 @@ class NetworkOptions:
         """Ranks of a file per rank of the network: 2 for PiSSA, whose file holds its initial weights too."""
         return 2 if self.init == "pissa" else 1
 
+    @cached_property
+    def rank_lines(self) -> tuple[RankPattern, ...]:
+        """The lines of `rank_patterns`. Raises ValueError for one that can't be read."""
+        return parse_rank_patterns(self.rank_patterns)
+
     @property
     def drops(self) -> bool:
         """Return whether a step has dropout masks of any kind."""
@@ -141,7 +147,7 @@ class NetworkOptions:
         for end in ("", "_low_noise"):
             for name, strength in _BENEATH.items():
                 self._check_beneath(f"{name}{end}", f"{strength}{end}")
-        parse_rank_patterns(self.rank_patterns)
+        _ = self.rank_lines
         if self.factor != -1 and self.factor < 1:
             raise ValueError(f"factor is {self.factor}; set it to -1 (near the square root) or to 1 or more.")
         if self.constraint < 0:

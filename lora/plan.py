@@ -20,7 +20,6 @@ from .options import LOW_NOISE, NetworkOptions
 from .patterns import (
     match_rank_patterns,
     match_targets,
-    parse_rank_patterns,
     rank_and_alpha,
     unused_rank_patterns,
 )
@@ -55,7 +54,7 @@ def adapter_specs(options: NetworkOptions, targets: Sequence[str]) -> dict[str, 
 
     Raises ValueError for a pattern that matches no target.
     """
-    base, lines = base_spec(options), parse_rank_patterns(options.rank_patterns)
+    base, lines = base_spec(options), options.rank_lines
     specs = {}
     for name, numbers in match_rank_patterns(lines, targets).items():
         rank, alpha = rank_and_alpha(lines, numbers, (base.rank, base.alpha))
@@ -90,7 +89,7 @@ def network_notes(options: NetworkOptions, family: Family, model: Any, targets: 
             f"{' and '.join(kinds)} {works} only inside the blocks, so {len(outside)} trained layers outside have none."
         )
     notes += unread_notes(options)
-    alphas = [line for line in parse_rank_patterns(options.rank_patterns) if line.alpha is not None]
+    alphas = [line for line in options.rank_lines if line.alpha is not None]
     if options.algorithm == "oft" and (options.alpha != options.rank or alphas):
         notes.append("alpha is not used by oft, whose update is a rotation and is not scaled.")
     notes += _lines_without_effect(options, targets)
@@ -116,7 +115,7 @@ def one_expert_notes(options: NetworkOptions) -> list[str]:
 
 def _lines_without_effect(options: NetworkOptions, targets: Sequence[str]) -> Iterator[str]:
     """Yield a note for each line of rank_patterns that could be left out."""
-    base, lines = base_spec(options), parse_rank_patterns(options.rank_patterns)
+    base, lines = base_spec(options), options.rank_lines
     matching = match_rank_patterns(lines, targets)
     for line in unused_rank_patterns(lines, matching, (base.rank, base.alpha), options.algorithm != "oft"):
         yield (

@@ -19,7 +19,7 @@ from .observer import Observer, StepReport
 from .preflight.checks import check_run
 from .preflight.disk_space import DiskSpace, check_disk_space_of_pair, required_space
 from .preflight.run_start import find_run_start
-from .settings import TrainSettings, ValidationOptions, parse_sigmas
+from .settings import TrainSettings, ValidationOptions
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,7 @@ def _validation_of(side: str, options: ValidationOptions | None, boundary: float
             f"min_sigma {options.min_sigma:g} to max_sigma {options.max_sigma:g} of validation leave nothing for the "
             f"{side.replace('_', ' ')} expert, as the two switch at {boundary:g}; widen them."
         )
-    listed = parse_sigmas(options.sigmas)
-    if listed and not any(low <= sigma <= high for sigma in listed):
+    if options.listed_sigmas and not any(low <= sigma <= high for sigma in options.listed_sigmas):
         raise ValueError(
             f"sigmas of validation leave nothing for the {side.replace('_', ' ')} expert, which has {low:g} to "
             f"{high:g}; add one in that range."

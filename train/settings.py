@@ -1,6 +1,7 @@
 """Settings of a training run: memory options, validation options and the complete TrainSettings."""
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from ..common.file_names import plain_name
@@ -141,6 +142,11 @@ class ValidationOptions:
                 f"max_sigma {self.max_sigma:g}; add one that is, or widen them."
             )
 
+    @cached_property
+    def listed_sigmas(self) -> tuple[float, ...]:
+        """The noise levels of `sigmas`. Raises ValueError for one that is none."""
+        return parse_sigmas(self.sigmas)
+
     @property
     def noise_levels(self) -> tuple[float, ...]:
         """The `sigmas` from `min_sigma` to `max_sigma`, or else the nine deciles of the uniform distribution
@@ -149,8 +155,8 @@ class ValidationOptions:
         They do not depend on the objective, so that runs with different timestep sampling are comparable.
         """
         low, high = self.min_sigma, self.max_sigma
-        if listed := parse_sigmas(self.sigmas):
-            return tuple(sigma for sigma in listed if low <= sigma <= high)
+        if self.listed_sigmas:
+            return tuple(sigma for sigma in self.listed_sigmas if low <= sigma <= high)
         return tuple(low + (high - low) * k / 10 for k in range(1, 10))
 
     def facts(self) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import torch
 from scipy import special
 
 from .options import ObjectiveOptions
-from .sigma_curve import parse_curve
 
 
 class Distribution(Protocol):
@@ -122,7 +121,7 @@ def distribution_of(options: ObjectiveOptions) -> Distribution:
         case "beta":
             return Beta(options.beta_alpha, options.beta_beta)
         case "custom":
-            return parse_curve(options.sigma_curve)
+            return options.curve
     return LogitNormal(options.logit_mean, options.logit_std)
 
 

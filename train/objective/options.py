@@ -2,10 +2,11 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from ...common.text import finite, one_of, within
 from ...common.unread import Unread, option, read_by
-from .sigma_curve import parse_curve
+from .sigma_curve import SigmaCurve, parse_curve
 
 SIGMA_RANGE = ("cut", "squeeze")
 RESOLUTION_SAMPLINGS = ("resolution_shifted", "resolution_flux2", "resolution_qwen")
@@ -136,6 +137,11 @@ class ObjectiveOptions:
             raise ValueError(
                 f"guidance_loss_scale is {self.guidance_loss_scale}; set it to 0 (off), or above 1 and up to 100."
             )
-        parse_curve(self.sigma_curve)
+        _ = self.curve
         if self.guidance < 0:
             raise ValueError(f"guidance is {self.guidance}; set it to 0 or more (1 suits LoRA training).")
+
+    @cached_property
+    def curve(self) -> SigmaCurve:
+        """The distribution of `sigma_curve`. Raises ValueError for points that make none."""
+        return parse_curve(self.sigma_curve)

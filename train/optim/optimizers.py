@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from .averaging import is_schedule_free
 from .options import OptimizerOptions
 from .param_groups import check_groups, flat, group_sizes
-from .registry import arguments, check_args, fused_by_default, optimizer_class, parse_args
+from .registry import arguments, check_args, fused_by_default, optimizer_class
 from .schedule import lr_factor
 
 
@@ -33,7 +33,7 @@ def build_optimizer(
     try:
         optimizer = kind(params, lr=options.learning_rate, **values)
     except Exception as error:  # a library's own checks
-        cause = "these optimizer_args" if parse_args(options.optimizer_args) else "these settings"
+        cause = "these optimizer_args" if options.arguments else "these settings"
         name, text = options.display_name, _one_line(error)
         raise ValueError(f"The optimizer {name} does not take {cause} or this network: {text}") from error
     if is_schedule_free(optimizer):
@@ -52,7 +52,7 @@ def check_arguments(options: OptimizerOptions) -> dict[str, Any]:
         "weight_decay": options.weight_decay,
     }
     spec = options.spec
-    values = {key: inputs[key] for key in spec.takes} | dict(spec.fixed) | parse_args(options.optimizer_args)
+    values = {key: inputs[key] for key in spec.takes} | dict(spec.fixed) | options.arguments
     check_args(options.display_name, chosen_class(options), values)
     return values
 

@@ -1,10 +1,12 @@
 """Options of optimizer, learning rate schedule, clipping and EMA."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 from ...common.text import finite, one_of, within
 from ...common.unread import Unread, option
-from .lr_curve import parse_curve
+from .lr_curve import Curve, parse_curve
 from .registry import CUSTOM, OPTIMIZERS, OptimizerSpec, is_elementwise, package_of, parse_args
 
 LR_SCHEDULERS = (
@@ -22,7 +24,7 @@ def _unread_by_class(argument: str, subject: str = "") -> tuple[Unread, Unread]:
     """Declare an argument that optimizer_args may set and that not every class takes from these inputs."""
     return (
         Unread(
-            lambda options: argument in parse_args(options.optimizer_args),
+            lambda options: argument in options.arguments,
             f": optimizer_args sets {argument}.",
             subject,
         ),
@@ -103,7 +105,7 @@ class OptimizerOptions:
         self._check_schedule()
         if not 0 <= self.ema_decay < 1:
             raise ValueError(f"ema_decay is {self.ema_decay}; set it to 0 (off) or more and below 1 (0.999 is usual).")
-        parse_args(self.optimizer_args)
+        _ = self.arguments
         if self.optimizer == CUSTOM:
             package_of(self.optimizer_class)
         if self.optimizer == "adamw_schedulefree":
@@ -118,7 +120,7 @@ class OptimizerOptions:
         if not 0 < self.lr_decay_part <= 1:
             raise ValueError(f"lr_decay_part is {self.lr_decay_part}; set it above 0 and to 1 at most.")
         if self.lr_scheduler == "curve":
-            parse_curve(self.lr_curve)
+            _ = self.curve
 
     def _check_schedule_free(self) -> None:
         if self.ema_decay:
@@ -135,10 +137,20 @@ class OptimizerOptions:
         row = OPTIMIZERS[self.optimizer]
         return replace(row, class_path=self.optimizer_class) if self.optimizer == CUSTOM else row
 
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The constructor arguments of `optimizer_args`. Raises ValueError for a line that can't be read."""
+        return parse_args(self.optimizer_args)
+
+    @cached_property
+    def curve(self) -> Curve:
+        """The points of `lr_curve`. Raises ValueError for points that make no curve."""
+        return parse_curve(self.lr_curve)
+
     @property
     def is_elementwise(self) -> bool:
         """Return whether a step updates each element independently, so that weights in one tensor get equal steps."""
-        return is_elementwise(self.spec.class_path, parse_args(self.optimizer_args))
+        return is_elementwise(self.spec.class_path, self.arguments)
 
     @property
     def display_name(self) -> str:

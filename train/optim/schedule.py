@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from .lr_curve import on_curve, parse_curve
+from .lr_curve import on_curve
 from .options import OptimizerOptions
 
 # These factors do not depend on the run's length, so that a finished run can be resumed with more steps.
@@ -42,7 +42,7 @@ def lr_factor(options: OptimizerOptions, total_steps: int) -> Callable[[int], fl
             f"warmup_steps is {warmup} and the run has {total_steps} steps; set warmup_steps below {total_steps}."
         )
     falling = _falling(options)
-    curve = parse_curve(options.lr_curve) if kind == "curve" else ()
+    curve = options.curve if kind == "curve" else ()
     begins_at = on_curve(curve, 0.0) if curve else 1.0
     if warmup and begins_at == 0:
         raise ValueError(
