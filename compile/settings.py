@@ -1,4 +1,4 @@
-"""Settings of Compile Model, and the reasons why some of them have no effect."""
+"""Settings of Compile Model."""
 
 import fnmatch
 import inspect
@@ -125,16 +125,12 @@ class CompileSettings:
             check_backend(backend)
 
     def ignored(self, blocks: Sequence[str], device: torch.device) -> list[str]:
-        """Return a sentence for each setting that has no effect here.
+        """Return a sentence for each setting that does less here than it says.
 
         blocks: the names of the model's blocks. Raises ValueError for an override that matches none of them.
         """
         notes = []
         for options in self.distinct_options(blocks):
-            if options.mode != "default" and options.backend != "inductor":
-                notes.append(
-                    f"mode {options.mode} is ignored: the backend {options.backend} has no modes, only inductor has."
-                )
             if options.cuda_graphs() and device.type != "cuda":
                 setting = f"mode {options.mode}" if options.backend == "inductor" else f"the backend {options.backend}"
                 notes.append(f"{setting} uses no CUDA graphs here: the model runs on {device.type}.")
@@ -142,8 +138,6 @@ class CompileSettings:
             if not any(override.matches(block) for block in blocks):
                 patterns = ", ".join(dict.fromkeys(f"{block.rpartition('.')[0]}.*" for block in blocks)) or "none"
                 raise ValueError(f"overrides: {override.pattern} matches no block of this model, which has {patterns}.")
-        if self.overrides and self.scope == "model":
-            notes.append("overrides are ignored with scope model, which compiles the model as one region.")
         missing = {"recompile_limit", "isolate_recompiles"} - set(inspect.signature(torch.compile).parameters)
         if missing:
             notes.append(

@@ -100,13 +100,9 @@ def plan_notes(
     items: Sequence[Item],
     captions: Sequence[ItemCaptions],
     plan: BucketPlan,
-    text: TextPolicy,
     max_graphs: int,
-    max_text_length: int,
-    control_megapixels: float,
-    edit_prompt: str,
 ) -> Iterator[str]:
-    """Yield notes on the bucket plan, on options without effect, and on truncated captions.
+    """Yield notes on the bucket plan and on truncated captions.
 
     captions: one for each item, of its first variant.
     """
@@ -116,17 +112,6 @@ def plan_notes(
             f"Clips of {', '.join(map(str, frames))} latent frames need {plan.least_graphs} token counts, and each is "
             "compiled. Clips of one length need only one."
         )
-    elif plan.fit == RAGGED_EDGE and max_graphs > 1 and not any(item.controls for item in items):
-        yield f"max_graphs has no effect with fit {RAGGED_EDGE}, where one token count serves all pictures."
-    if not text.lengths and max_text_length != 512:
-        yield f"max_text_length has no effect with {text.family}, which sets its own caption lengths."
-    controlled = any(item.controls for item in items)
-    if not controlled and control_megapixels != 1.0:
-        yield "control_megapixels has no effect, as no picture has a control picture; set control_folder to give some."
-    if edit_prompt != PLUS and not text.sees_controls:
-        yield f"edit_prompt has no effect with {text.family}, whose text encoder sees no control pictures."
-    elif edit_prompt != PLUS and not controlled:
-        yield "edit_prompt has no effect, as no picture has a control picture; set control_folder to give some."
     cut = [(item.name, caption) for item, caption in zip(items, captions, strict=True) if caption.dropped]
     if cut:
         listed = shortlist([f"{name} ({caption.dropped} tokens)" for name, caption in cut])
@@ -162,12 +147,10 @@ def cut_to_latent_frames(items: tuple[Item, ...], latents: LatentPolicy) -> tupl
     )
 
 
-def start_notes(items: Sequence[Item], latents: LatentPolicy, image_to_video: bool, clip_vision: Any) -> Iterator[str]:
+def start_notes(items: Sequence[Item], latents: LatentPolicy, image_to_video: bool) -> Iterator[str]:
     """Yield notes on image-to-video training with Wan 2.2 5B."""
     if not image_to_video or latents is not WAN22:
         return
-    if clip_vision is not None:
-        yield "clip_vision has no effect with Wan 2.2 5B, which takes the start picture as its first frame."
     still = [item.name for item in items if item.pixels.frames == 1]
     if still:
         yield f"These are single frames, so they train without a start picture: {shortlist(still)}."

@@ -23,8 +23,6 @@ def apply_base_lora(patcher: ModelPatcher, options: NetworkOptions, family: Fami
     """Patch the weights of `patcher`, a clone made for training, with `base_lora`. Returns notes for the user, one
     sentence each. Raises ValueError if it is a LoRA of another model."""
     if options.base_lora is None:
-        if options.base_strength != 1:
-            return ["base_strength has no effect without base_lora."]
         return []
     name = options.base_lora.name
     notes = [f"Trained on top of {name} at strength {options.base_strength:g}; the saved LoRA has only what is new."]

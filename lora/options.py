@@ -5,7 +5,6 @@ from functools import cached_property
 from typing import Any
 
 from ..common.text import finite, one_of
-from ..common.unread import Unread, option
 from ..models.adapters.base import DROPOUTS, INITS
 from ..models.adapters.registry import ADAPTERS
 from .patterns import RankPattern, parse_rank_patterns
@@ -23,12 +22,6 @@ LOW_NOISE: dict[str, Any] = {
 }
 # LoRAs under the trained one, with the input of their strength.
 _BENEATH = {"base_lora": "base_strength", "training_adapter": "training_adapter_strength"}
-_NEEDS_BASE = Unread(lambda options: options.base_lora is None, ": base_lora is none.")
-_NEEDS_TRAINING_ADAPTER = Unread(lambda options: options.training_adapter is None, ": training_adapter is none.")
-
-
-def _needs_algorithm(algorithm: str) -> Unread:
-    return Unread(lambda options: options.algorithm != algorithm, f" by {{algorithm}}; {algorithm} reads it.")
 
 
 @dataclass(frozen=True)
@@ -68,18 +61,18 @@ class NetworkOptions:
     scale_weight_norms: float = 0.0
     start_from: LoraSource | None = None
     base_lora: LoraSource | None = None
-    base_strength: float = option(1.0, _NEEDS_BASE)
+    base_strength: float = 1.0
     rank_dropout: float = 0.0
     module_dropout: float = 0.0
     rank_patterns: str = ""
-    factor: int = option(-1, _needs_algorithm("lokr"))
-    constraint: float = option(0.0, _needs_algorithm("oft"))
+    factor: int = -1
+    constraint: float = 0.0
     init: str = "kaiming"
     start_from_low_noise: LoraSource | str = SAME
     base_lora_low_noise: LoraSource | str = SAME
     base_strength_low_noise: float = 1.0
     training_adapter: LoraSource | None = None
-    training_adapter_strength: float = option(1.0, _NEEDS_TRAINING_ADAPTER)
+    training_adapter_strength: float = 1.0
     training_adapter_low_noise: LoraSource | str = SAME
     training_adapter_strength_low_noise: float = 1.0
 

@@ -1,7 +1,7 @@
 """Glob patterns over module names: the layers that get an adapter, and ranks and alphas of some of them."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -123,40 +123,6 @@ def rank_and_alpha(lines: Sequence[RankPattern], numbers: Iterable[int], start: 
     for number in numbers:
         start = lines[number].applied(start)
     return start
-
-
-def unused_rank_patterns(
-    lines: Sequence[RankPattern],
-    matching: Mapping[str, tuple[int, ...]],
-    start: RankAlpha,
-    reads_alpha: bool = True,
-) -> list[RankPattern]:
-    """List the lines that could each be removed alone without changing any layer.
-
-    matching: from `match_rank_patterns`. start: of a layer that no line matches. The work is linear in the lines: the
-        results without each line are computed in one pass, and lines with equal results are merged.
-    """
-    used: set[int] = set()
-    for numbers in set(matching.values()):
-        values = start
-        lines_by_result: dict[RankAlpha, list[int]] = {}  # rank and alpha so far -> the lines whose removal gives them
-        for number in numbers:
-            line, previous = lines[number], lines_by_result
-            lines_by_result = {}
-            for other, left_out in previous.items():
-                group = lines_by_result.setdefault(line.applied(other), left_out)
-                if group is not left_out:
-                    group += left_out
-            lines_by_result.setdefault(values, []).append(number)
-            values = line.applied(values)
-            lines_by_result.pop(values, None)  # results that are equal here stay equal
-        used.update(
-            number
-            for other, left_out in lines_by_result.items()
-            if other != values and (reads_alpha or other[0] != values[0])
-            for number in left_out
-        )
-    return [line for number, line in enumerate(lines) if number not in used]
 
 
 def _rank(values: dict[str, str], line: int) -> int | None:

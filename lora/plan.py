@@ -7,8 +7,6 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
-from ..common.text import quoted
-from ..common.unread import unread_notes
 from ..models.adapters.base import AdapterSpec, factorize
 from ..models.adapters.lokr import LokrAdapter
 from ..models.adapters.oft import block_size
@@ -16,12 +14,11 @@ from ..models.adapters.registry import ADAPTERS, CONVOLUTIONS
 from ..models.blocks import linear_shapes
 from ..models.convolutions import WeightShape, as_matrix, convolutions, layer_shapes, weight_shapes
 from ..models.family import Family
-from .options import LOW_NOISE, NetworkOptions
+from .options import NetworkOptions
 from .patterns import (
     match_rank_patterns,
     match_targets,
     rank_and_alpha,
-    unused_rank_patterns,
 )
 
 Size = tuple[int, int]
@@ -88,11 +85,6 @@ def network_notes(options: NetworkOptions, family: Family, model: Any, targets: 
         notes.append(
             f"{' and '.join(kinds)} {works} only inside the blocks, so {len(outside)} trained layers outside have none."
         )
-    notes += unread_notes(options)
-    alphas = [line for line in options.rank_lines if line.alpha is not None]
-    if options.algorithm == "oft" and (options.alpha != options.rank or alphas):
-        notes.append("alpha is not used by oft, whose update is a rotation and is not scaled.")
-    notes += _lines_without_effect(options, targets)
     notes += _too_large(specs, shapes)
     if options.rank_patterns.strip():
         kinds_before = _block_kinds(family, model, dict.fromkeys(targets))
@@ -102,26 +94,6 @@ def network_notes(options: NetworkOptions, family: Family, model: Any, targets: 
                 f"{kinds_now} graphs for each token count and text length."
             )
     return notes
-
-
-def one_expert_notes(options: NetworkOptions) -> list[str]:
-    """Name, in a sentence, the inputs for a second expert that are set in a run of one model."""
-    set_ = [name for name, unset in LOW_NOISE.items() if getattr(options, name) != unset]
-    if not set_:
-        return []
-    verb, belong = ("is", "it belongs") if len(set_) == 1 else ("are", "they belong")
-    return [f"{' and '.join(set_)} {verb} not used: {belong} to two experts, and model_low_noise is not connected."]
-
-
-def _lines_without_effect(options: NetworkOptions, targets: Sequence[str]) -> Iterator[str]:
-    """Yield a note for each line of rank_patterns that could be left out."""
-    base, lines = base_spec(options), options.rank_lines
-    matching = match_rank_patterns(lines, targets)
-    for line in unused_rank_patterns(lines, matching, (base.rank, base.alpha), options.algorithm != "oft"):
-        yield (
-            f"The line of {quoted(line.pattern)} in rank_patterns changes nothing: its layers have that already, or a "
-            "later line sets it again."
-        )
 
 
 def _too_large(specs: Mapping[str, AdapterSpec], shapes: Mapping[str, Size]) -> list[str]:

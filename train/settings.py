@@ -7,7 +7,6 @@ from typing import Any
 from ..common.file_names import plain_name
 from ..common.fingerprint import changed_fields, fingerprint
 from ..common.text import finite, one_of, quoted, within
-from ..common.unread import Unread, option
 from ..data.samples import TrainingData
 from ..lora.options import NetworkOptions
 from ..memory.host.pinning import PIN_MEMORY
@@ -22,12 +21,6 @@ ATTENTION = ("auto", "sdpa", "flash-attn", "cudnn")
 VERIFY = ("auto", "on", "off")
 MOST_HELD_OUT = 0.9
 MOST_SIGMAS = 100
-
-_OF_SELECTIVE = Unread(
-    lambda options: options.checkpointing in ("none", "full"),
-    ": it belongs to checkpointing selective, which is {checkpointing}.",
-)
-_OF_SWAP = Unread(lambda options: options.blocks_to_swap == 0, ": blocks_to_swap is 0.", joined=True)
 
 
 @dataclass(frozen=True)
@@ -50,14 +43,14 @@ class MemoryOptions:
 
     checkpointing: str = "auto"
     attention: str = "auto"
-    activation_budget: float = option(0.5, _OF_SELECTIVE)
+    activation_budget: float = 0.5
     blocks_to_swap: int = 0
-    prefetch_blocks: int = option(1, _OF_SWAP)
-    pin_memory: str = option("auto", _OF_SWAP)
+    prefetch_blocks: int = 1
+    pin_memory: str = "auto"
     offload_activations: bool = False
     products: str = FULL
     base: str = AS_STORED
-    shard: bool = option(False, _OF_SWAP)
+    shard: bool = False
     verify: str = "auto"
 
     def __post_init__(self) -> None:

@@ -53,8 +53,6 @@ def validation_notes(data: TrainingData, held_out: TrainingData, options: Valida
     """Make notes on unused options, file names in both sets, and graphs that only validation needs."""
     notes = []
     if options.data is not None:
-        if options.part != ValidationOptions.part:
-            notes.append("part of Validation is not used, because data is connected to it and all of that is measured.")
         if shared_files := {_file(s) for s in data.samples} & {_file(s) for s in held_out.samples}:
             first = sorted(shared_files)[0]
             notes.append(

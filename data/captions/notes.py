@@ -1,12 +1,12 @@
-"""Notes on a folder's captions: options without effect, captions that read as sentences, the cost of variants."""
+"""Notes on a folder's captions: separators as plain text, captions that read as sentences, the cost of variants."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from ...common.text import joined, quoted, shortlist
 from .options import MOST_VARIANTS, CaptionOptions
-from .tags import TagRules, split_tags
-from .variants import CaptionVariants, caption_lines
+from .tags import split_tags
+from .variants import CaptionVariants
 
 _FULL_STOP = re.compile(r"\w\. \w")
 _SENTENCE_WORDS = 12
@@ -33,52 +33,20 @@ def variant_notes(
     read = dict(zip(variants, texts, strict=True))
     return (
         *[note] * bool(sampled_captions),
-        *_without_effect(options, folder, texts),
+        *_separators(options, folder, texts),
         *_sentences(options, folder, read),
     )
 
 
-def _without_effect(options: CaptionOptions, folder: str, texts: Sequence[str]) -> Iterator[str]:
-    """Yield notes on caption options that change nothing for these captions."""
+def _separators(options: CaptionOptions, folder: str, texts: Sequence[str]) -> Iterator[str]:
+    """Yield a note on separators in captions whose tags are left as they are."""
     rules = options.tags
     if not rules.makes_variants:
-        tags = {"keep_tokens": options.keep_tokens, "keep_tokens_separator": rules.separator != TagRules().separator}
-        if unused := [name for name, value in tags.items() if value]:
-            yield (
-                f"{joined(unused)} {'has' if len(unused) == 1 else 'have'} no effect on {folder!r}, as neither "
-                f"shuffle_tags nor tag_dropout is on."
-            )
         if rules.separator and any(rules.separator in text for text in texts):
             yield (
                 f"Captions of {folder!r} hold {quoted(rules.separator)}, which is plain text as long as shuffle_tags "
                 "and tag_dropout are off."
             )
-    if options.caption_variants != CaptionOptions.caption_variants and not options.sampled():
-        yield (
-            f"caption_variants has no effect on {folder!r}, as neither shuffle_tags, tag_dropout nor wildcards is on."
-        )
-    if options.caption_dropout == 1:
-        return
-    captions = [line for text in texts for line in caption_lines(text, options) if line.strip()]
-    if options.caption_per_line and len(captions) <= len(texts):
-        yield f"caption_per_line has no effect on {folder!r}, where no caption file has a second line."
-    if options.wildcards and not any("{" in text for text in texts):
-        yield f"wildcards has no effect on {folder!r}, where no caption has a {{."
-    if (
-        rules.makes_variants
-        and rules.keep
-        and captions
-        and all(rules.separator and rules.separator in line for line in captions)
-    ):
-        yield (
-            f"keep_tokens has no effect on {folder!r}: {quoted(rules.separator)} in each caption already says which "
-            "tags stay."
-        )
-    free = max((len(split_tags(line, rules).free) for line in captions), default=0)
-    if rules.shuffle and free < 2:
-        yield f"shuffle_tags has no effect on {folder!r}, where no caption has two tags, with a comma between, to move."
-    if rules.dropout and not free:
-        yield f"tag_dropout has no effect on {folder!r}, where no caption has a tag that may be left out."
 
 
 def _sentences(options: CaptionOptions, folder: str, texts: Mapping[str, str]) -> Iterator[str]:

@@ -124,6 +124,3 @@ def view_notes(
     ]
     if masked := [f"{name} ({count})" for name, count in drop_counts if count]:
         yield f"Some crops or mirrored versions are left out, because the mask covers all of them: {shortlist(masked)}."
-    still = [item.name for item in items if item.options.crop_zoom > 1 and item.options.crops == 1]
-    if still:
-        yield f"crop_zoom has no effect with crops 1, for: {shortlist(still)}."

@@ -15,7 +15,7 @@ from ..media.images import EXTENSIONS, UNREAD_EXTENSIONS
 from .captions import caption_file, check_captions_exist, checked_extension, scan_captions
 from .class_words import check_class_captions, read_class_word
 from .files import VIDEO_EXTENSIONS, file_state, files_in, image_files, list_files, relative_name
-from .options import UNCHANGED, FolderOptions, extraction_notes, folder_notes
+from .options import UNCHANGED, FolderOptions, folder_notes
 from .pairing import match_controls, match_masks, separate_folders
 
 UNREAD_VIDEO_EXTENSIONS = frozenset({".avi", ".wmv", ".flv", ".mpg", ".mpeg", ".m4v", ".ts", ".mts", ".ogv", ".3gp"})
@@ -172,7 +172,6 @@ def scan_videos(
     dataset = _scan(folder, VIDEOS, make, caption_extension, repeats, trigger_words, captions, interrupted)
     extras = {"masks": mask_folder is not None, "extraction": asdict(extraction)}
     dataset = _with_masks(_with_class(dataset, folder, options, trigger_words), mask_folder, options)
-    dataset = replace(dataset, notes=(*dataset.notes, *extraction_notes(extraction)))
     return _described(dataset, folder, repeats, trigger_words, options, captions, extras)
 
 
@@ -246,9 +245,7 @@ def _with_blank(entry: ImageEntry | VideoEntry) -> ImageEntry | VideoEntry:
 def _with_masks(dataset: Dataset, mask_folder: Path | None, options: FolderOptions) -> Dataset:
     """Add the masks of the mask folder; raises ValueError if alpha_mask is on as well."""
     if mask_folder is None:
-        unread = options.unmasked_weight > 0 and not options.alpha_mask
-        note = "unmasked_weight has no effect without masks; set mask_folder or alpha_mask to use some."
-        return replace(dataset, notes=(*dataset.notes, note)) if unread else dataset
+        return dataset
     if options.alpha_mask:
         raise ValueError(
             "mask_folder is set and alpha_mask is on, but a picture can have only one mask; use one of the two."

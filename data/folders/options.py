@@ -1,10 +1,9 @@
-"""Options of one folder: views and loss weights of its images, with notes on options without effect."""
+"""Options of one folder: views and loss weights of its images, with notes on them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from ...common.text import quoted
-from ..media.clip_windows import FULL, Extraction
 
 FLIPS = (OFF, HORIZONTAL) = ("off", "horizontal")
 
@@ -81,12 +80,10 @@ class FolderOptions:
 
 
 UNCHANGED = FolderOptions()
-_DEFAULTS = {field.name: field.default for field in fields(Extraction)}
-_READ_WITH = {"frame_stride": "slide", "frame_sample": "uniform", "max_frames": FULL}
 
 
 def folder_notes(folder: str, options: FolderOptions, trigger_words: str, masked: bool) -> Iterator[str]:
-    """Yield notes on options of a folder that have no effect or contradict each other.
+    """Yield notes on options of a folder that contradict each other.
 
     masked: its images have masks.
     """
@@ -97,12 +94,3 @@ def folder_notes(folder: str, options: FolderOptions, trigger_words: str, masked
             f"trigger_words are also added to the captions of {folder!r}, which is regularisation and should not be "
             "tied to them; leave trigger_words empty there."
         )
-
-
-def extraction_notes(extraction: Extraction) -> Iterator[str]:
-    """Yield notes on extraction options that the chosen method does not use."""
-    for name, method in _READ_WITH.items():
-        if getattr(extraction, name) != _DEFAULTS[name] and extraction.method != method:
-            yield f"{name} is not used: it belongs to extraction {method}, which is {extraction.method}."
-    if extraction.method == FULL and extraction.target_frames != _DEFAULTS["target_frames"]:
-        yield "target_frames is not used: extraction full takes all frames up to max_frames."

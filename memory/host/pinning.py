@@ -60,8 +60,7 @@ def place_on_host(mode: str, device: str, weights: HostWeights, available: int) 
     if from_file:
         return HostPlacement(False, True, tuple(notes))
     pinning = choose_pinning(mode, device, weights.in_file + weights.on_device, available, is_windows())
-    # Without a GPU nothing is ever locked, which only a user who asked for it needs to know.
-    if not pinning.pinned and (device == "cuda" or mode == "on"):
+    if not pinning.pinned and device == "cuda":  # without a GPU nothing is ever locked
         notes.append(pinning.reason)
     return HostPlacement(pinning.pinned, False, tuple(notes))
 
@@ -81,7 +80,7 @@ def choose_pinning(mode: str, device: str, coming: int, available: int, windows:
     file or on the device. available: bytes of free RAM, not counting the weights that are in RAM.
     """
     if device != "cuda":
-        return Pinning(False, "pin_memory has no effect without a CUDA device.")
+        return Pinning(False, "Nothing is page-locked without a CUDA device.")
     if mode == "on":
         return Pinning(True, "The swapped blocks are page-locked, as pin_memory asks.")
     if mode == "off":

@@ -10,7 +10,6 @@ from comfy.utils import ProgressBar
 from comfy_api.latest import io, ui
 
 from ...common.files import write_atomically
-from ...compile.attach import compiled_model_of
 from ...compile.tune.chart import plot_tuning
 from ...compile.tune.inputs import StepInputs, StepSize, step_inputs
 from ...compile.tune.results import TuneResult, file_name, read_result, result_key, to_json
@@ -152,8 +151,6 @@ class TesseraTuneCompile(io.ComfyNode):
         if result is None:
             result = _tune(model, inputs, time_budget, node_id)
             notes += store_result(result)
-        if compiled_model_of(model) is not None:
-            notes.append("The Compile Model in front of this node has no effect: this node takes its place.")
         for note in notes:
             log.info(note)
         chart = image_tensor(plot_tuning(result))

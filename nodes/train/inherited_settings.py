@@ -10,9 +10,6 @@ from ...lora.options import SAME
 from ...models.swapped_model import swap_settings_of
 from ...train.settings import MemoryOptions, TrainSettings
 
-_MEMORY = MemoryOptions()
-_COMPILE = CompileSettings()
-
 
 def overridden_notes(settings: TrainSettings, rank: int, learning_rate: float) -> list[str]:
     """List notes on inputs of Train LoRA that a connected options node replaces."""
@@ -28,21 +25,15 @@ def overridden_notes(settings: TrainSettings, rank: int, learning_rate: float) -
 
 
 def shared_lora_notes(settings: TrainSettings) -> list[str]:
-    """List notes on LoRAs shared by both experts, and on inputs without effect."""
+    """List notes on LoRAs shared by both experts."""
     network = settings.network
     loras = {name: getattr(network, name) for name in ("start_from", "base_lora", "training_adapter")}
-    notes = [
+    return [
         f"{name} {lora.name} is used for both experts; to give the low noise one its own, set {name}_low_noise on "
         "LoRA Network."
         for name, lora in loras.items()
         if lora is not None and getattr(network, f"{name}_low_noise") == SAME
     ]
-    for name, strength in (("base_lora", "base_strength"), ("training_adapter", "training_adapter_strength")):
-        choice = getattr(network, f"{name}_low_noise")
-        if getattr(network, f"{strength}_low_noise") != 1 and isinstance(choice, str):
-            explanation = f", which takes {strength}" if choice == SAME else ""
-            notes.append(f"{strength}_low_noise has no effect: {name}_low_noise is {choice}{explanation}.")
-    return notes
 
 
 def inherited_memory(model: ModelPatcher, options: MemoryOptions) -> tuple[MemoryOptions, list[str]]:
@@ -64,43 +55,16 @@ def inherited_memory(model: ModelPatcher, options: MemoryOptions) -> tuple[Memor
         prefetch_blocks=swap.prefetch_blocks,
         pin_memory=swap.pin_memory,
     )
-    changed = [name for name in ("prefetch_blocks", "pin_memory") if getattr(options, name) != getattr(_MEMORY, name)]
-    notes = [f"blocks_to_swap is {swap.blocks_to_swap}, as set on the MODEL."]
-    if changed and any(getattr(options, name) != getattr(merged, name) for name in changed):
-        verb = "is" if len(changed) == 1 else "are"
-        notes.append(
-            f"{' and '.join(changed)} of the connected Training Memory {verb} not used: block swap is set on the "
-            "MODEL; set blocks_to_swap on Training Memory too, or change it there."
-        )
-    return merged, notes
+    return merged, [f"blocks_to_swap is {swap.blocks_to_swap}, as set on the MODEL."]
 
 
 def inherited_compile(model: ModelPatcher, compile: str) -> tuple[CompileSettings | None, list[str]]:
     """Return the compile settings inherited from an upstream Compile Model node, None without one, and notes."""
     compiled_model = compiled_model_of(model)
-    if compiled_model is None:
+    if compiled_model is None or compile == "off":
         return None, []
-    if compile == "off":
-        return None, ["compile is off, so the Compile Model node in front has no effect on training."]
     requested = compiled_model.settings
-    dynamic = [f"dynamic {requested.dynamic}"] if requested.dynamic == "true" else []
-    if any(("dynamic", "true") in override.changes for override in requested.overrides):
-        dynamic.append("dynamic true of overrides")
-    unused = [
-        *dynamic,
-        *(
-            [f"cache_size_limit {requested.cache_size_limit}"]
-            if requested.cache_size_limit != _COMPILE.cache_size_limit
-            else []
-        ),
-        *([f"scope {requested.scope}"] if requested.scope != _COMPILE.scope else []),
-    ]
     notes = []
-    if unused:
-        notes.append(
-            f"Of the Compile Model node {', '.join(unused)} {'is' if len(unused) == 1 else 'are'} ignored, because "
-            "training compiles block by block for planned sizes."
-        )
     inherited = CompileSettings(
         requested.backend, requested.mode, fullgraph=requested.fullgraph, overrides=requested.overrides
     )

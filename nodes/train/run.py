@@ -22,7 +22,7 @@ from ...train.observer import Observer
 from ...train.placement.threads import threads_for
 from ...train.preflight.run_start import RunStart
 from ...train.preview.other_model import on_other_models
-from ...train.preview.previewer import Partner, Preview, Previewer, preview_notes
+from ...train.preview.previewer import Partner, Preview, Previewer
 from ...train.settings import TrainSettings
 from ...train.train_lora import RunRequest, TrainResult, train_lora
 from ..common.images import image_tensor
@@ -56,7 +56,7 @@ def run(
     watchers = [Previewer(previews, based, partner, workflow_texts(files))] if previews else []
     memory, memory_notes = inherited_memory(model, settings.memory)
     compile_settings, compile_notes = inherited_compile(model, settings.compile)
-    data = replace(data, notes=(*data.notes, *compile_notes, *memory_notes, *preview_notes(previews, model)))
+    data = replace(data, notes=(*data.notes, *compile_notes, *memory_notes))
     settings = replace(settings, memory=memory)
     job = Job.current()
     spare = Path(folder_paths.get_temp_directory() if job is None else job.facts.spare)

@@ -223,8 +223,4 @@ def _notes(metadata: dict[str, str], profile: Profile) -> list[str]:
         notes.append(f"These LoRAs are averages already (ema_decay {optimizer['ema_decay']:g}).")
     if optimizer.get("optimizer") == "adamw_schedulefree":
         notes.append("These LoRAs are averages already, of the schedule-free optimizer.")
-    plain = Profile()
-    for name, kind in (("decay", EXPONENTIAL), ("width", POWER)):
-        if profile.kind != kind and getattr(profile, name) != getattr(plain, name):
-            notes.append(f"{name} has no effect: it belongs to the profile {kind}.")
     return notes

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...common.text import finite, one_of, within
-from ...common.unread import Unread, option, read_by
 from .sigma_curve import SigmaCurve, parse_curve
 
 SIGMA_RANGE = ("cut", "squeeze")
@@ -28,17 +27,6 @@ WEIGHTINGS = ("none", "sigma_sqrt", "cosmap", "min_snr")
 FLOW_WEIGHTINGS = ("sigma_sqrt", "cosmap")
 FLOW_SAMPLINGS = (*RESOLUTION_SAMPLINGS, "logsnr")
 MAX_MODE_SCALE = 2 / (math.pi - 2)  # above it the mapping of mode sampling is not monotonic
-
-_OF_LOGIT = read_by("timestep_sampling", "logit_normal", *RESOLUTION_SAMPLINGS)
-_OF_HUBER = read_by("loss", "huber", "pseudo_huber")
-_RANGE_IS_WHOLE = Unread(
-    lambda options: options.sigma_range == "squeeze" and (options.min_sigma, options.max_sigma) == (0.0, 1.0),
-    ": min_sigma 0 and max_sigma 1 leave the whole range.",
-    subject="sigma_range {sigma_range}",
-)
-_OF_GAMMA = Unread(lambda options: not options.ip_noise_gamma, ": ip_noise_gamma is 0.")
-# Runs of two experts apply it through their sigma ranges and leave it at 0 here.
-_OF_EXPERTS = Unread(lambda _: True, ": it belongs to two experts, and model_low_noise is not connected.")
 
 
 @dataclass(frozen=True)
@@ -80,28 +68,26 @@ class ObjectiveOptions:
     shift: float = 0.0
     loss: str = "mse"
     guidance: float = 1.0
-    logit_mean: float = option(0.0, _OF_LOGIT)
-    logit_std: float = option(1.0, _OF_LOGIT)
+    logit_mean: float = 0.0
+    logit_std: float = 1.0
     min_sigma: float = 0.0
     max_sigma: float = 1.0
-    sigma_range: str = option("cut", _RANGE_IS_WHOLE)
-    expert_boundary: float = option(0.0, _OF_EXPERTS)
-    sigmoid_scale: float = option(1.0, read_by("timestep_sampling", "sigmoid"))
-    mode_scale: float = option(1.29, read_by("timestep_sampling", "mode"))
-    logsnr_mean: float = option(-6.0, read_by("timestep_sampling", "logsnr"))
-    logsnr_std: float = option(2.0, read_by("timestep_sampling", "logsnr"))
-    beta_alpha: float = option(2.0, read_by("timestep_sampling", "beta"))
-    beta_beta: float = option(2.0, read_by("timestep_sampling", "beta"))
-    sigma_curve: str = option("0:1, 1:1", read_by("timestep_sampling", "custom"))
+    sigma_range: str = "cut"
+    expert_boundary: float = 0.0
+    sigmoid_scale: float = 1.0
+    mode_scale: float = 1.29
+    logsnr_mean: float = -6.0
+    logsnr_std: float = 2.0
+    beta_alpha: float = 2.0
+    beta_beta: float = 2.0
+    sigma_curve: str = "0:1, 1:1"
     stratified: str = "off"
     weighting: str = "none"
-    min_snr_gamma: float = option(5.0, read_by("weighting", "min_snr"))
-    huber_c: float = option(0.1, _OF_HUBER)
-    huber_schedule: str = option("constant", _OF_HUBER)
+    min_snr_gamma: float = 5.0
+    huber_c: float = 0.1
+    huber_schedule: str = "constant"
     ip_noise_gamma: float = 0.0
-    ip_noise_gamma_random_strength: bool = option(
-        False, Unread(lambda options: not options.ip_noise_gamma, ": ip_noise_gamma is 0.")
-    )
+    ip_noise_gamma_random_strength: bool = False
     noise_offset: float = 0.0
     preservation_weight: float = 0.0
     guidance_loss_scale: float = 0.0

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ...common.rng import generator
-from ...common.unread import unread_notes
 from ...lora.options import NetworkOptions
 from ...models.adapters.base import AdapterSpec, Shape
 from ...models.adapters.registry import ADAPTERS
@@ -139,15 +138,9 @@ def optimizer_notes(options: OptimizerOptions) -> tuple[str, ...]:
         notes.append(f"learning_rate is {rate:g}; Lion takes a third to a tenth of AdamW's rate, about 2e-5.")
     if name == "adamw_schedulefree" and options.lr_scheduler != "constant":
         notes.append(_needs_no_schedule(name, options.lr_scheduler))
-    if options.lr_scheduler == "constant" and options.warmup_steps == 1:
-        notes.append(
-            "warmup_steps 1 has no effect, because the first step already has the full rate; set it to 2 or more."
-        )
     if options.lr_scheduler == "inverse_sqrt" and options.warmup_steps == 0:
         notes.append(f"inverse_sqrt without warmup_steps falls slowly: to 0.71 after {INVERSE_SQRT_STEPS} steps.")
-    if options.min_lr_ratio == 1 and options.lr_scheduler not in ("constant", "curve"):
-        notes.append(f"lr_scheduler {options.lr_scheduler} has no effect, because min_lr_ratio is 1.")
-    return (*notes, *unread_notes(options))
+    return tuple(notes)
 
 
 def _needs_no_schedule(name: str, scheduler: str) -> str:

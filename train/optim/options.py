@@ -5,7 +5,6 @@ from functools import cached_property
 from typing import Any
 
 from ...common.text import finite, one_of, within
-from ...common.unread import Unread, option
 from .lr_curve import Curve, parse_curve
 from .registry import CUSTOM, OPTIMIZERS, OptimizerSpec, is_elementwise, package_of, parse_args
 
@@ -13,31 +12,6 @@ LR_SCHEDULERS = (
     *("constant", "cosine", "linear", "cosine_with_restarts", "polynomial", "warmup_stable_decay", "rex"),
     *("inverse_sqrt", "curve"),
 )
-
-
-def _needs_schedule(scheduler: str) -> Unread:
-    reason = f" by the {{lr_scheduler}} schedule; {scheduler} reads it."
-    return Unread(lambda options: options.lr_scheduler != scheduler, reason)
-
-
-def _unread_by_class(argument: str, subject: str = "") -> tuple[Unread, Unread]:
-    """Declare an argument that optimizer_args may set and that not every class takes from these inputs."""
-    return (
-        Unread(
-            lambda options: argument in options.arguments,
-            f": optimizer_args sets {argument}.",
-            subject,
-        ),
-        Unread(
-            lambda options: argument not in options.spec.takes,
-            " by {optimizer}; it has its own defaults, which optimizer_args changes.",
-            subject,
-        ),
-    )
-
-
-_NEEDS_CUSTOM = Unread(lambda options: options.optimizer != CUSTOM, " by {optimizer}; choose custom for it.")
-_NO_END = Unread(lambda options: options.lr_scheduler in ("constant", "curve"), " by the {lr_scheduler} schedule.")
 
 
 @dataclass(frozen=True)
@@ -68,20 +42,17 @@ class OptimizerOptions:
     lr_scheduler: str = "constant"
     warmup_steps: int = 0
     max_grad_norm: float = 1.0
-    weight_decay: float = option(0.01, *_unread_by_class("weight_decay"))
-    beta1: float = option(0.9, *_unread_by_class("betas", "beta1 and beta2"))
-    beta2: float = option(0.999, *_unread_by_class("betas", "beta1 and beta2"))
-    eps: float = option(1e-8, *_unread_by_class("eps"))
-    min_lr_ratio: float = option(0.0, _NO_END)
-    lr_cycles: int = option(3, _needs_schedule("cosine_with_restarts"))
-    lr_power: float = option(2.0, _needs_schedule("polynomial"))
-    lr_decay_part: float = option(0.2, _needs_schedule("warmup_stable_decay"))
-    lr_curve: str = option("0:1, 50:1, 100:0.1", _needs_schedule("curve"))
+    weight_decay: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    min_lr_ratio: float = 0.0
+    lr_cycles: int = 3
+    lr_power: float = 2.0
+    lr_decay_part: float = 0.2
+    lr_curve: str = "0:1, 50:1, 100:0.1"
     ema_decay: float = 0.0
-    optimizer_class: str = option(
-        "",
-        Unread(lambda options: options.optimizer != CUSTOM, " by {optimizer}; choose custom for it."),  # noqa: RUF027
-    )
+    optimizer_class: str = ""
     optimizer_args: str = ""
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from ...common.text import shortlist
 from ...data.encode.clip_vision import hidden_states
 from ...data.samples import SampleVariant, TrainingData, check_training_samples
 from ...lora.base import apply_base_lora, apply_training_adapter
-from ...lora.plan import choose_targets, network_notes, one_expert_notes
+from ...lora.plan import choose_targets, network_notes
 from ...lora.warm_start import WarmStart, read_warm_start
 from ...memory.weights.frozen import dequantised_notes
 from ...memory.weights.gguf.reading import held_in_full_notes
@@ -27,7 +27,7 @@ from ..optim.checks import check_optimizer
 from ..optim.schedule import lr_factor
 from ..settings import TrainSettings
 from ..validation_split import hold_out, validation_notes
-from .notes import guidance_notes, memory_notes, rare_notes, saving_notes, weight_notes
+from .notes import guidance_notes, memory_notes, rare_notes, saving_notes
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,11 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
         *optimizer_notes,
         *beneath_notes,
         *start_notes,
-        *one_expert_notes(settings.network),
         *network_notes(settings.network, family, patcher.model, targets),
-        *objective_notes(settings.objective, strata),
+        *objective_notes(settings.objective),
         *schedule_notes,
         *guidance_notes(family, patcher.model, settings.objective, data.samples),
         *saving_notes(settings, strata),
-        *weight_notes(settings.objective, data.samples),
         *memory_notes(settings.memory),
         *attention_notes(*attention),
         *dequantised_notes(patcher.model.diffusion_model, patcher.model.get_dtype_inference()),

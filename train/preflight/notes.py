@@ -1,4 +1,4 @@
-"""Notes on settings that have no effect on a run, before anything is loaded."""
+"""Notes on settings that a run reads otherwise than a user may expect, before anything is loaded."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from ...common.text import shortlist
-from ...common.unread import unread_notes
 from ...data.samples import Sample, showings_by_key
 from ...memory.swap.selection import all_on_device
 from ...models.family import Family
@@ -17,7 +16,6 @@ from ..settings import MemoryOptions, TrainSettings
 
 
 def memory_notes(options: MemoryOptions) -> Iterator[str]:
-    yield from unread_notes(options)
     if options.blocks_to_swap > 0 and (note := all_on_device(options.prefetch_blocks, options.blocks_to_swap)):
         yield note
 
@@ -36,11 +34,6 @@ def saving_notes(settings: TrainSettings, strata: Strata) -> Iterator[str]:
             f"save_every_epochs is {epochs} and the run has {steps * strata.step / strata.epoch:.3g} epochs, "
             f"so nothing {'but the best LoRA ' if best else ''}is saved before its end."
         )
-    if settings.keep_last and not saves:
-        yield (
-            f"keep_last is not used: no LoRA {'but the best ' if best else ''}is saved on the way, as save_every and "
-            "save_every_epochs are set."
-        )
     if settings.save_every and not saves:
         subject, consequence = ("its state", "leaves the best LoRA only") if best else ("it", "loses it")
         yield (
@@ -51,15 +44,6 @@ def saving_notes(settings: TrainSettings, strata: Strata) -> Iterator[str]:
         yield (
             f"keep_best has nothing to compare: every_n_steps of Validation is {validation.every_n_steps} and the run "
             f"has {steps} steps, so only the finished LoRA is measured; lower every_n_steps."
-        )
-
-
-def weight_notes(options: ObjectiveOptions, samples: Sequence[Sample]) -> Iterator[str]:
-    weights = {sample.loss_weight for sample in samples}
-    if len(weights) == 1 and weights != {1.0} and not options.preservation_weight:
-        yield (
-            f"loss_weight is {weights.pop():g} for all pictures, so none of them counts more than the rest; to learn "
-            "more or less of everything, change learning_rate."
         )
 
 
@@ -87,8 +71,6 @@ def rare_notes(batch_size: int, samples: Sequence[Sample]) -> Iterator[str]:
 
 def guidance_notes(family: Family, model: Any, options: ObjectiveOptions, samples: Sequence[Sample]) -> Iterator[str]:
     if not family.takes_guidance(model):
-        if options.guidance != ObjectiveOptions.guidance:
-            yield f"guidance is not used: {family.title} ({family.variant(model)}) has no input for it."
         return
     carries = next((sample for sample in samples if "guidance" in sample.conditioning), None)
     data_guidance = None if carries is None else _number(carries.load().conditioning["guidance"])

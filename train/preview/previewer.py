@@ -32,7 +32,6 @@ from .sampling import (
     decode,
     preserve_random_state,
     sample_latent,
-    sampling_notes,
     titled,
     with_lora,
 )
@@ -133,15 +132,6 @@ def check_previews(previews: Sequence[Preview], family: Family, model: ModelPatc
             raise ValueError(f"preview: {error}") from None
 
 
-def preview_notes(previews: Sequence[Preview], model: ModelPatcher) -> list[str]:
-    """Make notes on sampling inputs without effect."""
-    return [
-        f"preview: prompt {number}: {note}"
-        for number, preview in enumerate(previews, 1)
-        for note in sampling_notes(preview.sampling, preview.model or model)
-    ]
-
-
 class Previewer:
     """Watcher that makes the previews of one run.
 
@@ -217,11 +207,6 @@ class Previewer:
 
     def _begin(self, trainer: "Trainer") -> None:
         """Report sampling notes once, and read the shots of the session that this one resumes."""
-        if not all(row.preview.use_ema for row in self.rows) and not trainer.learner.saves_other_weights:
-            trainer.observer.note(
-                "use_ema off has no effect on the previews: this optimizer saves its current weights; set "
-                "ema_decay on Optimizer for an average."
-            )
         if self.partner is not None:
             with_it = "with its LoRA" if self.partner.lora else "as it came in"
             trainer.observer.note(

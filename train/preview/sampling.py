@@ -1,6 +1,5 @@
 """Sampling of images and videos, equal to ComfyUI's nodes Load LoRA, KSampler and VAE Decode."""
 
-import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from ...common.core import end_of_node
-from ...common.text import joined
 from ...models.name_table import uncompiled
 from ...models.registry import model_latents, related_family
 from .latents import check_latent, check_latent_fits, empty_latent, pictures_of
@@ -178,24 +176,6 @@ def check_text(sampling: Sampling, width: int, number: int) -> None:
                 f"{name} of prompt {number} has text of width {other} and the model takes {width}; encode it with the "
                 "model's own text encoders."
             )
-
-
-def sampling_notes(sampling: Sampling, model: ModelPatcher) -> Iterator[str]:
-    """Yield notes on inputs that are set but not used."""
-    defaults = {name: getattr(Sampling, name) for name in ("width", "height", "frames")}
-    unread = [name for name, default in defaults.items() if getattr(sampling, name) != default]
-    latent = sampling.latent_image
-    if latent is not None and unread:
-        yield f"{joined(unread)} {'is' if len(unread) == 1 else 'are'} not used: latent_image sets the size."
-    # CFG++ samplers evaluate the negative prompt at any cfg; so do MODELs on which a node has turned this optimisation
-    # of core off.
-    uses_negative = "cfg_pp" in sampling.sampler_name or model.model_options.get("disable_cfg1_optimization", False)
-    if sampling.negative is not None and math.isclose(sampling.cfg, 1.0) and not uses_negative:
-        yield "negative is not used: at cfg 1 the sampler runs the positive prompt alone; raise cfg, or disconnect it."
-    pictures = None if latent is None else pictures_of(latent["samples"])
-    frames = sampling.frames if pictures is None else pictures.shape[2] if pictures.ndim == 5 else 1
-    if sampling.fps != Sampling.fps and frames == 1:
-        yield "fps is not used: the prompt is sampled as a picture."
 
 
 def sample_latent(stages: Stages, sampling: Sampling, seed: int, tell: Callable[[], None]) -> Tensor:

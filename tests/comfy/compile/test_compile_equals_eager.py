@@ -54,14 +54,6 @@ def test_what_else_torch_lists_runs_on_the_cpu_and_is_equal(backend, tiny_files)
     assert len(compiled_model.notes) == (backend == "cudagraphs")
 
 
-@pytest.mark.parametrize(("mode", "scope"), [(mode, SCOPES[n % 3]) for n, mode in enumerate(MODES[1:])])
-def test_a_mode_beside_a_backend_without_modes_is_ignored_with_a_sentence(mode, scope, tiny_files):
-    model = tiny.load_model("wan", tiny_files["wan"])
-    clone, compiled_model = compiled(model, mode=mode, scope=scope)
-    assert torch.equal(sample(clone, "wan"), sample(model, "wan"))
-    assert compiled_model.notes == [f"mode {mode} is ignored: the backend eager has no modes, only inductor has."]
-
-
 @pytest.fixture(scope="module")
 def smallest_flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One block of each kind."""

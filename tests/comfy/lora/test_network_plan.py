@@ -5,7 +5,6 @@ import torch
 from tessera.lora.options import NetworkOptions
 from tessera.lora.plan import adapter_specs, choose_targets, network_notes
 from tessera.models.flux.family import Flux
-from tessera.models.registry import family_of
 from tessera.nodes.options.network import NO_MODEL, TesseraLoraNetwork
 from tiny.nodes.prompt import executed, node
 from tiny.train.runs import Watcher, mixed_data, train
@@ -67,34 +66,10 @@ def test_patterns_that_contradict_the_model_are_one_sentence(tiny_flux):
     )
     assert "loha of rank 16 reaches rank 256, more than 20 of the layers" in notes(algorithm="loha")
     assert "lokr keeps its second matrix whole in 20 of 20 layers" in notes(algorithm="lokr")
-    assert "factor is not used by lora; lokr reads it." in notes(factor=4)
-    assert "constraint is not used by lora; oft reads it." in notes(constraint=0.1)
-    assert "alpha is not used by oft" in notes(algorithm="oft", rank=8)
-    assert "alpha is not used by oft" in notes(algorithm="oft", rank_patterns="single_blocks.*: rank=8 alpha=4")
-    assert "base_strength is not used: base_lora is none." in notes(base_strength=0.5)
-    assert "training_adapter_strength is not used: training_adapter is none." in notes(training_adapter_strength=0.5)
     told = notes(algorithm="lokr", factor=5, rank=4, alpha=4.0)
     assert "lokr cuts 20 of 20 layers otherwise than by factor 5, such as double_blocks.0.img_attn.qkv of" in told
     assert "384 × 128 by 4: the largest divisor up to it." in told
     assert "otherwise than by factor" not in notes(algorithm="lokr", factor=8, rank=4, alpha=4.0)
-
-
-@pytest.mark.parametrize(
-    ("patterns", "algorithm", "idle"),
-    [
-        ("single_blocks.*: rank=4\nsingle_blocks.*.linear1: rank=8", "lora", None),
-        ("single_blocks.0.*: rank=4\nsingle_blocks.*: rank=8", "lora", "single_blocks.0.*"),
-        ("single_blocks.*: rank=16", "lora", "single_blocks.*"),
-        ("single_blocks.*: alpha=4", "lora", None),
-        ("single_blocks.*: alpha=4", "oft", "single_blocks.*"),
-    ],
-)
-def test_a_line_of_rank_patterns_that_changes_nothing_is_named(tiny_flux, patterns, algorithm, idle):
-    family = family_of(tiny_flux)
-    options = NetworkOptions(algorithm=algorithm, rank_patterns=patterns)
-    targets = choose_targets(family, tiny_flux.model, options)
-    told = [note for note in network_notes(options, family, tiny_flux.model, targets) if "changes nothing" in note]
-    assert [note.split("'")[1] for note in told] == ([] if idle is None else [idle])
 
 
 def test_in_a_graph_the_node_shows_what_train_lora_then_trains(server, tiny_loaders):

@@ -121,10 +121,6 @@ def test_each_expert_trains_with_its_own():
         f"training_adapter {ADAPTER} is used for both experts; to give the low noise one its own, set "
         "training_adapter_low_noise on LoRA Network."
     ]
-    assert shared_lora_notes(run_settings(network={"training_adapter_strength_low_noise": 0.5})) == [
-        "training_adapter_strength_low_noise has no effect: training_adapter_low_noise is same, which takes "
-        "training_adapter_strength."
-    ]
 
 
 def test_a_convolution_of_a_native_model_is_adapted_too(tmp_path):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from tessera.compile import settings as module
 from tessera.compile.settings import (
-    MODES,
     PRESETS,
     SCOPES,
     CompileOptions,
@@ -148,13 +147,6 @@ def test_what_applies_is_said_nothing_about():
     assert told(CompileSettings(overrides=parse_overrides("*.0 eager")), CPU) == []
 
 
-@pytest.mark.parametrize("mode", MODES[1:])
-@pytest.mark.parametrize("backend", ["cudagraphs", "aot_eager", "eager"])
-def test_a_mode_that_the_backend_does_not_know_is_said_to_be_ignored(backend, mode):
-    notes = told(CompileSettings(backend=backend, mode=mode), CUDA)
-    assert notes == [f"mode {mode} is ignored: the backend {backend} has no modes, only inductor has."]
-
-
 @pytest.mark.parametrize(
     ("values", "what"),
     [
@@ -168,11 +160,6 @@ def test_cuda_graphs_are_said_to_be_none_on_another_device(values, what):
     settings = CompileSettings(**values)
     assert told(settings, CPU) == [f"{what} uses no CUDA graphs here: the model runs on cpu."]
     assert told(settings, CUDA) == []
-
-
-def test_overrides_are_said_to_be_ignored_where_the_model_is_one_region():
-    settings = CompileSettings(scope="model", overrides=parse_overrides("*.0 eager"))
-    assert told(settings, CPU) == ["overrides are ignored with scope model, which compiles the model as one region."]
 
 
 @pytest.mark.parametrize(("blocks", "known"), [(BLOCKS, "double_blocks.*, single_blocks.*"), ([], "none")])

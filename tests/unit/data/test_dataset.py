@@ -325,27 +325,3 @@ def test_a_data_set_remembers_what_was_set_for_each_folder(folder):
 def test_what_has_no_effect_on_a_folder_is_told(folder, options, told):
     notes = scan_images(folder({"a.png": None, "a.txt": "a"}), **options).notes
     assert len(notes) == (told is not None) and all(note.startswith(told) for note in notes)
-
-
-@pytest.mark.parametrize(
-    ("extraction", "told"),
-    [
-        (Extraction(method="slide", frame_stride=5), ()),
-        (Extraction(frame_stride=5), ("frame_stride is not used: it belongs to extraction slide, which is head.",)),
-        (Extraction(method="uniform", frame_sample=2), ()),
-        (
-            Extraction(method="chunk", frame_sample=2, max_frames=9),
-            (
-                "frame_sample is not used: it belongs to extraction uniform, which is chunk.",
-                "max_frames is not used: it belongs to extraction full, which is chunk.",
-            ),
-        ),
-        (Extraction(method="full", max_frames=9), ()),
-        (
-            Extraction((49,), method="full"),
-            ("target_frames is not used: extraction full takes all frames up to max_frames.",),
-        ),
-    ],
-)
-def test_what_an_extraction_does_not_read_is_told(folder, extraction, told):
-    assert scan_videos(folder({"a.mp4": b"not looked at", "a.txt": "a"}), extraction).notes == told

@@ -313,15 +313,11 @@ def test_a_picture_that_the_vae_could_only_encode_in_tiles_is_refused_and_not_ca
     assert not tiles and not list((tmp_path / "cache").rglob("*.safetensors"))
 
 
-def test_notes_tell_that_a_ragged_edge_takes_no_max_graphs_and_what_was_left_out(folder, tiny_vae, tiny_clip, tmp_path):
+def test_notes_tell_what_was_left_out(folder, tiny_vae, tiny_clip, tmp_path):
     (folder / "e.heic").write_bytes(b"1")
     prepared = run(folder, tiny_vae, tiny_clip, tmp_path, fit="ragged edge", max_graphs=2)
-    assert prepared.notes == (
-        "Left out, because these file types can't be read: e.heic; save them as PNG or JPEG.",
-        "max_graphs has no effect with fit ragged edge, where one token count serves all pictures.",
-    )
+    assert prepared.notes == ("Left out, because these file types can't be read: e.heic; save them as PNG or JPEG.",)
     assert prepared.data.notes == prepared.notes
-    assert len(run(folder, tiny_vae, tiny_clip, tmp_path, fit="ragged edge").notes) == 1
 
 
 def test_the_order_and_the_repeats_change_the_fingerprint(folder, tiny_vae, tiny_clip, tmp_path):

@@ -196,20 +196,6 @@ def test_a_changed_control_picture_encodes_it_and_its_caption_again(folder, mode
     assert torch.equal(latents.latent[None], latents.conditioning["reference_latents"][0])
 
 
-def test_control_options_without_effect_are_named(folder, models, tmp_path):
-    def named(model, option, **changes):
-        notes = run(folder, models[model], tmp_path, **changes).notes
-        return [note.split(",")[0] for note in notes if note.startswith(option)]
-
-    size, style = "control_megapixels has no effect", "edit_prompt has no effect"
-    first = {"edit_prompt": "first edit"}
-    assert named("flux", size, controls=False) == [size]
-    assert named("flux", size) == named("flux", size, controls=False, control_megapixels=1.0) == []
-    assert named("flux", style, **first) == [f"{style} with FLUX.1"]
-    assert named("qwen", style, controls=False, **first) == [style]
-    assert named("flux", style) == named("qwen", style, controls=False) == []
-
-
 @pytest.mark.parametrize("controls", [True, False])
 def test_captions_at_which_the_text_encoder_stops_are_named_before_any_picture_is_encoded(
     folder, models, tmp_path, monkeypatch, controls

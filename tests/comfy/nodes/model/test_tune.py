@@ -160,13 +160,10 @@ def test_a_result_in_which_everything_failed_is_not_remembered(
     assert not own_folder.exists()
 
 
-def test_a_compile_model_in_front_is_named_as_without_effect(tiny_files: dict[str, Path], own_folder: Path) -> None:
+def test_it_takes_the_place_of_a_compile_model_in_front(tiny_files: dict[str, Path], own_folder: Path) -> None:
     model = load_wan(tiny_files)
     remember(own_folder, result_for(model, replace(FAST, gain=Quartiles(1, 1, 1))))
     output = run(compile_model(model, AOT_EAGER)[0])
-    assert shown(output)["notes"][-1] == (
-        "The Compile Model in front of this node has no effect: this node takes its place."
-    )
     assert compiled_model_of(output.result[0]) is None
 
 

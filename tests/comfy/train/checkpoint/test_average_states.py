@@ -147,4 +147,3 @@ def test_the_node_lists_the_runs_and_gives_a_lora_with_a_report(runs, monkeypatc
     lora, report = output.args
     assert not any(tensor.is_inference() for tensor in lora.values())
     assert report.startswith("The average of 4 saved LoRAs (equal):") and "25.00%" in report
-    assert "decay has no effect: it belongs to the profile exponential." in report

@@ -140,9 +140,6 @@ def test_it_is_refused_without_nccl_and_said_alone(ranks, tiny_flux, tmp_path):
         "shard is not used: only one device of this machine trains, so there is no other to share the blocks with."
     ]
     assert_equal(dict(alone.lora), dict(train(tiny_flux, mixed_data(), tmp_path / "two", **SHORT, memory=SWAP).lora))
-    watcher = Watcher()
-    train(tiny_flux, mixed_data(), tmp_path / "three", watcher, **SHORT, memory={"shard": True})
-    assert "shard is not used: blocks_to_swap is 0." in watcher.notes
 
 
 def test_where_everything_fits_there_is_nothing_to_share(ranks, tmp_path):

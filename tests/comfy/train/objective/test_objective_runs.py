@@ -166,14 +166,6 @@ def test_weights_of_tokens_and_of_noise_levels_go_together(tiny_flux, tmp_path):
     trainer.close()
 
 
-def test_what_has_no_effect_is_told_when_the_run_starts(tiny_flux, tmp_path):
-    watcher = Watcher()
-    objective = {"huber_c": 0.5, "stratified": "batch"}
-    train(tiny_flux, mixed_data(), tmp_path, watcher, steps=1, objective=objective)
-    assert "huber_c is not used: it belongs to loss huber or pseudo_huber, which is mse." in watcher.notes
-    assert "stratified batch is not used: an optimizer step has one sample." in watcher.notes
-
-
 def test_a_range_is_checked_at_the_resolution_of_every_sample(tiny_flux, tmp_path):
     """At 16 tokens FLUX's curve leaves enough below 0.045; at 2304 it moves nearly all draws out of there."""
     data = training_data(sample("small", 4, 4), sample("large", 48, 48))

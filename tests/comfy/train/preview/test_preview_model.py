@@ -23,7 +23,7 @@ from tessera.nodes.model.compile import TesseraCompileModel
 from tessera.nodes.options.preview import TesseraPreview
 from tessera.train.preview import previewer as module
 from tessera.train.preview.other_model import check_one_model, on_other_models
-from tessera.train.preview.previewer import Preview, Previewer, preview_notes
+from tessera.train.preview.previewer import Preview, Previewer
 from tessera.train.preview.sampling import Sampling
 from tessera.train.train_lora import RunRequest, train_lora
 from tiny.lora.lora_files import random_updates
@@ -238,4 +238,3 @@ def test_two_experts_take_none_and_the_node_hands_it_on(turbo, tiny_vae):
     with pytest.raises(ValueError, match="preview: prompt 1 has a model of its own, and two experts are trained"):
         check_one_model(made)
     check_one_model([replace(made[0], model=None)])
-    assert preview_notes(made, turbo) == []

@@ -121,8 +121,3 @@ def test_a_mask_of_another_shape_than_its_picture_is_refused_by_name(tmp_path):
     assert find_mask(tmp_path / "a.png", tmp_path / "half.png", "a.png", (60, 100)).size == (30, 50)
     with pytest.raises(ValueError, match="The mask 'square.png' is 60 x 60 pixels, but 'a.png' is 100 x 60; give"):
         find_mask(tmp_path / "a.png", tmp_path / "square.png", "a.png", (60, 100))
-
-
-def test_unmasked_weight_without_masks_is_told(folder):
-    dataset = scan_images(folder, options=FolderOptions(unmasked_weight=0.1))
-    assert dataset.notes[0].startswith("unmasked_weight has no effect without masks")

@@ -1,5 +1,4 @@
 import math
-import re
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from tessera.train.objective.loss import Signal, huber_threshold, sigma_weight, 
 from tessera.train.objective.noise import perturb_noise, sample_noise
 from tessera.train.objective.notes import objective_notes
 from tessera.train.objective.options import LOSSES, WEIGHTINGS, ObjectiveOptions
-from tessera.train.objective.timestep_sampling import Strata
 
 SIGMA = torch.tensor([0.0, 0.25, 0.5, 0.9, 1.0])
 # One sample of two tokens with two channels; the errors are 0.1, -0.2, 0.5 and -3.
@@ -214,60 +212,11 @@ def test_input_perturbation_adds_noise_of_its_strength():
     assert stats.kstest(strengths, "uniform").pvalue > 0.01
 
 
-NOTED = [
-    (
-        {"logit_mean": 1.0, "timestep_sampling": "beta"},
-        "logit_mean is not used: it belongs to timestep_sampling logit_",
-    ),
-    ({"logit_std": 2.0, "timestep_sampling": "uniform"}, "logit_std is not used"),
-    ({"sigmoid_scale": 2.0}, "sigmoid_scale is not used: .* timestep_sampling sigmoid, which is logit_normal"),
-    ({"mode_scale": 1.0}, "mode_scale is not used"),
-    ({"logsnr_mean": 0.0}, "logsnr_mean is not used"),
-    ({"logsnr_std": 1.0}, "logsnr_std is not used"),
-    ({"beta_alpha": 1.0}, "beta_alpha is not used"),
-    ({"beta_beta": 1.0}, "beta_beta is not used"),
-    ({"sigma_curve": "0:1, 1:2"}, "sigma_curve is not used: .* timestep_sampling custom"),
-    ({"min_snr_gamma": 1.0}, "min_snr_gamma is not used: it belongs to weighting min_snr, which is none"),
-    ({"huber_c": 1.0}, "huber_c is not used: it belongs to loss huber or pseudo_huber, which is mse"),
-    ({"huber_schedule": "snr", "loss": "l1"}, "huber_schedule is not used: .* which is l1"),
-    ({"shift": 3.0, "timestep_sampling": "resolution_qwen"}, "shift 3 replaces the shift of resolution_qwen"),
-    ({"sigma_range": "squeeze"}, "sigma_range squeeze is not used: min_sigma 0 and max_sigma 1"),
-    ({"ip_noise_gamma_random_strength": True}, "ip_noise_gamma_random_strength is not used: ip_noise_gamma is 0"),
-    ({"expert_boundary": 0.9}, "expert_boundary is not used: .* model_low_noise is not connected"),
-]
-
-
-@pytest.mark.parametrize(("values", "told"), NOTED)
-def test_what_has_no_effect_is_named(values, told):
-    (note,) = objective_notes(ObjectiveOptions(**values), Strata(4, 10))
-    assert re.match(told, note), note
-
-
-def test_strata_of_one_sample_are_named():
-    for kind, strata, told in (("batch", Strata(1, 9), "an optimizer step"), ("epoch", Strata(4, 1), "an epoch")):
-        (note,) = objective_notes(ObjectiveOptions(stratified=kind), strata)
-        assert note == f"stratified {kind} is not used: {told} has one sample."
-        assert objective_notes(ObjectiveOptions(stratified=kind), Strata(4, 9)) == ()
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {},
-        {"timestep_sampling": "resolution_flux2", "logit_mean": 1.0},
-        {"timestep_sampling": "sigmoid", "sigmoid_scale": 2.0, "shift": 3.0},
-        {"timestep_sampling": "mode", "mode_scale": 1.0},
-        {"timestep_sampling": "logsnr", "logsnr_mean": 1.0, "logsnr_std": 1.0},
-        {"timestep_sampling": "beta", "beta_alpha": 1.0, "beta_beta": 1.0},
-        {"timestep_sampling": "custom", "sigma_curve": "0:1, 1:2"},
-        {"weighting": "min_snr", "min_snr_gamma": 1.0},
-        {"loss": "pseudo_huber", "huber_c": 1.0, "huber_schedule": "snr"},
-        {"ip_noise_gamma": 0.1, "ip_noise_gamma_random_strength": True, "noise_offset": 0.1, "guidance": 3.5},
-        {"sigma_range": "squeeze", "max_sigma": 0.9},
-    ],
-)
-def test_what_has_an_effect_is_not_named(values):
-    assert objective_notes(ObjectiveOptions(**values), Strata(4, 10)) == ()
+def test_a_shift_in_place_of_that_by_resolution_is_named():
+    (note,) = objective_notes(ObjectiveOptions(shift=3.0, timestep_sampling="resolution_qwen"))
+    assert note.startswith("shift 3 replaces the shift of resolution_qwen")
+    assert objective_notes(ObjectiveOptions(timestep_sampling="resolution_qwen")) == ()
+    assert objective_notes(ObjectiveOptions(shift=3.0)) == ()
 
 
 @pytest.mark.parametrize(
