@@ -17,6 +17,7 @@
   python dev.py card [--part …]   check and time this machine's GPU, for a page to paste into an issue; --help says more
   python dev.py fuzz --seconds 60 --seed 0
                                   hostile inputs for all that reads a stranger's texts and files, within stated bounds
+  python dev.py untranslated      list the texts that a language lacks, which are shown in English
   python dev.py models            write docs/models.md: every model class of ComfyUI, and how far its training is tested
 
 With --slowest each of the tests' commands ends by printing where the time went.
@@ -609,6 +610,13 @@ def models(arguments: list[str]) -> int:
     return call([python, str(ROOT / "tools" / "model_table.py")], COMFYUI_PATH=str(comfyui), OMP_NUM_THREADS="1")
 
 
+def untranslated(arguments: list[str]) -> int:
+    """List the texts that a language lacks; arguments name languages."""
+    python, comfyui = setup()
+    command = [python, str(ROOT / "tools" / "untranslated.py"), *arguments]
+    return call(command, COMFYUI_PATH=str(comfyui), OMP_NUM_THREADS="1")
+
+
 def demo(arguments: list[str]) -> int:
     python, comfyui = setup()
     options = ["run", str(comfyui), str(cache_folder() / "demo"), str(ROOT / "demo-output")]
@@ -642,7 +650,7 @@ def card(arguments: list[str]) -> int:
 
 def main(arguments: list[str]) -> int:
     commands = {"setup": prepare, "demo": demo, "check": check, "test": test, "serve": serve}
-    commands |= {"lists": lists, "models": models, "card": card, "fuzz": fuzz}
+    commands |= {"lists": lists, "models": models, "untranslated": untranslated, "card": card, "fuzz": fuzz}
     if not arguments or arguments[0] not in commands:
         print(__doc__)
         return 2
