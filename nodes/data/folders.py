@@ -142,7 +142,7 @@ class TesseraVideoFolder(io.ComfyNode):
                     optional=True,
                     tooltip="How many frames a clip has; write several numbers, such as 1, 25, 49, to get clips of "
                     "each length. The VAE needs 4n + 1 frames (MiniMax H3: 17n + 5), so other numbers are lowered. "
-                    "More frames show longer motion and need more memory and time.",
+                    "More frames show longer motion and need more memory and time. full ignores it.",
                 ),
                 io.Float.Input(
                     "fps",

@@ -44,7 +44,7 @@ def unmasked_weight() -> io.Input:
         optional=True,
         advanced=True,
         tooltip="How much masked parts still count, 0 to 1. 0 ignores them; raise it to 0.1 if the result looks "
-        "pasted in.",
+        "pasted in. Without masks it changes nothing.",
     )
 
 

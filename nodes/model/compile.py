@@ -114,7 +114,7 @@ class TesseraCompileModel(io.ComfyNode):
                     tooltip="What is compiled as one piece. blocks: each block type once, shared by all blocks of "
                     "that type; compiles fastest. stack: many blocks in a row; compile time grows with their number. "
                     "model: everything, which patches of other nodes break most easily. Try the larger ones if you "
-                    "sample many pictures.",
+                    "sample many pictures. Training always compiles block by block.",
                 ),
                 io.Combo.Input(
                     "preset",
@@ -134,7 +134,7 @@ class TesseraCompileModel(io.ComfyNode):
                     placeholder="double_blocks.* mode=max-autotune\nsingle_blocks.0-9 eager",
                     tooltip="Other settings for some blocks, a line each: a pattern (with * and ranges such as 0-9), "
                     "then eager (not compiled) or any of backend=, mode=, dynamic=, fullgraph=. The last line that "
-                    "matches a block counts. Use it for a block that gains nothing or fails.",
+                    "matches a block counts. Use it for a block that gains nothing or fails. Not for scope model.",
                     advanced=True,
                 ),
             ],

@@ -60,7 +60,7 @@ def network_inputs() -> list[io.Input]:
             step=0.5,
             round=False,
             tooltip="The update is scaled by alpha / rank. alpha = rank leaves it unscaled; alpha = rank / 2 is "
-            "about the same as half the learning rate. Change it only together with rank.",
+            "about the same as half the learning rate. Change it only together with rank. oft ignores it.",
         ),
         io.String.Input(
             "targets",

@@ -80,7 +80,7 @@ class TesseraOptimizer(io.ComfyNode):
                     optional=True,
                     advanced=True,
                     tooltip="Pulls the LoRA's weights towards zero: each step by this part of the learning rate. Raise "
-                    "it to 0.1 against overfitting; 0 turns it off.",
+                    "it to 0.1 against overfitting; 0 turns it off. custom reads it from optimizer_args.",
                 ),
                 io.Float.Input(
                     "beta1",
@@ -91,7 +91,8 @@ class TesseraOptimizer(io.ComfyNode):
                     round=False,
                     optional=True,
                     advanced=True,
-                    tooltip="How long the average of the gradients remembers, 0 to below 1. Rarely changed.",
+                    tooltip="How long the average of the gradients remembers, 0 to below 1. Rarely changed. muon, custom and "
+                    "others that aren't of Adam's kind have values of their own, which optimizer_args changes.",
                 ),
                 io.Float.Input(
                     "beta2",
