@@ -91,8 +91,9 @@ class TesseraOptimizer(io.ComfyNode):
                     round=False,
                     optional=True,
                     advanced=True,
-                    tooltip="How long the average of the gradients remembers, 0 to below 1. Rarely changed. muon, custom and "
-                    "others that aren't of Adam's kind have values of their own, which optimizer_args changes.",
+                    tooltip="How long the average of the gradients remembers, 0 to below 1. Rarely changed. "
+                    "muon, custom and others that aren't of Adam's kind have values of their own, which "
+                    "optimizer_args changes.",
                 ),
                 io.Float.Input(
                     "beta2",
