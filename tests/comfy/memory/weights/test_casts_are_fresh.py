@@ -75,7 +75,7 @@ def test_after_steps_loads_and_swaps(trainer):
         assert all(not group.cast.any() for group in trainer.network.flat)  # for a forward that does not write them
         found, wanted = loss_with_and_without_casts(trainer)
         assert found == wanted and found not in checks.losses
-    state = TrainingState(step=0, batches=0, loss=[], lineage="", environment={}, adapters=[], parts=[], **before)
+    state = TrainingState(step=0, batches=0, loss=[], lineage="", environment={}, parts=[], **before)
     trainer.learner.load(state)
     trainer.progress.step = 0  # whose noise was that of the first loss
     assert loss_with_and_without_casts(trainer) == (checks.losses[0],) * 2

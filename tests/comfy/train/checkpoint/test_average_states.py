@@ -120,12 +120,12 @@ def test_what_cannot_be_averaged_ends_in_one_sentence(runs, tmp_path):
             average(runs, outside, Profile())
     lora, _ = average(runs, run, Profile())
     folder = tmp_path / "mixed (001)"
-    save_lora(folder / "mixed-step000001.safetensors", lora)
+    save_lora(folder / "mixed_steps" / "mixed-step000001.safetensors", lora)
     less = type(lora)({name: tensor for name, tensor in lora.items() if "double_blocks_0_img_attn" in name}, {})
-    save_lora(folder / "mixed-step000002.safetensors", less)
+    save_lora(folder / "mixed_steps" / "mixed-step000002.safetensors", less)
     with pytest.raises(ValueError, match="mixed-step000002.safetensors has other layers or another rank"):
         average(tmp_path, "mixed (001)", Profile())
-    (folder / "mixed-step000001.safetensors").write_bytes(b"broken")
+    (folder / "mixed_steps" / "mixed-step000001.safetensors").write_bytes(b"broken")
     with pytest.raises(ValueError, match="mixed-step000001.safetensors can.t be read"):
         average(tmp_path, "mixed (001)", Profile())
     for changes in ({"kind": "sum"}, {"decay": 1.0}, {"width": 0.3}, {"last_part": 0.0}):

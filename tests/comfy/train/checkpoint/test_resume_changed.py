@@ -85,20 +85,6 @@ def test_what_an_algorithm_does_not_read_may_change(tiny_flux, tmp_path):
     assert len(watcher.losses) == 2
 
 
-def test_a_state_from_before_alpha_was_kept_goes_on_and_is_refused_by_its_shapes(
-    tiny_flux, tmp_path, nothing_is_loaded
-):
-    state = trained(tiny_flux, tmp_path, network={"include": TWO_LAYERS})
-    without(tmp_path / state, "adapters", "parts")
-    watcher = Watcher()
-    train(tiny_flux, mixed_data(), tmp_path, watcher, network={"include": TWO_LAYERS}, resume=state)
-    assert len(watcher.losses) == 2
-    nothing_is_loaded()
-    for after in ({"rank": 2, "alpha": 2.0}, {"algorithm": "dora"}):
-        with pytest.raises(ValueError, match=r"^resume: that state was trained with another algorithm, init, rank or"):
-            train(tiny_flux, mixed_data(), tmp_path, network={"include": TWO_LAYERS} | after, resume=state)
-
-
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -155,14 +141,6 @@ def test_a_lora_says_what_its_earlier_parts_were_made_with(tiny_flux, tmp_path):
     for entry in (one, two):
         assert entry["settings"].keys() >= {"data", "data_fingerprint", "samples"}
         assert "model_fingerprint" not in entry["settings"]
-
-
-def test_a_state_from_before_parts_were_kept_tells_where_it_ended(tiny_flux, tmp_path):
-    network = {"include": ONE_LAYER}
-    state = trained(tiny_flux, tmp_path, network=network)
-    without(tmp_path / state, "adapters", "parts")
-    other = train(tiny_flux, mixed_data(), tmp_path, network=network, seed=4, resume=state)
-    assert told(other) == [{"from_step": 0, "to_step": 4}]
 
 
 def test_an_option_that_there_was_not_yet_is_no_change():

@@ -216,7 +216,7 @@ def test_of_several_runs_those_that_were_trained_alike_are_a_pair(experts, files
         ),
         (
             {"loras": "two_high_*/*"},
-            "has 2 low noise halves .* write the one that you mean, such as 'two_high_noise-",
+            "has 2 low noise halves .* write the one that you mean, such as 'two_high_noise .001.",
         ),
         ({"loras": "own_high_noise + nothing"}, "'nothing' isn't a LoRA that ComfyUI lists"),
         ({"loras": "nothing"}, "'nothing' isn't a LoRA that ComfyUI lists"),

@@ -185,9 +185,7 @@ def test_a_nan_in_a_skipped_step_leaves_nothing_behind():
 
 def loaded(learner: Learner, network: LoraNetwork, options: OptimizerOptions, dtype: torch.dtype, step: int) -> Learner:
     fields = unpack_state(*pack_state(learner.state()))
-    state = TrainingState(
-        step=step, batches=2 * step, loss=[], lineage="", environment={}, adapters=[], parts=[], **fields
-    )
+    state = TrainingState(step=step, batches=2 * step, loss=[], lineage="", environment={}, parts=[], **fields)
     resumed = Learner(network, options, TOTAL, dtype, "cpu")
     resumed.load(state)
     return resumed
