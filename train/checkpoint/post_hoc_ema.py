@@ -68,33 +68,21 @@ class Profile:
 
 def list_runs(root: Path) -> list[str]:
     """List the run folders below the LoRA folder that hold at least two LoRAs, relative to it."""
-    places = {path.parent for path in root.rglob("*-step*.safetensors")} if root.is_dir() else set[Path]()
-    folders = sorted({place.parent if place.name.endswith(STEPS) else place for place in places})
+    folders = sorted({path.parent.parent for path in root.rglob(f"*{STEPS}/*-step*.safetensors")})
     return [folder.relative_to(root).as_posix() for folder in folders if len(snapshots(folder)) > 1]
 
 
 def snapshots(folder: Path) -> list[Snapshot]:
     """List the LoRAs of the run in this folder by step."""
-    name = next(iter(_names(folder)), None)
-    if name is None:
+    steps = max((path.name for path in folder.glob(f"*{STEPS}") if path.is_dir()), default=None)
+    if steps is None:
         return []
+    name = steps.removesuffix(STEPS)
     loras = step_loras(folder, name)
     final = folder / f"{name}.safetensors"
     if (step := _steps_of(final)) is not None:
         loras.setdefault(step, final)
     return [Snapshot(step, path) for step, path in sorted(loras.items())]
-
-
-def _names(folder: Path) -> list[str]:
-    """List candidate names of the run in this folder, the likeliest first.
-
-    Names of `<name>_steps` folders come first, then names of LoRA files that the folder's name begins with.
-    """
-    folder_names = sorted(
-        (path.name.removesuffix(STEPS) for path in folder.glob(f"*{STEPS}") if path.is_dir()), reverse=True
-    )
-    flat = {path.name.rpartition("-step")[0] for path in folder.glob("*-step*.safetensors")}
-    return [*folder_names, *(name for name in sorted(flat, reverse=True) if folder.name.startswith(f"{name}-"))]
 
 
 def _steps_of(path: Path) -> int | None:
