@@ -317,7 +317,7 @@ def test_a_restored_state_keeps_what_was_learnt_and_takes_the_settings_of_now(na
     before = build(OptimizerOptions(optimizer=name, learning_rate=0.2, weight_decay=0.01, beta1=0.8), params)
     for k in range(3):
         step(params, *before, k)
-    saved = before[0].state_dict(), before[1].state_dict()
+    saved = state_of(before[0]), before[1].state_dict()
     now = OptimizerOptions(
         optimizer=name, learning_rate=0.05, weight_decay=0.3, beta1=0.7, eps=1e-6, lr_scheduler="linear", warmup_steps=4
     )
@@ -345,7 +345,7 @@ def test_a_restored_state_of_the_same_settings_goes_on_bit_for_bit():
     for k in range(4):
         step(broken, *second, k)
     third = build(options, broken)
-    restore_optimizer(*third, second[0].state_dict(), second[1].state_dict())
+    restore_optimizer(*third, state_of(second[0]), second[1].state_dict())
     for k in range(4, 7):
         step(broken, *third, k)
     assert all(torch.equal(a, b) for a, b in zip(whole, broken, strict=True))
