@@ -320,18 +320,18 @@ class Family(ABC):
         compute_dtype: torch.dtype,
         attention: str,
         on_host: frozenset[str] = frozenset(),
-        base: str = AS_STORED,
+        quantize: str = AS_STORED,
         in_zeros: bool = False,
     ) -> Transformer:
         """Build the training forward over the patcher's frozen weights; those of the blocks in `on_host` stay on the
         host.
 
-        base: format of the blocks' Linears, one of `memory.weights.requantise.BASES`.
+        quantize: format of the blocks' Linears, one of `memory.weights.requantise.QUANTIZE`.
         in_zeros: fill those that are converted to it with zeros, for measurements.
         """
         lists = self.block_lists(patcher.model)
         blocks = frozenset(f"{name}.{i}" for name, length in lists.items() for i in range(length))
-        weights = FrozenWeights(patcher, device, compute_dtype, on_host, base, blocks, in_zeros)
+        weights = FrozenWeights(patcher, device, compute_dtype, on_host, quantize, blocks, in_zeros)
         choose = ragged_attention_function if self.ragged else attention_function
         return self.transformer(patcher.model, weights, choose(attention, device, compute_dtype))
 

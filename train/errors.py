@@ -110,8 +110,8 @@ def not_finite(name: str, step: int) -> CannotContinue:
         return CannotContinue(f"The {name} became NaN or infinite at step {step + 1}; lower learning_rate.")
     return CannotContinue(
         f"The {name} is NaN or infinite at step 1, before the LoRA has changed anything; choose another attention on "
-        "Training Memory, and set products to full there and compile to off. If that doesn't help, prepare the data "
-        "again."
+        "Training Memory, and set low_bit_matmul to off there and compile to off. If that doesn't help, prepare the "
+        "data again."
     )
 
 

@@ -333,6 +333,6 @@ class Saver:
             environment=self.environment,
             validation={"of": self.validation_key, "points": progress.validation} if self.validation_key else {},
             parts=list(self.context.parts),
-            products=self.products.decision(),
+            low_bit_matmul=self.products.decision(),
             **self.learner.state(),
         )

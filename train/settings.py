@@ -10,8 +10,8 @@ from ..common.text import finite, one_of, quoted, within
 from ..data.samples import TrainingData
 from ..lora.options import NetworkOptions
 from ..memory.host.pinning import PIN_MEMORY
-from ..memory.weights.products import FULL, PRODUCTS
-from ..memory.weights.requantise import AS_STORED, BASES
+from ..memory.weights.products import LOW_BIT_MATMULS, OFF
+from ..memory.weights.requantise import AS_STORED, QUANTIZE
 from .objective.options import ObjectiveOptions
 from .optim.options import OptimizerOptions
 from .optim.schedule import ENDLESS_SCHEDULERS
@@ -25,7 +25,7 @@ MOST_SIGMAS = 100
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """Memory options: activation checkpointing, attention kernel, block swap, products and base (TESSERA_MEMORY).
+    """Memory options: checkpointing, attention kernel, block swap, low-bit matmuls and quantizing (TESSERA_MEMORY).
 
     checkpointing: one of CHECKPOINTING; 'auto' takes the fastest that fits.
     attention: one of ATTENTION.
@@ -34,9 +34,9 @@ class MemoryOptions:
     prefetch_blocks: number of blocks copied ahead.
     pin_memory: pinning of the swapped blocks' host memory, one of PIN_MEMORY.
     offload_activations: keep the block inputs that full checkpointing saves on the host.
-    products: matmul precision of the blocks' frozen Linears, forward and backward, one of PRODUCTS; 'auto' depends on
-        the card.
-    base: format in which the blocks' frozen Linears of 16 and 32 bits are stored during training, one of BASES.
+    low_bit_matmul: matmul of the blocks' frozen Linears, forward and backward, one of LOW_BIT_MATMULS; 'auto'
+        depends on the card.
+    quantize: format in which the blocks' frozen Linears of 16 and 32 bits are stored during training, one of QUANTIZE.
     shard: each device of one machine holds a shard of every swapped block, which is gathered from all of them.
     verify: certificate before the first step, one of VERIFY; 'auto' makes one for models that no test covers by name.
     """
@@ -48,8 +48,8 @@ class MemoryOptions:
     prefetch_blocks: int = 1
     pin_memory: str = "auto"
     offload_activations: bool = False
-    products: str = FULL
-    base: str = AS_STORED
+    low_bit_matmul: str = OFF
+    quantize: str = AS_STORED
     shard: bool = False
     verify: str = "auto"
 
@@ -65,8 +65,8 @@ class MemoryOptions:
         if self.prefetch_blocks < 1:
             raise ValueError(f"prefetch_blocks is {self.prefetch_blocks}; set it to 1 or more.")
         one_of("pin_memory", self.pin_memory, PIN_MEMORY)
-        one_of("products", self.products, PRODUCTS)
-        one_of("base", self.base, BASES)
+        one_of("low_bit_matmul", self.low_bit_matmul, LOW_BIT_MATMULS)
+        one_of("quantize", self.quantize, QUANTIZE)
         one_of("verify", self.verify, VERIFY)
 
 
@@ -229,8 +229,8 @@ class TrainSettings:
     def lineage(self, data: str, model: str) -> str:
         """Fingerprint of everything that determines the steps of a run.
 
-        Runs of one lineage may differ in memory options, except for products and base, and in length if the schedule
-        does not depend on it.
+        Runs of one lineage may differ in memory options, except for low_bit_matmul and quantize, and in length if
+        the schedule does not depend on it.
         Options at their default are left out, so that adding an option does not change the key of existing runs.
 
         data: fingerprint of the training data.
@@ -250,10 +250,10 @@ class TrainSettings:
         }
         if not self.can_go_on:
             facts["steps"] = self.steps
-        if self.memory.products != FULL:
-            facts["products"] = self.memory.products
-        if self.memory.base != AS_STORED:
-            facts["base"] = self.memory.base
+        if self.memory.low_bit_matmul != OFF:
+            facts["low_bit_matmul"] = self.memory.low_bit_matmul
+        if self.memory.quantize != AS_STORED:
+            facts["quantize"] = self.memory.quantize
         return fingerprint(facts)
 
     def key(self, lineage: str) -> str:

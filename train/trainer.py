@@ -134,7 +134,7 @@ class Trainer:
         self.check_ranks("start")
         self.sync.begin(settings.steps - progress.step)
         try:
-            check_alike(self.world, "products", {"kind of product": ",".join(self.placed.products.precisions)})
+            check_alike(self.world, "low_bit_matmul", {"kind of matmul": ",".join(self.placed.products.precisions)})
             if self.placed.products.undecided:  # before validation, which uses the same matmuls
                 self.attempt(self.measure_products)
             self.between_steps()

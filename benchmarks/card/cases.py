@@ -202,11 +202,13 @@ def _other_models(device: str, room: _Room) -> Iterator[Group]:
     if room.size == "full":
         rows = [
             _train("flux stored in fp8, compiled, full", stored="fp8"),
-            _train("flux stored in fp8, fp8 products, compiled, full", stored="fp8", products="fp8", profiled=True),
+            _train(
+                "flux stored in fp8, fp8 products, compiled, full", stored="fp8", low_bit_matmul="fp8", profiled=True
+            ),
         ]
         yield room.steps("flux", 0, rows, stored="fp8")
     rows = [
-        _train(f"flux put into {low}, {low} products, compiled, full", profiled=True, base=low, products=low)
+        _train(f"flux put into {low}, {low} products, compiled, full", profiled=True, quantize=low, low_bit_matmul=low)
         for low in ("fp8", "int8")
     ]
     yield room.steps("flux", 0, rows)

@@ -107,7 +107,7 @@ class Steps:
     def make_trainer(self, settings: dict[str, Any], data: Any) -> Any:
         from step.contestant import make_trainer
 
-        names = ("attention", "pin_memory", "offload_activations", "products", "base")
+        names = ("attention", "pin_memory", "offload_activations", "low_bit_matmul", "quantize")
         memory = {name: settings[name] for name in names if name in settings}
         if "budget" in settings:
             memory["activation_budget"] = settings["budget"]

@@ -1,4 +1,4 @@
-"""Low bit on paper and on a CPU: bytes of real models in each base, and what further formats would cost in accuracy.
+"""Low bit on paper and on a CPU: bytes of real models by `quantize`, and what further formats would cost in accuracy.
 
 Run: python benchmarks low_bit --model all-MiniLM-L6-v2.safetensors > benchmarks/results/low_bit.md
 The model is a BERT of sentence-transformers (all-MiniLM-L6-v2: 6 blocks, 384 wide), real weights that a CPU can do.
@@ -34,8 +34,8 @@ CONCLUSIONS = """
   fp8 products, which no card has measured yet; until then it is widened at use, as it is stored.
 - nvfp4 and int4 stay as they are stored: as int8 they lose little more than they have, but take twice the memory, for
   which a file of more bits is closer.
-- There is no int4 base: its gradient is the worst of all. GGUF's Q4_0 is closer at 4.5 bits and Q5_0 at 5.5, and both
-  train as they are stored.
+- There is no int4 in `quantize`: its gradient is the worst of all. GGUF's Q4_0 is closer at 4.5 bits and Q5_0 at 5.5,
+  and both train as they are stored.
 - Activations are not kept in 8 bit. int8 is close enough, and halves what is kept of 16 bits; but selective
   checkpointing at 0.5 keeps 58 % of it for FLUX.1 at 1024², is exact, and costs 6 % of a step by the rates of
   `counted.md`, where rounding and widening move about as many bytes as it does."""
@@ -52,8 +52,8 @@ def real_shapes(name: str) -> dict[str, tuple[int, ...]]:
     return weight_shapes
 
 
-def held_bytes(shapes: Mapping[str, tuple[int, ...]], base: str) -> int:
-    """Bytes of a model's weights with its blocks in `base`, from a file of bf16, as the loader puts them there."""
+def held_bytes(shapes: Mapping[str, tuple[int, ...]], quantize: str) -> int:
+    """Bytes of a model's weights with its blocks converted by `quantize`, from a bf16 file."""
     requantise = import_module("tessera.memory.weights.requantise")
     file_names = import_module("tessera.nodes.model.file_names")
     in_blocks = import_module("tessera.models.blocks").in_blocks
@@ -62,10 +62,10 @@ def held_bytes(shapes: Mapping[str, tuple[int, ...]], base: str) -> int:
     quantised_names = set(in_blocks(matrices)) & file_names.linear_weights(tensors, None).keys()
     total = 0
     for key, tensor in tensors.items():
-        if base == requantise.AS_STORED or key not in quantised_names:
+        if quantize == requantise.AS_STORED or key not in quantised_names:
             total += tensor.nbytes
             continue
-        quantised = requantise.quantised_zeros(tuple(tensor.shape), base, torch.device("cpu"))
+        quantised = requantise.quantised_zeros(tuple(tensor.shape), quantize, torch.device("cpu"))
         total += sum(part.nbytes for part in quantised.state_dict(key).values())
     return total
 
@@ -106,8 +106,8 @@ def by_gguf(kind: str) -> Callable[[Tensor], tuple[Tensor, float]]:
 
 TURN = {"per_channel": True, "convrot": True}
 FORMATS: dict[str, Callable[[Tensor], tuple[Tensor, float]]] = {
-    "int8, turned by 64, rows (base int8)": by_layout("TensorWiseINT8Layout", **TURN, convrot_groupsize=64),
-    "fp8, one scale (base fp8)": fp8(False),
+    "int8, turned by 64, rows (quantize int8)": by_layout("TensorWiseINT8Layout", **TURN, convrot_groupsize=64),
+    "fp8, one scale (quantize fp8)": fp8(False),
     "fp8, rows": fp8(True),
     "mxfp8": by_layout("TensorCoreMXFP8Layout"),
     "nvfp4": by_layout("TensorCoreNVFP4Layout"),
@@ -217,9 +217,9 @@ def page(bert: Bert) -> Iterator[str]:
     yield "# Low bit: bytes, and what further formats would cost\n"
     yield "    python benchmarks low_bit --model all-MiniLM-L6-v2.safetensors > benchmarks/results/low_bit.md\n"
     yield "## Weights in GiB, of a bf16 file\n"
-    yield "| model | as stored | base int8 | base fp8 |\n| --- | ---: | ---: | ---: |"
+    yield "| model | as stored | quantize int8 | quantize fp8 |\n| --- | ---: | ---: | ---: |"
     for name, title in MODELS.items():
-        sizes = (held_bytes(real_shapes(name), base) / GIB for base in ("as stored", "int8", "fp8"))
+        sizes = (held_bytes(real_shapes(name), quantize) / GIB for quantize in ("as stored", "int8", "fp8"))
         yield f"| {title} | " + " | ".join(f"{size:.2f}" for size in sizes) + " |"
     originals = {f"{name}.weight": bert.weights[f"{name}.weight"] for name in bert.linears}
     exact = bert.gradient(originals)

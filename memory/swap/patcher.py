@@ -275,7 +275,7 @@ def swap_model(
         raise ValueError(
             "model is a GGUF file, whose loader moves weights by itself; leave Block Swap out (ComfyUI streams what "
             "doesn't fit; to train, set blocks_to_swap on Training Memory), or load a safetensors file with Load "
-            "Diffusion Model (Block Swap) and base int8."
+            "Diffusion Model (Block Swap) and quantize at int8."
         )
     if type(patcher) not in (ModelPatcher, SwapPatcher):
         raise ValueError(

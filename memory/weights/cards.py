@@ -11,7 +11,7 @@ import torch
 from .products import DTYPES, FP8, FULL, INT8, MULTIPLE
 from .widening import core_has_kernel
 
-NOT_COMPILED = "without compiling by inductor, fp8 products take longer than full ones"
+NOT_COMPILED = "without compiling by inductor, fp8 matmuls take longer than 16-bit ones"
 NO_KERNEL = "this ComfyUI has no int8 kernel for the card (it brings one where torch is built for CUDA 13)"
 
 
@@ -52,13 +52,13 @@ def obstacle(product: str, card: Card, dtype: torch.dtype) -> str | None:
     if card.kind == "cpu":
         return None  # torch's own matmuls, correct and slow
     if card.kind != "cuda":
-        return f"{product} products need an NVIDIA card"
+        return f"{product} matmuls need an NVIDIA card"
     if product == INT8 and card.capability == (10, 3):
         return "this card multiplies int8 slower than anything else"
     if product == INT8 and not card.has_int8_kernel:
         return NO_KERNEL
     least, name = ((7, 5), "RTX 20") if product == INT8 else ((8, 9), "RTX 40")
-    return None if card.capability >= least else f"{product} products need an {name} card or a newer one"
+    return None if card.capability >= least else f"{product} matmuls need an {name} card or a newer one"
 
 
 def preferred(card: Card, dtype: torch.dtype, fuses: bool = True) -> tuple[tuple[str, ...], str]:

@@ -78,22 +78,22 @@ class FrozenWeights:
         device: torch.device,
         compute_dtype: torch.dtype,
         on_host: frozenset[str] = frozenset(),
-        base: str = AS_STORED,
+        quantize: str = AS_STORED,
         blocks: frozenset[str] = frozenset(),
         in_zeros: bool = False,
     ):
         """on_host: the blocks, such as double_blocks.3, whose weights stay on the host.
 
-        base: format in which 16 and 32 bit weights of the Linears in `blocks` are read, one of `requantise.BASES`.
+        quantize: format in which 16 and 32 bit weights of the Linears in `blocks` are read, one of QUANTIZE.
         in_zeros: read these as zeros, which take no host memory: for measuring without training.
         """
         self.patcher = patcher
         self._check_unpatched()
         self.device, self.compute_dtype = device, compute_dtype
         self.on_host = on_host
-        self.blocks = blocks if base != AS_STORED else frozenset()
-        self.base, self.in_zeros = base, in_zeros
-        self.base_seconds = 0.0  # time spent reading weights as `base`
+        self.blocks = blocks if quantize != AS_STORED else frozenset()
+        self.quantize, self.in_zeros = quantize, in_zeros
+        self.quantize_seconds = 0.0  # time spent reading weights in that format
         for name in on_host:
             # Training moves unpatched matrices out of the flat buffers of the MODEL's own block swap. Patched or cast
             # weights would stay there; patched and small ones are copied out first, as they would keep a buffer alive.
@@ -111,10 +111,10 @@ class FrozenWeights:
         """Return the device that holds the weight `name`: the host for swapped blocks."""
         return torch.device("cpu") if _is_inside(name, self.on_host) else self.device
 
-    def bytes_before_base(self, name: str) -> int | None:
+    def bytes_as_stored(self, name: str) -> int | None:
         """Return the MODEL's bytes of the Linear `name` if it has 16 or 32 bits or is of a GGUF file.
 
-        None for a weight that no base applies to.
+        None for a weight that `quantize` leaves alone.
         """
         weight, _, _ = get_key_weight(self.patcher.model, f"diffusion_model.{name}.weight")
         if block_type(weight) is not None:
@@ -186,35 +186,35 @@ class FrozenWeights:
         weight = self._stored(name)
         return None if weight is None else weight.to(self.compute_dtype)
 
-    def linear(self, name: str, without_base: bool = False) -> FrozenLinear:
+    def linear(self, name: str, as_stored: bool = False) -> FrozenLinear:
         """Read the Linear `name` of the diffusion model, for example `double_blocks.0.img_attn.qkv`.
 
-        without_base: read it as the MODEL stores it. May raise ComfyUI's interrupt, as reading a model takes a while.
+        as_stored: read it as the MODEL stores it. May raise ComfyUI's interrupt, as reading a model takes a while.
         """
         comfy.model_management.throw_exception_if_processing_interrupted()
         module = self.patcher.model.get_submodule(f"diffusion_model.{name}")
-        in_base = not without_base and _is_inside(name, self.blocks)
-        frozen = (self._in_base(name) if in_base else None) or self._linear(name, module)
+        quantized = not as_stored and _is_inside(name, self.blocks)
+        frozen = (self._in_base(name) if quantized else None) or self._linear(name, module)
         bias = self.tensor(f"{name}.bias") if getattr(module, "bias", None) is not None else None
         smoothed = getattr(module, "pre_quant_scale", None) is not None
         smoothing = self.tensor(f"{name}.pre_quant_scale") if smoothed else None
         return frozen._replace(bias=bias, pre_quant_scale=smoothing)
 
     def _in_base(self, name: str) -> FrozenLinear | None:
-        """Read the patched weight of a Linear in `base`; None if that is impossible, or it has 8 bits or fewer."""
-        if self.bytes_before_base(name) is None:
+        """Quantise the patched weight of a Linear; None if that is impossible, or it has 8 bits or fewer."""
+        if self.bytes_as_stored(name) is None:
             return None
         home = self.home(name)
         if self.in_zeros:
             module: Any = self.patcher.model.get_submodule(f"diffusion_model.{name}")
-            zeros = quantised_zeros((module.out_features, module.in_features), self.base, home)
+            zeros = quantised_zeros((module.out_features, module.in_features), self.quantize, home)
             return self._quantised(zeros, home)
         started = time.perf_counter()
         weight = self._stored(f"{name}.weight", narrowed=False)
         assert weight is not None, name
         with torch.inference_mode(False), torch.no_grad():
-            requantised = quantised(weight, self.base, self.device, home)
-        self.base_seconds += time.perf_counter() - started
+            requantised = quantised(weight, self.quantize, self.device, home)
+        self.quantize_seconds += time.perf_counter() - started
         return None if requantised is None else self._quantised(requantised, home)
 
     def _linear(self, name: str, module: torch.nn.Module) -> FrozenLinear:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-FULL, INT8, FP8, AUTO = "full", "int8", "fp8", "auto"
-PRODUCTS = (FULL, INT8, FP8, AUTO)
+FULL, INT8, FP8 = "full", "int8", "fp8"
+OFF, AUTO = "off", "auto"
+LOW_BIT_MATMULS = (OFF, INT8, FP8, AUTO)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Compute dtypes that the low-precision matmuls support."""

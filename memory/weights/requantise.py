@@ -20,7 +20,7 @@ from ...common.text import shortlist
 from .products import FP8, INT8
 
 AS_STORED = "as stored"
-BASES = (AS_STORED, INT8, FP8)
+QUANTIZE = (AS_STORED, INT8, FP8)
 WIDE = (torch.float32, torch.bfloat16, torch.float16)
 TURNS = (256, 64, 16)
 """Sizes of the Hadamard matrix; the first that divides the columns is used."""
@@ -28,16 +28,16 @@ SLICE = 1 << 22
 """Elements of a weight quantised at once."""
 
 
-_KEY = "tessera.base"
+_KEY = "tessera.quantize"
 
 
-def remember_base(patcher: ModelPatcher, base: str) -> None:
-    """Record on a MODEL and its clones that its loader has quantised it to `base`."""
-    patcher.set_attachments(_KEY, base)
+def remember_quantize(patcher: ModelPatcher, quantize: str) -> None:
+    """Record on a MODEL and its clones that its loader has quantised it to this format."""
+    patcher.set_attachments(_KEY, quantize)
 
 
-def base_of(patcher: ModelPatcher) -> str:
-    """Return the base that the MODEL's loader has quantised it to, AS_STORED if it has not."""
+def quantize_of(patcher: ModelPatcher) -> str:
+    """Return the format that the MODEL's loader has quantised it to, AS_STORED if it has not."""
     return patcher.get_attachment(_KEY) or AS_STORED
 
 
@@ -56,23 +56,25 @@ class Requantised:
     bytes_after: int = 0
     skipped: dict[str, list[str]] = field(default_factory=dict)
 
-    def notes(self, base: str, took: str = "") -> Iterator[str]:
+    def notes(self, quantize: str, took: str = "") -> Iterator[str]:
         """Yield sentences for the user. took: the duration, in words."""
         gain = f"{self.bytes_before / 2**30:.2f} GiB became {self.bytes_after / 2**30:.2f} GiB"
         if self.count:
-            yield f"base: {self.count} layers of the blocks were converted to {base}{took}; {gain}."
+            yield f"quantize: {self.count} layers of the blocks were converted to {quantize}{took}; {gain}."
         else:
-            yield f"base is '{base}', but no layer was converted."
+            yield f"quantize is '{quantize}', but no layer was converted."
         if self.unturned:
-            yield f"base: {self.unturned} of them have a width that isn't a multiple of 16, where int8 is less exact."
+            yield (
+                f"quantize: {self.unturned} of them have a width that isn't a multiple of 16, where int8 is less exact."
+            )
         for reason, layers in self.skipped.items():
-            yield f"base: {shortlist(layers)} stayed as stored: {reason}."
+            yield f"quantize: {shortlist(layers)} stayed as stored: {reason}."
 
 
 def requantise(
     tensors: dict[str, Tensor],
     names: Collection[str],
-    base: str,
+    quantize: str,
     device: torch.device,
     progress: Callable[[int, int], None],
 ) -> Requantised:
@@ -80,7 +82,7 @@ def requantise(
 
     tensors: the state dict; a replaced weight is removed from it, and freed if nothing else holds it.
     names: keys of the weights, (out, in) each. Those with 8 bits or fewer are unchanged.
-    base: one of BASES but the first.
+    quantize: one of QUANTIZE but the first.
     device: computes them; the results are on the host.
     progress(index, total): called before each.
     """
@@ -91,13 +93,13 @@ def requantise(
         if weight.dtype not in WIDE or f"{module}.comfy_quant" in tensors:
             result.skipped.setdefault("already in 8 bit or less", []).append(module)
             continue
-        converted = quantised(weight, base, device, torch.device("cpu"))
+        converted = quantised(weight, quantize, device, torch.device("cpu"))
         if converted is None:
             result.skipped.setdefault("all zero, or not finite", []).append(module)
             continue
-        described = _describe(base, weight.shape[1])
+        described = _describe(quantize, weight.shape[1])
         result.count += 1
-        result.unturned += base == INT8 and "convrot" not in described
+        result.unturned += quantize == INT8 and "convrot" not in described
         result.bytes_before += weight.nbytes
         text = torch.tensor(list(json.dumps(described).encode()), dtype=torch.uint8)
         parts = converted.state_dict(name)
@@ -114,10 +116,10 @@ def largest(weight: Tensor) -> Tensor:
     return torch.maximum(-low, high).float()
 
 
-def quantised_zeros(shape: tuple[int, int], base: str, home: torch.device) -> QuantizedTensor:
+def quantised_zeros(shape: tuple[int, int], quantize: str, home: torch.device) -> QuantizedTensor:
     """Make a weight of zeros in the format that `quantised` returns; on the host its codes take no memory until they
     are written."""
-    layout, options = _layout(base, shape[1])
+    layout, options = _layout(quantize, shape[1])
     kind = QuantizedTensor.from_float(torch.zeros(1, shape[1]), layout, **options)
     codes, params = quantised_data(kind), quantised_params(kind)
     data = torch.from_numpy(np.zeros((shape[0], *codes.shape[1:]), np.uint8)).view(codes.dtype)
@@ -126,22 +128,22 @@ def quantised_zeros(shape: tuple[int, int], base: str, home: torch.device) -> Qu
     return QuantizedTensor(data.to(home), layout, params)
 
 
-def _layout(base: str, columns: int, amax: Tensor | None = None) -> tuple[str, dict[str, Any]]:
+def _layout(quantize: str, columns: int, amax: Tensor | None = None) -> tuple[str, dict[str, Any]]:
     """Return the name of ComfyUI's layout for a weight, and its options for quantising.
 
     amax: largest absolute value of the weight.
     """
-    if base == FP8:
+    if quantize == FP8:
         amax = torch.ones(()) if amax is None else amax
         return "TensorCoreFP8E4M3Layout", {"scale": amax / torch.finfo(torch.float8_e4m3fn).max}
-    described = _describe(base, columns)
+    described = _describe(quantize, columns)
     del described["format"]
     return "TensorWiseINT8Layout", {"per_channel": True, **described}
 
 
-def _describe(base: str, columns: int) -> dict[str, Any]:
+def _describe(quantize: str, columns: int) -> dict[str, Any]:
     """Return ComfyUI's description of a weight in this format, a file's `comfy_quant`."""
-    if base == FP8:
+    if quantize == FP8:
         # Otherwise core would multiply in fp8 on cards that support it, with x cast without a scale.
         return {"format": "float8_e4m3fn", "full_precision_matrix_mult": True}
     turn = next((size for size in TURNS if columns % size == 0), None)
@@ -149,10 +151,10 @@ def _describe(base: str, columns: int) -> dict[str, Any]:
     return {"format": "int8_tensorwise", **convrot}
 
 
-def quantised(weight: Tensor, base: str, device: torch.device, home: torch.device) -> QuantizedTensor | None:
+def quantised(weight: Tensor, quantize: str, device: torch.device, home: torch.device) -> QuantizedTensor | None:
     """Quantise one weight (out, in), some rows at a time, so that few elements are held in fp32.
 
-    base: one of BASES but the first.
+    quantize: one of QUANTIZE but the first.
     device: computes it.
     home: device of the result.
 
@@ -161,7 +163,7 @@ def quantised(weight: Tensor, base: str, device: torch.device, home: torch.devic
     amax = largest(weight)
     if not (torch.isfinite(amax) and amax > 0):
         return None
-    layout, options = _layout(base, weight.shape[1], amax.to(device))
+    layout, options = _layout(quantize, weight.shape[1], amax.to(device))
     codes: Tensor | None = None
     scales: list[Tensor] = []
     rows = max(1, SLICE // weight.shape[1])

@@ -76,14 +76,14 @@ class LoraLinear(LoraLayer):
     def read_on_device(self) -> FrozenLinear:
         return self.read().to(self._source[0].device)
 
-    def bytes_before_base(self) -> int | None:
-        """Return the bytes of the weight in the MODEL; None for one that no `base` converts."""
+    def bytes_as_stored(self) -> int | None:
+        """Return the bytes of the weight in the MODEL; None for one that `quantize` does not convert."""
         weights, name = self._source
-        return weights.bytes_before_base(name)
+        return weights.bytes_as_stored(name)
 
-    def seconds_of_base(self) -> float:
-        """Return the seconds spent on converting weights to `base`, over all Linears of the transformer."""
-        return self._source[0].base_seconds
+    def quantize_seconds(self) -> float:
+        """Return the seconds spent on converting weights by `quantize`, over all Linears of the transformer."""
+        return self._source[0].quantize_seconds
 
     def repoint(self, name: str, source: Tensor, target: Tensor) -> bool:
         weights, layer_name = self._source

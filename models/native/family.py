@@ -131,13 +131,13 @@ class NativeFamily(Family):
         compute_dtype: torch.dtype,
         attention: str,
         on_host: frozenset[str] = frozenset(),
-        base: str = AS_STORED,
+        quantize: str = AS_STORED,
         in_zeros: bool = False,
     ) -> Transformer:
         blocks = numbered(find_blocks(patcher.model.diffusion_model))
         swapped = frozenset(blocks[name].name for name in on_host)
         block_names = frozenset(block.name for block in blocks.values())
-        weights = FrozenWeights(patcher, device, compute_dtype, swapped, base, block_names, in_zeros)
+        weights = FrozenWeights(patcher, device, compute_dtype, swapped, quantize, block_names, in_zeros)
         attend = attention_function(attention, device, compute_dtype)
         run_state = self._results, self._streams, self._batching
         return NativeTransformer(self.title, Shadow(patcher, weights), blocks, attend, compute_dtype, *run_state)

@@ -187,7 +187,7 @@ class Shadow:
         """Run one module in fp32 on freshly read weights: if its block is swapped, it may hold those of another."""
         module = self.diffusion_model.get_submodule(name)
         if name in self.layers and not isinstance(module, NativeConv):
-            return self._weights.linear(name, without_base=True).to(self._weights.device).apply(x)
+            return self._weights.linear(name, as_stored=True).to(self._weights.device).apply(x)
         module, weights = copy.copy(module), self._weights
         read = {part: weights.stored(f"{name}.{part}") for part in ("weight", "bias") if part in module._buffers}
         on_device = {part: None if tensor is None else tensor.to(weights.device) for part, tensor in read.items()}

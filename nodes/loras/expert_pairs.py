@@ -31,7 +31,7 @@ from .lora_list import (
 
 _SEPARATOR = " + "
 # Metadata fields, and prefixes of option fields, that differ between the two runs of one pair.
-_OF_ONE_RUN = {"output_name", "base_model", "loaded_base", "started", "finished", "final_loss"}
+_OF_ONE_RUN = {"output_name", "base_model", "loader_quantize", "started", "finished", "final_loss"}
 _OF_ONE_EXPERT = ("min_sigma", "max_sigma", "start_from", "base_lora", "base_strength", "training_adapter")
 
 

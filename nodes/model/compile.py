@@ -21,7 +21,7 @@ from ...compile.settings import (
     dynamic_named,
     parse_overrides,
 )
-from ...memory.weights.requantise import AS_STORED, base_of
+from ...memory.weights.requantise import AS_STORED, quantize_of
 from ..common.progress import client_server, prompt_id
 
 log = logging.getLogger(__name__)
@@ -224,8 +224,8 @@ class TesseraCompileReport(io.ComfyNode):
             report = CompileReport(text, [])
         else:
             report = compiled_model.report()
-            if (base := base_of(model)) != AS_STORED:
-                report.heading += f", base {base}"
+            if (quantize := quantize_of(model)) != AS_STORED:
+                report.heading += f", quantize {quantize}"
             text = report.text()
         return io.NodeOutput(text, ui={"tessera": [report.facts() | {"text": text}]})
 

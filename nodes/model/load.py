@@ -13,12 +13,12 @@ from ...common.untrusted.tensor_files import open_tensors
 from ...memory.host.mapped_file import KeepMapped, copy_into_ram
 from ...memory.swap.selection import check_count
 from ...memory.weights.dynamic_vram import cast_as_asked
-from ...memory.weights.requantise import AS_STORED, BASES
+from ...memory.weights.requantise import AS_STORED, QUANTIZE
 from ...models.blocks import most_blocks
 from ...models.name_table import uncompiled
 from ...models.swapped_model import SwapSettings
 from .block_swap import swap_inputs, with_swap
-from .model_file import SAFETENSORS, is_of_compiled, load_of_compiled, open_with_base, readable
+from .model_file import SAFETENSORS, is_of_compiled, load_of_compiled, open_quantized, readable
 
 WEIGHT_DTYPES = {
     "default": None,
@@ -60,8 +60,8 @@ class TesseraLoadDiffusionModel(io.ComfyNode):
                 ),
                 *swap_inputs(default=0, optional=True),
                 io.Combo.Input(
-                    "base",
-                    options=list(BASES),
+                    "quantize",
+                    options=list(QUANTIZE),
                     default=AS_STORED,
                     optional=True,
                     tooltip="Converts the block layers of a 16-bit file to 8 bit while loading: half the memory, and "
@@ -88,47 +88,47 @@ class TesseraLoadDiffusionModel(io.ComfyNode):
         blocks_to_swap: int = 0,
         prefetch_blocks: int = SwapSettings.prefetch_blocks,
         pin_memory: str = SwapSettings.pin_memory,
-        base: str = AS_STORED,
+        quantize: str = AS_STORED,
     ) -> io.NodeOutput:
         options: dict[str, Any] = {}
         if (dtype := WEIGHT_DTYPES[weight_dtype]) is not None:
             options["dtype"] = dtype
         if weight_dtype == "fp8_e4m3fn_fast":
             options["fp8_optimizations"] = True
-        _check_base(base, weight_dtype)
+        _check_quantize(quantize, weight_dtype)
         path = folder_paths.get_full_path_or_raise("diffusion_models", unet_name)
         # In the executor's inference mode, like core's loader: scaled fp8 weights made outside it can't be moved inside
         # it. Training views the same memory through ordinary tensors. Dynamic VRAM, which block swap replaces, would
         # load the file a second time.
         if blocks_to_swap == 0:
             with readable(unet_name):
-                model, notes = _load(path, options, base, dynamic=True)
+                model, notes = _load(path, options, quantize, dynamic=True)
             return io.NodeOutput(model, ui={"tessera": [{"notes": notes}]})  # clears earlier notes on the node
         if blocks_to_swap != -1:
             _check_count(path, blocks_to_swap)
         # The host, whatever ComfyUI's options: under --highvram it would load the whole model onto the device.
         options["offload_device"] = torch.device("cpu")
         with KeepMapped() as mapped, readable(unet_name):
-            model, notes = _load(path, options, base, dynamic=False)
+            model, notes = _load(path, options, quantize, dynamic=False)
         cast_as_asked(model.model)
         copy_into_ram(model.model)
         settings = SwapSettings(blocks_to_swap, prefetch_blocks, pin_memory)
-        message = mapped.message() if base == AS_STORED else None  # 8-bit blocks are in RAM in any case
+        message = mapped.message() if quantize == AS_STORED else None  # 8-bit blocks are in RAM in any case
         return with_swap(model, settings, notes if message is None else [*notes, message])
 
 
-def _check_base(base: str, weight_dtype: str) -> None:
+def _check_quantize(quantize: str, weight_dtype: str) -> None:
     """Check that only one of two inputs sets the format of the weights. Raises ValueError."""
-    if base != AS_STORED and weight_dtype != "default":
+    if quantize != AS_STORED and weight_dtype != "default":
         raise ValueError(
-            f"base is '{base}' and weight_dtype is '{weight_dtype}', but only one of them can choose the format of "
-            "the weights; set weight_dtype to 'default'."
+            f"quantize is '{quantize}' and weight_dtype is '{weight_dtype}', but only one of them can choose the "
+            "format of the weights; set weight_dtype to 'default'."
         )
 
 
-def _load(path: str, options: dict[str, Any], base: str, dynamic: bool) -> tuple[Any, list[str]]:
-    if base != AS_STORED:
-        return open_with_base(path, options, base, dynamic)
+def _load(path: str, options: dict[str, Any], quantize: str, dynamic: bool) -> tuple[Any, list[str]]:
+    if quantize != AS_STORED:
+        return open_quantized(path, options, quantize, dynamic)
     if is_of_compiled(path):
         return load_of_compiled(path, options, dynamic), []
     return (sd.load_diffusion_model if dynamic else load_without_dynamic_vram)(path, options), []

@@ -19,7 +19,7 @@ from torch import nn
 
 from ...common.core import load_tensors, remember_loader
 from ...common.untrusted.tensor_files import open_tensors
-from ...memory.weights.requantise import AS_STORED, remember_base, requantise
+from ...memory.weights.requantise import AS_STORED, remember_quantize, requantise
 from ...models.blocks import in_blocks
 from .file_names import diffusion_model_tensors, linear_weights
 
@@ -76,53 +76,53 @@ def _uncompiled(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     return tensors, {key: text.replace("_orig_mod.", "") for key, text in (metadata or {}).items()}
 
 
-def open_with_base(path: str, options: dict[str, Any], base: str, dynamic: bool) -> tuple[Any, list[str]]:
+def open_quantized(path: str, options: dict[str, Any], quantize: str, dynamic: bool) -> tuple[Any, list[str]]:
     """Load a diffusion model with the Linears of its blocks in 8 bit.
 
-    base: one of `requantise.BASES` except the first. If this takes longer than LONG, the result is saved next to the
-    file and read the next time.
+    quantize: one of QUANTIZE except the first. If this takes longer than LONG, the result is saved next to the file and
+    read the next time.
 
     Returns the MODEL and notes for the user. Raises ValueError for a file without a diffusion model, or with names
     other than ComfyUI's.
     """
-    tensors, metadata, said = _with_base(path, base)
-    return _model_of(tensors, metadata, path, options, base, dynamic), said
+    tensors, metadata, said = _quantized_tensors(path, quantize)
+    return _model_of(tensors, metadata, path, options, quantize, dynamic), said
 
 
 def _model_of(
-    tensors: dict[str, torch.Tensor], metadata: Any, path: str, options: dict[str, Any], base: str, dynamic: bool
+    tensors: dict[str, torch.Tensor], metadata: Any, path: str, options: dict[str, Any], quantize: str, dynamic: bool
 ) -> Any:
     model = load_tensors(path, dict(tensors), metadata, options, dynamic)
     if model.is_dynamic():
         _loaded_of[model.model] = tensors, metadata
-    remember_base(model, base)
-    remember_loader(model, _load_again, path, options, base, weakref.ref(model.model))
+    remember_quantize(model, quantize)
+    remember_loader(model, _load_again, path, options, quantize, weakref.ref(model.model))
     return model
 
 
-def _load_again(path: str, options: dict[str, Any], base: str, first: Callable[[], Any], dynamic: bool) -> Any:
+def _load_again(path: str, options: dict[str, Any], quantize: str, first: Callable[[], Any], dynamic: bool) -> Any:
     """Reload the MODEL, with or without dynamic VRAM.
 
     first: returns the model loaded before, None if it is gone.
     """
     previous = first()
     if previous not in _loaded_of:
-        return open_with_base(path, options, base, dynamic)[0]
-    return _model_of(*_loaded_of[previous], path, options, base, dynamic)
+        return open_quantized(path, options, quantize, dynamic)[0]
+    return _model_of(*_loaded_of[previous], path, options, quantize, dynamic)
 
 
-def _with_base(path: str, base: str) -> tuple[dict[str, torch.Tensor], Any, list[str]]:
-    cached_file = kept_file(path, base)
+def _quantized_tensors(path: str, quantize: str) -> tuple[dict[str, torch.Tensor], Any, list[str]]:
+    cached_file = quantized_file(path, quantize)
     if _source_of(cached_file) == _source(path):
         tensors, metadata = comfy.utils.load_torch_file(str(cached_file), return_metadata=True)
-        return tensors, metadata, [f"base: loaded from {cached_file.name}, where the blocks are in {base}."]
+        return tensors, metadata, [f"quantize: loaded from {cached_file.name}, where the blocks are in {quantize}."]
     read, metadata = _uncompiled(path)
     tensors = diffusion_model_tensors(read, metadata)
     del read
     if tensors is None:
         raise ValueError(
-            f"base is '{base}', but the names in {Path(path).name} are not ComfyUI's. Choose a file that was made for "
-            f"ComfyUI, or set base to '{AS_STORED}'."
+            f"quantize is '{quantize}', but the names in {Path(path).name} are not ComfyUI's. Choose a file that was "
+            f"made for ComfyUI, or set quantize to '{AS_STORED}'."
         )
     started = time.perf_counter()
     linears = linear_weights(tensors, metadata)
@@ -131,18 +131,18 @@ def _with_base(path: str, base: str) -> tuple[dict[str, torch.Tensor], Any, list
     skipped = [name for name in inside if name not in linears]
     convolutions = [name.removesuffix(".weight") for name in skipped if tensors[name].ndim > 2]
     rest = [name.removesuffix(".weight") for name in skipped if tensors[name].ndim == 2]
-    result = requantise(tensors, names, base, comfy.model_management.get_torch_device(), _Progress())
+    result = requantise(tensors, names, quantize, comfy.model_management.get_torch_device(), _Progress())
     result.skipped |= {reason: layers for reason, layers in ((CONVOLUTION, convolutions), (NO_LINEAR, rest)) if layers}
     seconds = time.perf_counter() - started
-    said = list(result.notes(base, f" in {seconds:.0f} s"))
+    said = list(result.notes(quantize, f" in {seconds:.0f} s"))
     if seconds > LONG:
         said.append(_keep(tensors, metadata, path, cached_file))
     return tensors, metadata, said
 
 
-def kept_file(path: str, base: str) -> Path:
+def quantized_file(path: str, quantize: str) -> Path:
     """Return the file next to a model's that holds its blocks in 8 bit."""
-    return Path(path).with_name(f"{Path(path).stem}.{base}.safetensors")
+    return Path(path).with_name(f"{Path(path).stem}.{quantize}.safetensors")
 
 
 def _source(path: str) -> str:
@@ -170,11 +170,13 @@ def _keep(tensors: dict[str, torch.Tensor], metadata: Any, path: str, target: Pa
     """Write the 8-bit file if there is room. Returns a note on it."""
     size = sum(tensor.nbytes for tensor in tensors.values())
     if target.exists() and _is_damaged(target):
-        return f"base: not saved, because {target.name} already exists and is damaged; delete it."
+        return f"quantize: not saved, because {target.name} already exists and is damaged; delete it."
     if target.exists() and _source_of(target) is None:
-        return f"base: not saved, because {target.name} already exists and was not made by this node."
+        return f"quantize: not saved, because {target.name} already exists and was not made by this node."
     if shutil.disk_usage(target.parent).free < 1.1 * size:
-        return f"base: not saved, because {target.parent.name} doesn't have {size / 2**30:.1f} GiB of free disk space."
+        return (
+            f"quantize: not saved, because {target.parent.name} doesn't have {size / 2**30:.1f} GiB of free disk space."
+        )
     part = target.with_suffix(".part")
     try:
         plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -182,9 +184,9 @@ def _keep(tensors: dict[str, torch.Tensor], metadata: Any, path: str, target: Pa
         os.replace(part, target)
     except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: tensors that share memory
         part.unlink(missing_ok=True)
-        return f"base: not saved as a file: {error}."
+        return f"quantize: not saved as a file: {error}."
     return (
-        f"base: saved as {target.name} ({size / 2**30:.1f} GiB), and loaded from there from now on. Other loaders "
+        f"quantize: saved as {target.name} ({size / 2**30:.1f} GiB), and loaded from there from now on. Other loaders "
         "can use it too; delete it if you don't need it."
     )
 

@@ -1,9 +1,9 @@
-"""Training Memory: checkpointing, attention, block swap, offload, products, base, shard and verify."""
+"""Training Memory: checkpointing, attention, block swap, offload, low_bit_matmul, quantize, shard and verify."""
 
 from comfy_api.latest import io
 
-from ...memory.weights.products import PRODUCTS
-from ...memory.weights.requantise import BASES
+from ...memory.weights.products import LOW_BIT_MATMULS
+from ...memory.weights.requantise import QUANTIZE
 from ...train.settings import ATTENTION, CHECKPOINTING, VERIFY, MemoryOptions
 from ..common.types import MemoryType
 from ..model.block_swap import swap_inputs
@@ -58,18 +58,18 @@ class TesseraMemory(io.ComfyNode):
                     "pictures or batches that don't fit otherwise.",
                 ),
                 io.Combo.Input(
-                    "products",
-                    options=list(PRODUCTS),
-                    default=MemoryOptions.products,
+                    "low_bit_matmul",
+                    options=list(LOW_BIT_MATMULS),
+                    default=MemoryOptions.low_bit_matmul,
                     optional=True,
-                    tooltip="How the model's frozen layers multiply. full: in 16 bits, however they are stored. int8 "
+                    tooltip="How the model's frozen layers multiply. off: in 16 bits, however they are stored. int8 "
                     "and fp8: in 8 bits, directly from 8-bit weights; faster on cards that support it well, and a "
                     "little less exact. auto: chosen by the card.",
                 ),
                 io.Combo.Input(
-                    "base",
-                    options=list(BASES),
-                    default=MemoryOptions.base,
+                    "quantize",
+                    options=list(QUANTIZE),
+                    default=MemoryOptions.quantize,
                     optional=True,
                     tooltip="Converts the frozen layers of a 16-bit model while it trains; the model itself and "
                     "previews don't change. int8 and fp8 need half the memory; int8 is closer to the original.",
@@ -107,8 +107,8 @@ class TesseraMemory(io.ComfyNode):
         prefetch_blocks: int = MemoryOptions.prefetch_blocks,
         pin_memory: str = MemoryOptions.pin_memory,
         offload_activations: bool = MemoryOptions.offload_activations,
-        products: str = MemoryOptions.products,
-        base: str = MemoryOptions.base,
+        low_bit_matmul: str = MemoryOptions.low_bit_matmul,
+        quantize: str = MemoryOptions.quantize,
         shard: bool = MemoryOptions.shard,
         verify: str = MemoryOptions.verify,
     ) -> io.NodeOutput:
@@ -120,8 +120,8 @@ class TesseraMemory(io.ComfyNode):
             prefetch_blocks,
             pin_memory,
             offload_activations,
-            products,
-            base,
+            low_bit_matmul,
+            quantize,
             shard,
             verify,
         )

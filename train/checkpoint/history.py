@@ -18,7 +18,7 @@ from .state import read_header
 
 Plain = dict[str, Any]
 _OPTIONS = {"network": NetworkOptions, "optimizer": OptimizerOptions, "objective": ObjectiveOptions}
-_OF_MEMORY = ("products", "base")
+_OF_MEMORY = ("low_bit_matmul", "quantize")
 _FIELDS = (
     *("family", "variant", "base_model", "batch_size", "gradient_accumulation", "seed"),
     *("network", "optimizer", "objective", "data", "samples", "resolution"),

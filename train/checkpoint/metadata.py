@@ -28,7 +28,7 @@ from ...lora.files.header import for_file, last_part, without_paths
 from ...lora.files.lora_model import ALPHA, DOWN, MODULES, LoraModel
 from ...lora.options import NetworkOptions
 from ...lora.plan import base_spec
-from ...memory.weights.requantise import AS_STORED, base_of
+from ...memory.weights.requantise import AS_STORED, quantize_of
 from ...models.adapters.registry import adapter_kind
 from ...models.family import Family, Origin
 from ..objective.options import ObjectiveOptions
@@ -72,7 +72,7 @@ class RunFacts:
     saving: save intervals and number of retained LoRAs.
     compile: 'auto' or 'off'.
     continued_from: earlier segments with other settings, see `history.continued_from`.
-    loaded_base: format that Load Diffusion Model converted the model to, one of `requantise.BASES`.
+    loader_quantize: format that Load Diffusion Model converted the model to, one of `requantise.QUANTIZE`.
     modules: names of the model's modules, if its LoRA files have to record them, see `NameTable.recorded`.
     """
 
@@ -102,7 +102,7 @@ class RunFacts:
     saving: Mapping[str, int] = field(default_factory=dict)
     compile: str = "auto"
     continued_from: Sequence[Mapping[str, Any]] = ()
-    loaded_base: str = AS_STORED
+    loader_quantize: str = AS_STORED
     modules: str = ""
 
 
@@ -224,7 +224,7 @@ def collect_facts(
         validation=settings.validation.facts() if settings.validation else None,
         saving={name: getattr(settings, name) for name in ("save_every", "save_every_epochs", "keep_last")},
         compile=settings.compile,
-        loaded_base=base_of(patcher),
+        loader_quantize=quantize_of(patcher),
         modules=family.names.recorded(),
     )
 

@@ -15,7 +15,7 @@ from ..optim.state_dict import unpack_state
 
 FORMAT = 1
 MASTER_WEIGHTS_PREFIX = "masters."
-OPTIONAL = ("validation", "products")
+OPTIONAL = ("validation", "low_bit_matmul")
 _FIELDS = {"format", "step", "batches", "loss", "lineage", "machine", "tree", "adapters", "parts", *OPTIONAL}
 _MOVING = ("optimizer", "scheduler", "scaler", "average")
 _SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
@@ -53,7 +53,7 @@ class StateHeader:
     adapters: specs of the adapters with the layers that have them.
     parts: segments of the run.
     validation: points and the validation key, empty without validation.
-    products: layers that run full-precision matmuls; empty in most states.
+    low_bit_matmul: layers that run full-precision matmuls; empty in most states.
     """
 
     step: int
@@ -66,7 +66,7 @@ class StateHeader:
     adapters: list[dict[str, Any]]
     parts: list[dict[str, Any]]
     validation: dict[str, Any] = field(default_factory=dict)
-    products: dict[str, Any] = field(default_factory=dict)
+    low_bit_matmul: dict[str, Any] = field(default_factory=dict)
 
 
 class UnreadableField(Exception):
@@ -113,7 +113,7 @@ def parse_header(plain: Any, tensors: Mapping[str, StoredTensor]) -> StateHeader
     _check_validation(optional.get("validation", {}), step)
     _check_adapters(adapters, {name.rpartition(".")[0] for name in master_weights})
     _check_parts(parts, step)
-    _check_products(optional.get("products", {}))
+    _check_low_bit_matmul(optional.get("low_bit_matmul", {}))
     moving = _moving(plain.get("tree"), tensors, step)
     _check_average(moving["average"], master_weights, step)
     return StateHeader(
@@ -213,15 +213,15 @@ def _check_parts(parts: Any, step: int) -> None:
             begin = part["to_step"]
 
 
-def _check_products(products: Any) -> None:
-    _need(isinstance(products, dict), "products")
-    if not products:
+def _check_low_bit_matmul(low_bit_matmul: Any) -> None:
+    _need(isinstance(low_bit_matmul, dict), "low_bit_matmul")
+    if not low_bit_matmul:
         return
-    _check_names(products, {"asked", "full"})
-    _need(_is_name(products.get("asked")) and isinstance(products.get("full"), list), "products")
-    for place in products["full"]:
-        _need(isinstance(place, list) and all(map(_is_name, place)), "products")
-        _need(len(place) > 2 and set(place[2:]) <= {"forward", "backward"}, "products")
+    _check_names(low_bit_matmul, {"asked", "full"})
+    _need(_is_name(low_bit_matmul.get("asked")) and isinstance(low_bit_matmul.get("full"), list), "low_bit_matmul")
+    for place in low_bit_matmul["full"]:
+        _need(isinstance(place, list) and all(map(_is_name, place)), "low_bit_matmul")
+        _need(len(place) > 2 and set(place[2:]) <= {"forward", "backward"}, "low_bit_matmul")
 
 
 def _need(holds: bool, name: str) -> None:

@@ -54,7 +54,7 @@ class TrainingState:
     parts: segments of the run, see `checkpoint.history`.
     average: EMA of the LoRA, empty without one.
     validation: points (`validation.Validation`) and the validation key, empty without validation.
-    products: layers that run full-precision matmuls because int8/fp8 would lose too much
+    low_bit_matmul: layers that run full-precision matmuls because int8/fp8 would lose too much
         (`placement.products.BlockProducts.decision`); empty if nothing was decided.
     """
 
@@ -71,7 +71,7 @@ class TrainingState:
     parts: list[dict[str, Any]]
     average: dict[str, Any] = field(default_factory=dict)
     validation: dict[str, Any] = field(default_factory=dict)
-    products: dict[str, Any] = field(default_factory=dict)
+    low_bit_matmul: dict[str, Any] = field(default_factory=dict)
 
 
 def state_path(folder: Path, step: int) -> Path:
@@ -126,7 +126,7 @@ def load_state(path: Path) -> TrainingState:
         parts=header.parts,
         average=moving.get("average", {}),
         validation=header.validation,
-        products=header.products,
+        low_bit_matmul=header.low_bit_matmul,
     )
 
 

@@ -16,7 +16,7 @@ _MENDS = {
     "torch": _SAME_VERSION,
     "model": "give all of them the same model file",
     "data": "take Prepare Dataset, whose cache they share, and copy the same pictures to all hosts",
-    "kind of product": "set products on Training Memory to full, or take devices of one kind",
+    "kind of matmul": "set low_bit_matmul on Training Memory to off, or take devices of one kind",
     "run": "give all of them the same workflow, with one Train LoRA in it",
     "shard": "switch it on or off for all of them",
     "state": "put ComfyUI's output folder where all hosts see the same files",

@@ -264,9 +264,9 @@ def measure(
     )
     lists = family.block_lists(patcher.model)
     on_host = frozenset(f"{name}.{i}" for name, length in lists.items() for i in range(length))
-    build_args = settings.memory.attention, on_host, settings.memory.base
+    build_args = settings.memory.attention, on_host, settings.memory.quantize
     transformer = family.build(patcher, device, dtype, *build_args, in_zeros=True)
-    BlockProducts(settings.memory.products, device, dtype, None, compile_settings).set(transformer.blocks())
+    BlockProducts(settings.memory.low_bit_matmul, device, dtype, None, compile_settings).set(transformer.blocks())
     run_once = blocks_run_once(family, settings)
     network = build_network(transformer, targets, settings.network, settings.seed, run_once)
     frozen = [module for _, block in transformer.blocks() for module in frozen_modules(block).values()]

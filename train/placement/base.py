@@ -1,4 +1,4 @@
-"""Notes on the effect of `base` of Training Memory, and the bases of a run for its summary."""
+"""Notes on the effect of `quantize` of Training Memory, and the formats of a run for its summary."""
 
 from collections.abc import Collection, Iterator, Sequence
 
@@ -10,12 +10,12 @@ from ...models.family import Block
 from ...models.layers.lora_linear import LoraLinear
 
 
-def base_notes(base: str, blocks: Sequence[tuple[str, Block]], swapped: Collection[str]) -> Iterator[str]:
-    """Yield sentences on the Linears of a run's blocks that are stored in `base`, and on those that are not.
+def quantize_notes(quantize: str, blocks: Sequence[tuple[str, Block]], swapped: Collection[str]) -> Iterator[str]:
+    """Yield sentences on the Linears of a run's blocks that are converted by `quantize`, and on those that are not.
 
     swapped: names of the swapped blocks. Call it before they are swapped.
     """
-    if base == AS_STORED:
+    if quantize == AS_STORED:
         return
     result, on_host, seconds = Requantised(), 0, 0.0
     for name, block in blocks:
@@ -24,8 +24,8 @@ def base_notes(base: str, blocks: Sequence[tuple[str, Block]], swapped: Collecti
             if not isinstance(layer, LoraLinear):
                 result.skipped.setdefault("a convolution", []).append(layer_name)
                 continue
-            seconds = layer.seconds_of_base()
-            stored_bytes, frozen = layer.bytes_before_base(), layer.frozen()
+            seconds = layer.quantize_seconds()
+            stored_bytes, frozen = layer.bytes_as_stored(), layer.frozen()
             if stored_bytes is None:
                 result.skipped.setdefault("already in 8 bit or less", []).append(layer_name)
                 continue
@@ -39,20 +39,20 @@ def base_notes(base: str, blocks: Sequence[tuple[str, Block]], swapped: Collecti
             result.bytes_before += stored_bytes
             result.bytes_after += base_bytes
             on_host += base_bytes if name in swapped else 0
-    yield from result.notes(base, f" in {seconds:.0f} s for this run")
+    yield from result.notes(quantize, f" in {seconds:.0f} s for this run")
     if on_host:
         yield (
-            f"base: the swapped blocks take {on_host / 2**30:.2f} GiB of extra RAM, because the MODEL keeps its own "
-            "copy. With base on Load Diffusion Model (Block Swap) they don't."
+            f"quantize: the swapped blocks take {on_host / 2**30:.2f} GiB of extra RAM, because the MODEL keeps its "
+            "own copy. With quantize on Load Diffusion Model (Block Swap) they don't."
         )
 
 
-def base_facts(loaded: str, base: str) -> dict[str, dict[str, str]]:
-    """Return the summary's entry on the bases of a run; empty if its weights are as stored.
+def quantize_summary(loaded: str, quantize: str) -> dict[str, dict[str, str]]:
+    """Return the summary's entry on the formats of a run; empty if its weights are as stored.
 
-    loaded: base that the MODEL's loader has converted to.
-    base: base of Training Memory.
+    loaded: format that the MODEL's loader has converted to.
+    quantize: format of Training Memory.
     """
-    if loaded == base == AS_STORED:
+    if loaded == quantize == AS_STORED:
         return {}
-    return {"base": {"load_diffusion_model": loaded, "training_memory": base}}
+    return {"quantize": {"load_diffusion_model": loaded, "training_memory": quantize}}

@@ -39,7 +39,7 @@ RegionKey = tuple[str, CompileOptions | None]
 class _Blocks:
     """Blocks of one region: the function that runs them, and its report if it is compiled.
 
-    low_bit: texts of base and low-precision matmuls, those that are set.
+    low_bit: texts of quantize and low-precision matmuls, those that are set.
     """
 
     def __init__(self, region: RegionKey, run: Callable[..., Any], low_bit: list[str]):
@@ -48,10 +48,10 @@ class _Blocks:
         self.report: RegionReport | None = None
 
 
-def _low_bit(block: Block, base: str) -> list[str]:
+def _low_bit(block: Block, quantize: str) -> list[str]:
     linears = (layer for layer in block.linears().values() if isinstance(layer, LoraLinear))
     products = {product for linear in linears for product in (linear.products or ())[:2]} - {FULL}
-    return [f"base {base}"] * (base != AS_STORED) + [f"{product} products" for product in sorted(products)]
+    return [f"quantize {quantize}"] * (quantize != AS_STORED) + [f"{product} matmuls" for product in sorted(products)]
 
 
 class BlockRunner:
@@ -80,7 +80,9 @@ class BlockRunner:
         self.offload: ActivationOffload | None = None
         if memory.offload_activations and memory.checkpointing == "full":
             self.offload = ActivationOffload(device)
-        self._blocks = {key: _Blocks(key, self._eager(), _low_bit(block, memory.base)) for key, block in first.items()}
+        self._blocks = {
+            key: _Blocks(key, self._eager(), _low_bit(block, memory.quantize)) for key, block in first.items()
+        }
         self.set_blocks(blocks)
         self.not_compiled: str | None = None
         self.failed: dict[str, str] = {}

@@ -17,7 +17,7 @@ from ...memory.host.pinning import HostPlacement, HostWeights, place_on_host, un
 from ...memory.swap.selection import choose_blocks
 from ...memory.swap.sharded import ShardedSwap
 from ...memory.swap.training import BlockSwap, frozen_modules
-from ...memory.weights.requantise import base_of
+from ...memory.weights.requantise import quantize_of
 from ...memory.weights.residency import Holder, ResidentWeights
 from ...models.adapters.base import DropMask
 from ...models.family import Block, ModelInputs, RunBlock, Transformer
@@ -27,7 +27,7 @@ from ..preflight.context import RunContext
 from ..verify.forward import FirstChecks
 from . import auto
 from .auto import AutomaticMemory
-from .base import base_facts, base_notes
+from .base import quantize_notes, quantize_summary
 from .block_clock import BlockClock
 from .block_runner import BlockRunner
 from .graph_count import count_graphs
@@ -50,8 +50,8 @@ class PlacedModel:
         self.memory, self.previous_facts = self.settings.memory, context.environment
         self.free_before = free_host_memory(self.world)
         self.sharing = SharedBlocks(self.world, connect_node(self.world, self.device, self.memory), self.device)
-        products_args = self.memory.products, self.device, self.dtype
-        self.products = BlockProducts(*products_args, context.products, self.compile_settings)
+        products_args = self.memory.low_bit_matmul, self.device, self.dtype
+        self.products = BlockProducts(*products_args, context.low_bit_matmul, self.compile_settings)
         self.automatic: AutomaticMemory | None = None
         self.resident: ResidentWeights | None = None
         self.checks = FirstChecks(self.family, data.samples, self.settings.objective.guidance)
@@ -115,11 +115,11 @@ class PlacedModel:
         memory, model = self.memory, self.patcher.model
         self.host: HostPlacement | None = None
         swapped = choose_blocks(memory.blocks_to_swap, self.family.block_lists(model), self.family.swap_order)
-        build_args = memory.attention, swapped, memory.base
+        build_args = memory.attention, swapped, memory.quantize
         transformer = self.family.build(self.patcher, self.device, self.dtype, *build_args)
         self.products.set(transformer.blocks())
         on_host = swapped if self.sharing.node is None else ()
-        self.base_notes = list(base_notes(memory.base, transformer.blocks(), on_host))
+        self.quantize_notes = list(quantize_notes(memory.quantize, transformer.blocks(), on_host))
         if not swapped:
             return transformer, None
         blocks = [block for name, block in transformer.blocks() if name in swapped]
@@ -230,7 +230,7 @@ class PlacedModel:
     def note_memory_use(self) -> None:
         """Report ignored memory options, host memory that could not be pinned, and the layers' storage format and
         matmul precision, as far as decided."""
-        for note in self.base_notes:
+        for note in self.quantize_notes:
             self.observer.note(note)
         if not self.products.undecided:
             self._note_products()
@@ -350,5 +350,5 @@ class PlacedModel:
             "activations_offloaded_mib": self.runner.offload.bytes_out // 2**20 if self.runner.offload else 0,
             "compile_report": self.runner.report.facts(),
             **self.products.facts(),
-            **base_facts(base_of(self.patcher), self.memory.base),
+            **quantize_summary(quantize_of(self.patcher), self.memory.quantize),
         }

@@ -11,7 +11,7 @@ import torch
 from ...common.text import joined, shortlist
 from ...compile.settings import CompileSettings
 from ...memory.weights.cards import card_of, fits, obstacle, preferred
-from ...memory.weights.products import AUTO, FULL, LEAST_ROWS, MULTIPLE, ErrorMeter, Products
+from ...memory.weights.products import AUTO, FULL, LEAST_ROWS, MULTIPLE, OFF, ErrorMeter, Products
 from ...models.family import Block
 from ...models.layers.lora_linear import LoraLayer, LoraLinear
 
@@ -47,7 +47,7 @@ class BlockProducts:
     that can, the first micro-batches of a run show which lose too much by it. The decision is made once for the layers
     of one name in all blocks of a kind, which share their graphs, by the worst of them.
 
-    option: FULL, INT8, FP8 or AUTO.
+    option: OFF, INT8, FP8 or AUTO.
     precisions: low precisions of the option that the device supports, the fastest first.
     missing: reason why there are none.
     full: the directions, of SIDES, in which layers lose too much; None before the decision.
@@ -77,7 +77,7 @@ class BlockProducts:
         if option == AUTO:
             fuses = compile_settings is not None and compile_settings.backend == INDUCTOR.backend
             self.precisions, self.missing = preferred(card_of(device), dtype, fuses)
-        elif option != FULL:
+        elif option != OFF:
             self.missing = obstacle(option, card_of(device), dtype) or ""
             self.precisions = () if self.missing else (option,)
         if decision and decision["asked"] == option:
@@ -176,11 +176,11 @@ class BlockProducts:
         return f"off by {joined(list(error_texts))}"
 
     def notes(self) -> Iterator[str]:
-        """Yield a line on the layers' matmul precision; none if the option is FULL."""
-        if self.option == FULL:
+        """Yield a line on the layers' matmul precision; none if the option is OFF."""
+        if self.option == OFF:
             return
         if not self.precisions:
-            yield f"products is {self.option}, but all layers multiply in full: {self.missing}."
+            yield f"low_bit_matmul is {self.option}, but all layers multiply in full: {self.missing}."
             return
         counts: Counter[str] = Counter()
         full: dict[str, list[str]] = {}
@@ -196,21 +196,21 @@ class BlockProducts:
             advice = ""
             if not self.full:
                 advice = (
-                    f"; use a model stored in {' or '.join(self.precisions)} (base converts a 16-bit one), or set "
-                    "products to full"
+                    f"; use a model stored in {' or '.join(self.precisions)} (quantize converts a 16-bit one), or set "
+                    "low_bit_matmul to off"
                 )
-            yield f"products is {self.option}, but all layers multiply in full: {in_full}{advice}."
+            yield f"low_bit_matmul is {self.option}, but all layers multiply in full: {in_full}{advice}."
             return
         first, *remaining = sorted(counts, key=len)
         counts_text = f"{counts[first]} of the {self.choices.total()} layers of the blocks multiply {first}"
         counts_text += "".join(f" and {counts[kind]} {kind}" for kind in remaining)
         rest = f" In full: {in_full}." if in_full else ""
-        yield f"products is {self.option}: {counts_text}, where they see {LEAST_ROWS} tokens or more.{rest}"
+        yield f"low_bit_matmul is {self.option}: {counts_text}, where they see {LEAST_ROWS} tokens or more.{rest}"
 
     def facts(self) -> dict[str, Any]:
         """Return entries for the summary: for each layer of each kind of block its matmul precision, the errors that
-        this run has measured, and the count; empty if the option is FULL."""
-        if self.option == FULL:
+        this run has measured, and the count; empty if the option is OFF."""
+        if self.option == OFF:
             return {}
         rows = []
         for choice, count in self.choices.items():
@@ -220,7 +220,7 @@ class BlockProducts:
             for side, error in zip(SIDES, self.errors.get(choice[:2], ()), strict=False):
                 row[f"{side}_error"] = round(error, 5) if math.isfinite(error) else "not finite"
             rows.append(row | {"count": count})
-        return {"products": {"asked": self.option, "layers": rows}}
+        return {"low_bit_matmul": {"asked": self.option, "layers": rows}}
 
 
 def _going(side: str) -> str:

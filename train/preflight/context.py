@@ -42,7 +42,7 @@ class RunContext:
     started: ISO 8601 with an offset.
     notes: sentences for the user.
     environment: facts of the state to resume from, and the choices of its plan (`placement.auto.choice_facts`).
-    products: layers with full-precision matmuls in that state's run (`placement.products.BlockProducts.decision`).
+    low_bit_matmul: layers with full-precision matmuls in that state's run (see `BlockProducts.decision`).
     world: the ranks that train together.
     """
 
@@ -62,7 +62,7 @@ class RunContext:
     started: str = ""
     notes: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    products: Mapping[str, Any] = field(default_factory=dict)
+    low_bit_matmul: Mapping[str, Any] = field(default_factory=dict)
     world: World = SINGLE_PROCESS
 
     @property
@@ -134,6 +134,6 @@ def make_context(
         notes=notes,
         environment={} if header is None else header.environment,
         # With other settings, weights or data the decision belongs to another run.
-        products={} if header is None or header.lineage != run_start.lineage else header.products,
+        low_bit_matmul={} if header is None or header.lineage != run_start.lineage else header.low_bit_matmul,
         world=world,
     )

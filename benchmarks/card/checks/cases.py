@@ -24,8 +24,8 @@ STORED: dict[str, dict[str, Any]] = {
     "fp8": {"stored": "fp8"},
     "int8": {"stored": "int8"},
     "mxfp8": {"stored": "mxfp8"},
-    "fp8 multiplied": {"stored": "fp8", "products": "fp8"},
-    "int8 multiplied": {"stored": "int8 turned", "products": "int8"},
+    "fp8 multiplied": {"stored": "fp8", "low_bit_matmul": "fp8"},
+    "int8 multiplied": {"stored": "int8 turned", "low_bit_matmul": "int8"},
 }
 # The default value first. The page names the values of a case that are not the default.
 OPTIONS: Options = {

@@ -30,7 +30,7 @@ SLEEP = 4_000_000  # cycles: about 2 ms
 STEPS, DEEP = 3, 3
 LEFT = 64 * 2**20  # bytes that a run may leave on the device
 SLACK = 1.25  # two roundings of one size are not at one distance, by chance
-APART = ("stored", "products", "batch", "dropout")  # by which runs give other gradients
+APART = ("stored", "low_bit_matmul", "batch", "dropout")  # by which runs give other gradients
 
 
 def start(spec: dict[str, Any]) -> Callable[[dict[str, Any], Any], dict[str, Any]]:
@@ -83,7 +83,7 @@ class Smoke:
         case = {name: settings[name] for name in APART if settings.get(name)}
         key = f"train {sorted(case.items())}"
         resident = self.reference(key, lambda: self.train(**case))["gradients"]
-        in_full = {name: value for name, value in case.items() if name != "products"}
+        in_full = {name: value for name, value in case.items() if name != "low_bit_matmul"}
         fp32 = self.reference(f"{key} in fp32", lambda: self.train(dtype=torch.float32, **in_full))["gradients"]
         result = self.train(compiled=compiled, **settings)
         exact = not compiled and "attention" not in settings

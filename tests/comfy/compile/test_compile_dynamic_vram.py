@@ -16,7 +16,7 @@ from comfy.quant_ops import QuantizedTensor
 from tessera.common.core import quantised_data
 from tessera.compile.attach import compile_model, compiled_model_of
 from tessera.compile.settings import CompileSettings
-from tessera.memory.weights.requantise import base_of, requantise
+from tessera.memory.weights.requantise import quantize_of, requantise
 from tessera.models.swapped_model import SwapSettings, swap
 from tessera.nodes.model import model_file
 from tiny.models.sampling import sample
@@ -84,14 +84,14 @@ def test_a_model_put_into_8_bit_is_loaded_once_more_of_the_same_bytes(
 
     monkeypatch.setattr(model_file, "requantise", counted)
     with torch.inference_mode():
-        model, _ = model_file.open_with_base(str(tiny_files["flux"]), {}, "int8", True)
-    assert model.is_dynamic() and base_of(model.clone()) == "int8"
+        model, _ = model_file.open_quantized(str(tiny_files["flux"]), {}, "int8", True)
+    assert model.is_dynamic() and quantize_of(model.clone()) == "int8"
     settings = SwapSettings(blocks_to_swap=2)
     made = [lambda: compile_model(model.clone(), SETTINGS)[0], lambda: swap(model.clone(), settings)[0]]
     clones = [make() for make in (made if first == "compile" else made[::-1])]
     assert clones[0].model is clones[1].model is not model.model
     assert len(counts) == 1 and counts[0] > 8
-    assert all(not clone.is_dynamic() and base_of(clone) == "int8" for clone in clones)
+    assert all(not clone.is_dynamic() and quantize_of(clone) == "int8" for clone in clones)
     assert torch.equal(sample(clones[0], "flux"), sample(model, "flux"))
 
 
@@ -100,7 +100,7 @@ def test_the_second_model_in_8_bit_is_no_second_copy(
 ) -> None:
     monkeypatch.setattr(comfy.model_patcher, "CoreModelPatcher", UnderDynamicVram)
     with torch.inference_mode():
-        model, _ = model_file.open_with_base(str(tiny_files["flux"]), {}, "int8", True)
+        model, _ = model_file.open_quantized(str(tiny_files["flux"]), {}, "int8", True)
     clone, _ = compile_model(model, SETTINGS)
     held = dict(model.model.diffusion_model.named_parameters())
     shared = 0

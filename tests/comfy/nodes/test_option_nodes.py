@@ -143,8 +143,8 @@ def test_ids_inputs_and_outputs_are_the_contract():
             ["TESSERA_OBJECTIVE", "IMAGE"],
         ),
         "TesseraMemory": (
-            "checkpointing attention activation_budget "
-            "blocks_to_swap prefetch_blocks pin_memory offload_activations products base shard verify".split(),
+            "checkpointing attention activation_budget blocks_to_swap "
+            "prefetch_blocks pin_memory offload_activations low_bit_matmul quantize shard verify".split(),
             ["TESSERA_MEMORY"],
         ),
         "TesseraValidation": (

@@ -1,4 +1,7 @@
-"""The public surface, written down: workflows and API clients depend on it. Inputs and outputs may be appended."""
+"""The public surface, written down: workflows and API clients depend on it.
+
+The contract of node ids, inputs and choices is frozen with the first release: until then they may be renamed here and
+in everything that names them; from then on inputs and outputs may be appended, and nothing else."""
 
 import json
 import re
@@ -27,7 +30,7 @@ SURFACE = {
             "blocks_to_swap? INT = 0",
             "prefetch_blocks? INT = 1",
             'pin_memory? COMBO = "auto"',
-            'base? COMBO = "as stored"',
+            'quantize? COMBO = "as stored"',
         ],
         ["MODEL"],
     ),
@@ -272,8 +275,8 @@ SURFACE = {
             "prefetch_blocks? INT = 1",
             'pin_memory? COMBO = "auto"',
             "offload_activations? BOOLEAN = false",
-            'products? COMBO = "full"',
-            'base? COMBO = "as stored"',
+            'low_bit_matmul? COMBO = "off"',
+            'quantize? COMBO = "as stored"',
             "shard? BOOLEAN = false",
             'verify? COMBO = "auto"',
         ],
@@ -430,7 +433,7 @@ SURFACE = {
 
 # The names that the design promises to workflows and clients; none of them may ever be renamed or removed.
 CONTRACT = {
-    "TesseraLoadDiffusionModel": "unet_name weight_dtype blocks_to_swap prefetch_blocks pin_memory base",
+    "TesseraLoadDiffusionModel": "unet_name weight_dtype blocks_to_swap prefetch_blocks pin_memory quantize",
     "TesseraBlockSwap": "model blocks_to_swap prefetch_blocks pin_memory",
     "TesseraCompileModel": "model backend mode dynamic fullgraph cache_size_limit scope preset overrides",
     "TesseraCompileReport": "model after",
@@ -442,7 +445,7 @@ CONTRACT = {
     "TesseraLoraNetwork": "algorithm rank alpha targets dropout",
     "TesseraOptimizer": "optimizer learning_rate lr_scheduler warmup_steps max_grad_norm",
     "TesseraObjective": "timestep_sampling shift loss guidance",
-    "TesseraMemory": "checkpointing attention blocks_to_swap offload_activations products base shard verify",
+    "TesseraMemory": "checkpointing attention blocks_to_swap offload_activations low_bit_matmul quantize shard verify",
     "TesseraPreview": "vae positive every_n_steps at_start width height steps cfg sampler_name scheduler seed seeds "
     "negative latent_image frames label fps use_ema preview",
     "TesseraTrainLora": "model data output_name steps learning_rate rank batch_size gradient_accumulation seed compile "
@@ -460,7 +463,7 @@ CONTRACT = {
 # Choices that workflows hold; more may be added.
 CHOICES = {
     ("TesseraLoadDiffusionModel", "weight_dtype"): ["default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2"],
-    ("TesseraLoadDiffusionModel", "base"): ["as stored", "int8", "fp8"],
+    ("TesseraLoadDiffusionModel", "quantize"): ["as stored", "int8", "fp8"],
     ("TesseraCompileModel", "backend"): ["inductor", "cudagraphs", "aot_eager", "eager"],
     ("TesseraCompileModel", "mode"): ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"],
     ("TesseraCompileModel", "dynamic"): ["auto", "true", "false"],
@@ -493,8 +496,8 @@ CHOICES = {
     ("TesseraLoadDiffusionModel", "pin_memory"): ["auto", "on", "off"],
     ("TesseraBlockSwap", "pin_memory"): ["auto", "on", "off"],
     ("TesseraMemory", "attention"): ["auto", "sdpa", "flash-attn", "cudnn"],
-    ("TesseraMemory", "products"): ["full", "int8", "fp8", "auto"],
-    ("TesseraMemory", "base"): ["as stored", "int8", "fp8"],
+    ("TesseraMemory", "low_bit_matmul"): ["off", "int8", "fp8", "auto"],
+    ("TesseraMemory", "quantize"): ["as stored", "int8", "fp8"],
     ("TesseraMemory", "verify"): ["auto", "on", "off"],
     ("TesseraTrainLora", "compile"): ["auto", "off"],
     ("TesseraAverageStates", "profile"): ["exponential", "power", "equal"],

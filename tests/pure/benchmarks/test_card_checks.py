@@ -67,7 +67,7 @@ def test_a_case_is_told_all_of_its_row():
         "checkpointing": "full",
         "offload_activations": True,
         "stored": "int8 turned",
-        "products": "int8",
+        "low_bit_matmul": "int8",
         "prefetch_blocks": 2,
         "batch": 2,
         "dropout": 0.3,

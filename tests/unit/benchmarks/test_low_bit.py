@@ -12,23 +12,23 @@ from comfy.quant_ops import QuantizedTensor
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 from tessera.memory.host.flat_weights import parts_of
-from tessera.nodes.model.model_file import open_with_base
+from tessera.nodes.model.model_file import open_quantized
 
 from studies.low_bit import GIB, held_bytes, real_shapes
 
 
-@pytest.mark.parametrize("base", ["int8", "fp8"])
-def test_loading_holds_what_is_counted(base: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantize", ["int8", "fp8"])
+def test_loading_holds_what_is_counted(quantize: str, tmp_path: Path) -> None:
     sizes = (128, 1, 2, tiny.T5_WIDTH, tiny.CLIP_WIDTH, True)
     path = tiny.write_flux(tmp_path / "flux.safetensors", depth=1, depth_single=2, dtype=torch.bfloat16)
     with torch.inference_mode():
-        model, _ = open_with_base(str(path), {}, base, False)
+        model, _ = open_quantized(str(path), {}, quantize, False)
     weights = list(model.model.diffusion_model.parameters())
     in_8_bit = [weight for weight in weights if isinstance(weight, QuantizedTensor)]
     held = sum(part.nbytes for weight in in_8_bit for part in parts_of(weight))
     # A CPU computes in fp32, and the loader keeps all others so.
     held += 2 * sum(weight.numel() for weight in weights if not isinstance(weight, QuantizedTensor))
-    assert len(in_8_bit) == 16 and held == held_bytes(tiny.models.flux.flux_shapes(*sizes), base)
+    assert len(in_8_bit) == 16 and held == held_bytes(tiny.models.flux.flux_shapes(*sizes), quantize)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tessera.common.fingerprint import changed_fields, fingerprint, weights_fingerprint
 from tessera.lora.source import LoraSource
-from tessera.memory.weights.products import PRODUCTS
+from tessera.memory.weights.products import LOW_BIT_MATMULS
 from tessera.train.settings import CHECKPOINTING, ValidationOptions
 from tiny.train.runs import run_settings, training_data
 
@@ -181,7 +181,7 @@ def test_a_run_is_named_by_what_is_set():
         "network": {"rank": 8, "dropout": 0.1, "algorithm": "loha", "start_from": LoraSource("a", "b")},
         "optimizer": {"learning_rate": 1.0, "warmup_steps": 1, "optimizer": "lion"},
         "objective": {"shift": 3.0, "stratified": "batch"},
-        "memory": {"blocks_to_swap": 3, "checkpointing": "selective", "products": "int8"},
+        "memory": {"blocks_to_swap": 3, "checkpointing": "selective", "low_bit_matmul": "int8"},
     }
     for part, values in others.items():
         for name, value in values.items():
@@ -191,15 +191,15 @@ def test_a_run_is_named_by_what_is_set():
     assert len(names) == 2 + sum(map(len, others.values())) + 3
 
 
-def test_a_run_with_other_products_learns_otherwise():
+def test_a_run_with_another_low_bit_matmul_learns_otherwise():
     """Other memory options change the key alone: a state of one serves the other."""
     made = run_settings()
 
     def lineage(**memory):
         return replace(made, memory=replace(made.memory, **memory)).lineage("data", "model")
 
-    assert len({lineage(products=products) for products in PRODUCTS}) == len(PRODUCTS)
-    assert lineage() == lineage(products="full") == lineage(blocks_to_swap=3, checkpointing="selective")
+    assert len({lineage(low_bit_matmul=value) for value in LOW_BIT_MATMULS}) == len(LOW_BIT_MATMULS)
+    assert lineage() == lineage(low_bit_matmul="off") == lineage(blocks_to_swap=3, checkpointing="selective")
 
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)

@@ -13,7 +13,7 @@ const sentences = {
   lora_dtype: (value) => value !== 'fp32' &&
     `lora_dtype was ${value}: here the LoRA is trained and saved in fp32; Save LoRA writes smaller files.`,
   quantized_backward: (value) => value &&
-    'quantized_backward was on: connect Training Memory and choose int8 or fp8 under products.',
+    'quantized_backward was on: connect Training Memory and choose int8 or fp8 under low_bit_matmul.',
   algorithm: (value) => value !== 'LoRA' &&
     `algorithm was ${value}: this trains a LoRA; connect LoRA Network and choose ${value.toLowerCase()} there.`,
   gradient_checkpointing: (value) => !value &&

@@ -1,4 +1,4 @@
-"""`base` of Load Diffusion Model: the blocks in 8 bit, in formats of ComfyUI's own."""
+"""`quantize` of Load Diffusion Model: the blocks in 8 bit, in formats of ComfyUI's own."""
 
 import json
 from collections.abc import Callable
@@ -32,10 +32,10 @@ BOUNDS = {"int8": 0.01, "fp8": 0.03}
 def load(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Runs the node on a file, under inference mode as the executor does."""
 
-    def run(path: Path | str, base: str, weight_dtype: str = "default", **inputs: Any) -> tuple[Any, list[str]]:
+    def run(path: Path | str, quantize: str, weight_dtype: str = "default", **inputs: Any) -> tuple[Any, list[str]]:
         monkeypatch.setattr(folder_paths, "get_full_path_or_raise", lambda *_: str(path))
         with torch.inference_mode():
-            out = TesseraLoadDiffusionModel.execute(Path(path).name, weight_dtype, base=base, **inputs)
+            out = TesseraLoadDiffusionModel.execute(Path(path).name, weight_dtype, quantize=quantize, **inputs)
         return out.args[0], out.ui["tessera"][0]["notes"]
 
     return run
@@ -45,11 +45,11 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return ((found.float() - wanted.float()).norm() / wanted.float().norm()).item()
 
 
-@pytest.mark.parametrize("base", BOUNDS)
+@pytest.mark.parametrize("quantize", BOUNDS)
 @pytest.mark.parametrize("name", ["flux", "flux2", "wan", "wan_vace"])
-def test_the_linears_of_blocks_are_in_8_bit_and_nothing_else_is(name: str, base: str, tiny_files, load) -> None:
+def test_the_linears_of_blocks_are_in_8_bit_and_nothing_else_is(name: str, quantize: str, tiny_files, load) -> None:
     whole = tiny.load_model(name, tiny_files[name]).model.diffusion_model
-    model, notes = load(tiny_files[name], base)
+    model, notes = load(tiny_files[name], quantize)
     held = 0
     for path, module in model.model.diffusion_model.named_modules():
         weight = getattr(module, "weight", None)
@@ -59,23 +59,25 @@ def test_the_linears_of_blocks_are_in_8_bit_and_nothing_else_is(name: str, base:
         inside = any(part.isdigit() for part in path.split("."))
         if isinstance(weight, QuantizedTensor):
             held += 1
-            assert inside and weight.ndim == 2 and relative(weight.dequantize(), wanted) < BOUNDS[base]
+            assert inside and weight.ndim == 2 and relative(weight.dequantize(), wanted) < BOUNDS[quantize]
         else:
             assert torch.equal(weight, wanted) and not (isinstance(module, torch.nn.Linear) and _is_in_block(path))
-    assert held > 8 and notes[0].startswith(f"base: {held} layers of the blocks were converted to {base} in 0 s; ")
+    assert held > 8 and notes[0].startswith(
+        f"quantize: {held} layers of the blocks were converted to {quantize} in 0 s; "
+    )
 
 
 def _is_in_block(path: str) -> bool:
     return any(f"{blocks}." in path for blocks in ("double_blocks", "single_blocks", "transformer_blocks"))
 
 
-@pytest.mark.parametrize(("base", "bound"), [("int8", 0.03), ("fp8", 0.06)])
-def test_it_samples_swaps_and_saves_as_a_file_that_core_loads(base: str, bound: float, tiny_files, load, tmp_path):
+@pytest.mark.parametrize(("quantize", "bound"), [("int8", 0.03), ("fp8", 0.06)])
+def test_it_samples_swaps_and_saves_as_a_file_that_core_loads(quantize: str, bound: float, tiny_files, load, tmp_path):
     whole = sample(tiny.load_flux(tiny_files["flux"]), "flux")
-    model, _ = load(tiny_files["flux"], base)
+    model, _ = load(tiny_files["flux"], quantize)
     picture = sample(model, "flux")
     assert 1e-4 < relative(picture, whole) < bound
-    swapped, notes = load(tiny_files["flux"], base, blocks_to_swap=3)
+    swapped, notes = load(tiny_files["flux"], quantize, blocks_to_swap=3)
     assert torch.equal(sample(swapped, "flux"), picture) and len(notes) >= 2
     state = {key: tensor.contiguous() for key, tensor in model.model.diffusion_model.state_dict().items()}
     save_file(state, tmp_path / "saved.safetensors")
@@ -84,15 +86,15 @@ def test_it_samples_swaps_and_saves_as_a_file_that_core_loads(base: str, bound: 
     assert torch.equal(sample(cores, "flux"), picture)
 
 
-@pytest.mark.parametrize("base", BOUNDS)
-def test_training_reads_the_stored_8_bit(base: str, tiny_files, load, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("quantize", BOUNDS)
+def test_training_reads_the_stored_8_bit(quantize: str, tiny_files, load, tmp_path, monkeypatch) -> None:
     """As it reads the same weights from a file that held them so."""
     monkeypatch.setattr(model_file, "LONG", -1.0)
     path = Path(tmp_path / "flux.safetensors")
     path.write_bytes(Path(tiny_files["flux"]).read_bytes())
-    model, _ = load(path, base)
+    model, _ = load(path, quantize)
     with torch.inference_mode():
-        cores = comfy.sd.load_diffusion_model(str(model_file.kept_file(str(path), base)))
+        cores = comfy.sd.load_diffusion_model(str(model_file.quantized_file(str(path), quantize)))
     data = training_data(data_sample("a", 64, 64))
     ours, theirs = (train(m, data, tmp_path / str(i), steps=2).lora for i, m in enumerate((model, cores)))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
@@ -102,10 +104,12 @@ def test_what_took_long_is_kept_beside_and_read_the_next_time(tiny_files, load, 
     path = Path(tmp_path / "flux.safetensors")
     path.write_bytes(Path(tiny_files["flux"]).read_bytes())
     load(path, "int8")
-    assert not model_file.kept_file(str(path), "int8").exists()  # it took no minute
+    assert not model_file.quantized_file(str(path), "int8").exists()  # it took no minute
     monkeypatch.setattr(model_file, "LONG", -1.0)
     first, notes = load(path, "int8")
-    assert notes[-1].startswith("base: saved as flux.int8.safetensors (0.0 GiB), and loaded from there from now on.")
+    assert notes[-1].startswith(
+        "quantize: saved as flux.int8.safetensors (0.0 GiB), and loaded from there from now on."
+    )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["flux.int8.safetensors", "flux.safetensors"]
 
     def never(*_: Any) -> Any:
@@ -114,25 +118,25 @@ def test_what_took_long_is_kept_beside_and_read_the_next_time(tiny_files, load, 
     with monkeypatch.context() as patched:
         patched.setattr(model_file, "requantise", never)
         second, notes = load(path, "int8")
-        assert notes == ["base: loaded from flux.int8.safetensors, where the blocks are in int8."]
+        assert notes == ["quantize: loaded from flux.int8.safetensors, where the blocks are in int8."]
         assert torch.equal(sample(first, "flux"), sample(second, "flux"))
         with pytest.raises(AssertionError, match="once more"):  # another file under the old name
             path.write_bytes(tiny.write_flux(tmp_path / "other.safetensors", seed=1).read_bytes())
             load(path, "int8")
-    kept = model_file.kept_file(str(path), "int8")
+    kept = model_file.quantized_file(str(path), "int8")
     save_file({"a": torch.zeros(1)}, kept)
     assert load(path, "int8")[1][-1] == (
-        "base: not saved, because flux.int8.safetensors already exists and was not made by this node."
+        "quantize: not saved, because flux.int8.safetensors already exists and was not made by this node."
     )
     assert list(load_file(kept)) == ["a"]
     kept.write_bytes(kept.read_bytes()[:40])
     assert load(path, "int8")[1][-1] == (
-        "base: not saved, because flux.int8.safetensors already exists and is damaged; delete it."
+        "quantize: not saved, because flux.int8.safetensors already exists and is damaged; delete it."
     )
     kept.unlink()
     monkeypatch.setattr(model_file.shutil, "disk_usage", lambda _: type("", (), {"free": 0})())
     note = load(path, "int8")[1][-1]
-    assert note == f"base: not saved, because {tmp_path.name} doesn't have 0.0 GiB of free disk space."
+    assert note == f"quantize: not saved, because {tmp_path.name} doesn't have 0.0 GiB of free disk space."
 
 
 def test_what_is_in_8_bit_or_cannot_be_stays_and_is_named(tiny_files, load, tmp_path) -> None:
@@ -143,12 +147,12 @@ def test_what_is_in_8_bit_or_cannot_be_stays_and_is_named(tiny_files, load, tmp_
     save_file(tensors, tmp_path / "odd.safetensors")
     model, notes = load(tmp_path / "odd.safetensors", "fp8")
     modules = ", ".join(name.removesuffix(".weight") for name in names[:2])
-    assert notes[1] == f"base: {modules} stayed as stored: all zero, or not finite."
+    assert notes[1] == f"quantize: {modules} stayed as stored: all zero, or not finite."
     assert not isinstance(model.model.diffusion_model.get_parameter(names[0]), QuantizedTensor)
 
     scaled = tiny.write_flux(tmp_path / "scaled.safetensors", fp8=True)
     _, notes = load(scaled, "int8")
-    assert notes[0] == "base is 'int8', but no layer was converted."
+    assert notes[0] == "quantize is 'int8', but no layer was converted."
     assert " more stayed as stored: already in 8 bit or less." in notes[1]
 
 
@@ -163,7 +167,7 @@ def test_only_linears_that_come_out_as_they_were_are_taken(name: str, tmp_path, 
     monkeypatch.setattr(model_detection, "detect_unet_config", lambda *a, **k: {**(detect(*a, **k) or {}), **row.unet})
     with torch.inference_mode():
         core = comfy.sd.load_diffusion_model(path).model.diffusion_model
-        model, said = model_file.open_with_base(path, {}, "int8", False)
+        model, said = model_file.open_quantized(path, {}, "int8", False)
     held = 0
     for key, wanted in core.named_parameters():
         found = model.model.diffusion_model.get_parameter(key)
@@ -172,7 +176,7 @@ def test_only_linears_that_come_out_as_they_were_are_taken(name: str, tmp_path, 
             assert relative(found.dequantize(), wanted) < BOUNDS["int8"], key
         else:
             assert torch.equal(found, wanted), key
-    assert said[0].startswith(f"base: {held} layers of the blocks were converted to int8") and held > 10
+    assert said[0].startswith(f"quantize: {held} layers of the blocks were converted to int8") and held > 10
     others = [sentence for sentence in said if sentence.endswith(f": {model_file.NO_LINEAR}.")]
     assert len(others) == (name != "krea-2")
 
@@ -182,7 +186,7 @@ def test_convolutions_in_blocks_are_named(load, tmp_path) -> None:
     tensors["double_blocks.0.img_attn.extra.weight"] = torch.ones(2, 2, 3, 3)
     save_file(tensors, tmp_path / "more.safetensors")
     _, said = load(tmp_path / "more.safetensors", "fp8")
-    assert said[1:] == ["base: double_blocks.0.img_attn.extra stayed as stored: a convolution."]
+    assert said[1:] == ["quantize: double_blocks.0.img_attn.extra stayed as stored: a convolution."]
 
 
 @pytest.mark.parametrize(("columns", "turn"), [(512, 256), (192, 64), (48, 16), (81, None)])
@@ -218,12 +222,12 @@ def test_memory_is_that_of_8_bit_and_a_slice(load, tmp_path, monkeypatch) -> Non
 
 def test_bad_input_is_one_sentence_and_cancel_is_obeyed(tiny_files, load, tmp_path, monkeypatch) -> None:
     with pytest.raises(
-        ValueError, match="base is 'int8' and weight_dtype is 'fp8_e4m3fn', but only one of them can choose"
+        ValueError, match="quantize is 'int8' and weight_dtype is 'fp8_e4m3fn', but only one of them can choose"
     ):
         load(tiny_files["flux"], "int8", "fp8_e4m3fn")
     others = {f"transformer_{name}": tensor for name, tensor in load_file(tiny_files["flux"]).items()}
     save_file(others, tmp_path / "others.safetensors")
-    with pytest.raises(ValueError, match="base is 'fp8', but the names in others.safetensors are not ComfyUI's"):
+    with pytest.raises(ValueError, match="quantize is 'fp8', but the names in others.safetensors are not ComfyUI's"):
         load(tmp_path / "others.safetensors", "fp8")
 
     def cancelled() -> None:

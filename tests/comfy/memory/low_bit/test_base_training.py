@@ -1,4 +1,4 @@
-"""`base` of Training Memory: the blocks in 8 bit while they train, and the MODEL as it was."""
+"""`quantize` of Training Memory: the blocks in 8 bit while they train, and the MODEL as it was."""
 
 import json
 from dataclasses import replace
@@ -13,7 +13,7 @@ from tessera.lora.plan import choose_targets
 from tessera.memory.weights import frozen
 from tessera.memory.weights.frozen import FrozenWeights
 from tessera.memory.weights.requantise import AS_STORED
-from tessera.nodes.model.model_file import open_with_base
+from tessera.nodes.model.model_file import open_quantized
 from tessera.train.checkpoint.metadata import collect_facts, metadata_for
 from tessera.train.placement import auto
 from tessera.train.settings import MemoryOptions
@@ -25,7 +25,7 @@ from tiny.native.step import trainer_of
 from tiny.train.runs import run_settings
 
 BASES = ("int8", "fp8")
-every_base = pytest.mark.parametrize("base", BASES)
+every_base = pytest.mark.parametrize("quantize", BASES)
 CPU = torch.device("cpu")
 
 
@@ -55,46 +55,46 @@ def metadata_of(trainer: Any) -> dict[str, str]:
 
 
 @every_base
-def test_it_trains_as_on_a_model_that_was_loaded_in_it_and_leaves_the_model(base, wide_file, tmp_path) -> None:
+def test_it_trains_as_on_a_model_that_was_loaded_in_it_and_leaves_the_model(quantize, wide_file, tmp_path) -> None:
     model = loaded(wide_file)
     before = {name: tensor.clone() for name, tensor in model.model.state_dict().items()}
-    found = trained(model, tmp_path, base=base)
+    found = trained(model, tmp_path, quantize=quantize)
     with torch.inference_mode():
-        in_base = open_with_base(str(wide_file), {}, base, False)[0]
+        in_base = open_quantized(str(wide_file), {}, quantize, False)[0]
     theirs = trained(in_base, tmp_path)
     assert_same_run(found, theirs)
     assert found.progress.loss != trained(model, tmp_path).progress.loss
     written = json.loads(metadata_of(theirs)["tessera"])
-    assert (written["loaded_base"], written["memory"]["base"]) == (base, AS_STORED)
+    assert (written["loader_quantize"], written["memory"]["quantize"]) == (quantize, AS_STORED)
     written = json.loads(metadata_of(found)["tessera"])
-    assert (written["loaded_base"], written["memory"]["base"]) == (AS_STORED, base)
-    told = [run.facts().get("base") for run in (found, theirs, trained(model, tmp_path))]
-    by_training = {"load_diffusion_model": AS_STORED, "training_memory": base}
-    assert told == [by_training, {"load_diffusion_model": base, "training_memory": AS_STORED}, None]
+    assert (written["loader_quantize"], written["memory"]["quantize"]) == (AS_STORED, quantize)
+    told = [run.facts().get("quantize") for run in (found, theirs, trained(model, tmp_path))]
+    by_training = {"load_diffusion_model": AS_STORED, "training_memory": quantize}
+    assert told == [by_training, {"load_diffusion_model": quantize, "training_memory": AS_STORED}, None]
     after = model.model.state_dict()
     assert before.keys() == after.keys()
     assert all(after[name].dtype == t.dtype and torch.equal(after[name], t) for name, t in before.items())
-    swapped = trained(model, tmp_path, base=base, blocks_to_swap=2, checkpointing="full")
+    swapped = trained(model, tmp_path, quantize=quantize, blocks_to_swap=2, checkpointing="full")
     assert_same_run(found, swapped)
-    *_, told = swapped.placed.base_notes
-    assert told.startswith("base: the swapped blocks take 0.00 GiB of extra RAM, because the MODEL")
+    *_, told = swapped.placed.quantize_notes
+    assert told.startswith("quantize: the swapped blocks take 0.00 GiB of extra RAM, because the MODEL")
     slots = [slot.numel() for slot in swapped.placed.swap.ring.slots]
     theirs = trained(in_base, tmp_path, blocks_to_swap=2, checkpointing="full")
     assert slots == [slot.numel() for slot in theirs.placed.swap.ring.slots] and len(slots) == 2
 
 
 @every_base
-def test_a_lora_on_the_model_is_merged_before_it_is_put_into_8_bit(base: str, wide_file: Path) -> None:
+def test_a_lora_on_the_model_is_merged_before_it_is_put_into_8_bit(quantize: str, wide_file: Path) -> None:
     name, blocks = "double_blocks.0.img_attn.qkv", frozenset({"double_blocks.0"})
     patched = loaded(wide_file).clone()
     key = f"diffusion_model.{name}.weight"
     own = patched.model.state_dict()[key]
     change = torch.randn(own.shape, generator=torch.Generator().manual_seed(0)) * own.float().std()
     patched.add_patches({key: ("diff", (change,))})
-    held = FrozenWeights(patched, CPU, torch.bfloat16, frozenset(), base, blocks).linear(name).full()
+    held = FrozenWeights(patched, CPU, torch.bfloat16, frozenset(), quantize, blocks).linear(name).full()
     wanted = own.float() + change
     assert ((held - wanted).norm() / wanted.norm()).item() < 0.03
-    outside = FrozenWeights(patched, CPU, torch.bfloat16, frozenset(), base, blocks).linear("img_in")
+    outside = FrozenWeights(patched, CPU, torch.bfloat16, frozenset(), quantize, blocks).linear("img_in")
     assert outside.weight.dtype == torch.bfloat16
 
 
@@ -103,65 +103,72 @@ def test_the_seconds_that_it_took_are_told(wide_file: Path, tmp_path: Path, monk
     seconds = iter(range(0, 10_000, 3))
     monkeypatch.setattr(frozen, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
     trainer = tiny.make_trainer(
-        loaded(wide_file), tiny.make_data([(6, 6)], [40]), tmp_path, memory=MemoryOptions(base="fp8", blocks_to_swap=1)
+        loaded(wide_file),
+        tiny.make_data([(6, 6)], [40]),
+        tmp_path,
+        memory=MemoryOptions(quantize="fp8", blocks_to_swap=1),
     )
-    assert trainer.placed.base_notes[0].startswith(
-        "base: 16 layers of the blocks were converted to fp8 in 48 s for this"
+    assert trainer.placed.quantize_notes[0].startswith(
+        "quantize: 16 layers of the blocks were converted to fp8 in 48 s for this"
     )
 
 
 def test_what_is_held_and_what_is_left_is_told(wide_file: Path, tmp_path: Path) -> None:
-    told = trained(loaded(wide_file), tmp_path, base="int8").placed.base_notes
-    wanted = "base: 16 layers of the blocks were converted to int8 in 0 s for this run; 0.00 GiB became 0.00 GiB."
+    told = trained(loaded(wide_file), tmp_path, quantize="int8").placed.quantize_notes
+    wanted = "quantize: 16 layers of the blocks were converted to int8 in 0 s for this run; 0.00 GiB became 0.00 GiB."
     assert told == [wanted]
     path = tmp_path / "mixed.safetensors"
     tiny.write_flux(path, depth=1, depth_single=2, quantised="fp8", quantised_inside="single_blocks.1.")
-    found = trained(loaded(path), tmp_path, base="int8").placed
-    assert found.base_notes[0].startswith("base: 13 layers of the blocks were converted to int8 in 0 s for this run")
-    (left,) = found.base_notes[1:]
-    assert left.startswith("base: single_blocks.1.mod, single_blocks.1.linear1, ") and left.endswith(
+    found = trained(loaded(path), tmp_path, quantize="int8").placed
+    assert found.quantize_notes[0].startswith(
+        "quantize: 13 layers of the blocks were converted to int8 in 0 s for this run"
+    )
+    (left,) = found.quantize_notes[1:]
+    assert left.startswith("quantize: single_blocks.1.mod, single_blocks.1.linear1, ") and left.endswith(
         "already in 8 bit or less."
     )
-    assert trained(loaded(wide_file), tmp_path).placed.base_notes == []
+    assert trained(loaded(wide_file), tmp_path).placed.quantize_notes == []
 
 
 @every_base
-def test_a_model_with_comfyuis_own_forward_trains_in_it_and_is_still_compared(base: str, tmp_path: Path) -> None:
+def test_a_model_with_comfyuis_own_forward_trains_in_it_and_is_still_compared(quantize: str, tmp_path: Path) -> None:
     (row,) = (row for row in NAMED if str(row) == "z-image")
     losses = {}
-    for held in (AS_STORED, base):
-        memory = MemoryOptions(checkpointing="none", base=held)
+    for held in (AS_STORED, quantize):
+        memory = MemoryOptions(checkpointing="none", quantize=held)
         trainer = trainer_of(row, tmp_path, memory=memory)
         tiny.fill_up_matrices(trainer)
         trainer.run()
         losses[held] = trainer.progress.loss
-    assert trainer.placed.checks.forward_done and losses[base] != losses[AS_STORED]
-    assert losses[base] == pytest.approx(losses[AS_STORED], rel=0.05)
+    assert trainer.placed.checks.forward_done and losses[quantize] != losses[AS_STORED]
+    assert losses[quantize] == pytest.approx(losses[AS_STORED], rel=0.05)
     inside = [
         x.frozen().weight.dtype for _, block in trainer.placed.transformer.blocks() for x in block.linears().values()
     ]
-    assert set(inside) == {torch.int8 if base == "int8" else torch.float8_e4m3fn}
+    assert set(inside) == {torch.int8 if quantize == "int8" else torch.float8_e4m3fn}
 
 
 @every_base
-def test_a_gguf_file_is_put_into_8_bit_with_its_loras(base: str, tmp_path: Path) -> None:
+def test_a_gguf_file_is_put_into_8_bit_with_its_loras(quantize: str, tmp_path: Path) -> None:
     model = with_lora(model_of(flux_state("Q5_0")), plain_lora())
-    placed = trained(model, tmp_path, base=base).placed
+    placed = trained(model, tmp_path, quantize=quantize).placed
     assert (
-        placed.base_notes[0].startswith("base: 26 layers of the blocks were converted to ")
-        and len(placed.base_notes) == 1
+        placed.quantize_notes[0].startswith("quantize: 26 layers of the blocks were converted to ")
+        and len(placed.quantize_notes) == 1
     )
     name, blocks = "double_blocks.0.img_mlp.0", frozenset({"double_blocks.0"})
     stored = FrozenWeights(model, CPU, torch.float32).linear(name).full()
-    held = FrozenWeights(model, CPU, torch.float32, frozenset(), base, blocks).linear(name).full()
+    held = FrozenWeights(model, CPU, torch.float32, frozenset(), quantize, blocks).linear(name).full()
     without = FrozenWeights(model_of(flux_state("Q5_0")), CPU, torch.float32).linear(name).full()
     assert ((held - stored).norm() / stored.norm()).item() < 0.03 < ((stored - without).norm() / stored.norm()).item()
 
 
 @every_base
-def test_measuring_a_step_puts_nothing_into_8_bit(base: str, wide_file: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_measuring_a_step_puts_nothing_into_8_bit(
+    quantize: str, wide_file: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     """And counts it as if."""
-    memory = MemoryOptions(base=base)
+    memory = MemoryOptions(quantize=quantize)
     trainer = tiny.make_trainer(loaded(wide_file), tiny.make_data([(6, 6)], [40]), tmp_path, memory=memory)
     linears = [(name, x) for name, block in trainer.placed.transformer.blocks() for x in block.linears().values()]
     held = {name: sum(x.held_bytes() for block, x in linears if block == name) for name, _ in linears}
@@ -174,16 +181,16 @@ def test_measuring_a_step_puts_nothing_into_8_bit(base: str, wide_file: Path, tm
         assert block.forward > 0 and block.backward > 0
 
 
-@pytest.mark.parametrize("base", [AS_STORED, "int8"])
-def test_a_weight_that_is_cast_to_fp8_at_each_use_stays_so(base: str, wide_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantize", [AS_STORED, "int8"])
+def test_a_weight_that_is_cast_to_fp8_at_each_use_stays_so(quantize: str, wide_file: Path, tmp_path: Path) -> None:
     """As dynamic VRAM keeps a bf16 file that is loaded with weight_dtype fp8."""
     model = loaded(wide_file)
     name = "double_blocks.0.img_attn.qkv"
     model.model.diffusion_model.get_submodule(name).weight_comfy_model_dtype = torch.float8_e4m3fn
-    weights = FrozenWeights(model, CPU, torch.bfloat16, frozenset(), base, frozenset({"double_blocks.0"}))
+    weights = FrozenWeights(model, CPU, torch.bfloat16, frozenset(), quantize, frozenset({"double_blocks.0"}))
     assert weights.linear(name).weight.dtype == torch.float8_e4m3fn
-    if base == "int8":
-        assert weights.bytes_before_base(name) is None
+    if quantize == "int8":
+        assert weights.bytes_as_stored(name) is None
         assert weights.linear("double_blocks.0.img_attn.proj").weight.dtype == torch.int8
 
 
@@ -191,12 +198,15 @@ def test_16_bits_of_a_gguf_file_are_put_into_8() -> None:
     model = model_of(flux_state("Q4_0", plain="BF16"))
     weights = FrozenWeights(model, CPU, torch.bfloat16, frozenset(), "int8", frozenset({"txt_in"}))
     own = model.model.diffusion_model.txt_in.weight
-    assert own.tensor_type == kind_of("BF16") and weights.bytes_before_base("txt_in") == 2 * 128 * 64
+    assert own.tensor_type == kind_of("BF16") and weights.bytes_as_stored("txt_in") == 2 * 128 * 64
     named = FrozenWeights(model, CPU, torch.bfloat16, frozenset(), "int8", frozenset({"time_in"}))
     assert named.linear("time_in.in_layer").weight.dtype == torch.int8
 
 
 def test_a_run_with_another_base_learns_otherwise() -> None:
     made = run_settings()
-    kinds = {replace(made, memory=MemoryOptions(base=base)).lineage("data", "model") for base in (AS_STORED, *BASES)}
+    kinds = {
+        replace(made, memory=MemoryOptions(quantize=quantize)).lineage("data", "model")
+        for quantize in (AS_STORED, *BASES)
+    }
     assert len(kinds) == 3 and made.lineage("data", "model") in kinds

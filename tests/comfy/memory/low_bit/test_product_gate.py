@@ -53,7 +53,7 @@ def trainer_on(path: Path, folder: Path, backend: str | None = None, steps: int 
     with torch.inference_mode():  # as a node loads it
         model = tiny.load_flux(path)
     data = tiny.make_data([(6, 6), (4, 9)], [40, 40])
-    memory = MemoryOptions(**{"checkpointing": "none", "products": "int8"} | changes.pop("memory", {}))
+    memory = MemoryOptions(**{"checkpointing": "none", "low_bit_matmul": "int8"} | changes.pop("memory", {}))
     trainer = tiny.make_trainer(model, data, folder, backend=backend, steps=steps, memory=memory, **changes)
     trainer.observer = trainer.placed.observer = trainer.saver.observer = Notes()
     return trainer
@@ -76,7 +76,7 @@ def test_layers_that_lose_little_multiply_in_low_precision(files: Any, tmp_path:
     measured = {place: both for place, both in errors.items() if "mod" not in place[1]}  # which see one token
     assert len(measured) == 10 and all(0.001 < error < LIMIT / 2 for both in measured.values() for error in both)
     assert trainer.observer.notes == [
-        "products is int8: 16 of the 16 layers of the blocks multiply in int8, where they see 32 tokens or more."
+        "low_bit_matmul is int8: 16 of the 16 layers of the blocks multiply in int8, where they see 32 tokens or more."
     ]
 
 
@@ -89,13 +89,13 @@ def test_a_channel_a_thousand_times_as_large_falls_back_going_forward_only(files
     assert forward > 0.3 and backward < LIMIT / 2
     (note,) = trainer.observer.notes
     assert note == (
-        "products is int8: 14 of the 16 layers of the blocks multiply in int8 and 2 in int8 going back only, where "
-        f"they see 32 tokens or more. In full: linear2 of single (off by {forward:.2g} going forward)."
+        "low_bit_matmul is int8: 14 of the 16 layers of the blocks multiply in int8 and 2 in int8 going back only, "
+        f"where they see 32 tokens or more. In full: linear2 of single (off by {forward:.2g} going forward)."
     )
     # One of the two blocks is as before: the worst decides for both, which share their graph.
     singles = [block for name, block in trainer.placed.transformer.blocks() if name.startswith("single")]
     assert [block.linears()["linear2"].products[:2] for block in singles] == [("full", "int8")] * 2
-    (row,) = (row for row in trainer.facts()["products"]["layers"] if (row["block"], row["layer"]) == LINEAR2)
+    (row,) = (row for row in trainer.facts()["low_bit_matmul"]["layers"] if (row["block"], row["layer"]) == LINEAR2)
     assert row["count"] == 2 and (row["forward"], row["backward"]) == ("full", "int8")
     assert (row["forward_error"], row["backward_error"]) == (round(forward, 5), round(backward, 5))
 
@@ -151,14 +151,14 @@ def test_a_resumed_run_takes_the_decision_from_its_state(
     first = trainer_on(files["outlier"], tmp_path / "cut", steps=4, save_every=2)
     first.run()
     state = state_path(first.saver.folder.path, 2)
-    header = load_state(state).products
+    header = load_state(state).low_bit_matmul
     assert header == {"asked": "int8", "full": [[*LINEAR2, "forward"]]}
 
     def resumed(asked: str) -> Any:
         with monkeypatch.context() as patch:
             made = BlockProducts.__init__
             patch.setattr(BlockProducts, "__init__", lambda self, *given: made(self, *given[:3], header))
-            trainer = trainer_on(files["outlier"], tmp_path / asked, steps=4, memory={"products": asked})
+            trainer = trainer_on(files["outlier"], tmp_path / asked, steps=4, memory={"low_bit_matmul": asked})
         trainer.resume(state)
         return trainer
 
@@ -171,14 +171,16 @@ def test_a_resumed_run_takes_the_decision_from_its_state(
     (note,) = list(second.placed.products.notes())
     assert note.endswith("In full: linear2 of single (too inexact in the forward pass when the run started).")
     # Another option decides anew, and where the product is missing the run says so and hands the decision on.
-    assert resumed("full").placed.products.decision() == {}
-    monkeypatch.setattr(placement, "obstacle", lambda *_: "int8 products need an NVIDIA card")
+    assert resumed("off").placed.products.decision() == {}
+    monkeypatch.setattr(placement, "obstacle", lambda *_: "int8 matmuls need an NVIDIA card")
     elsewhere = resumed("int8")
-    told = "products is int8, but all layers multiply in full: int8 products need an NVIDIA card."
+    told = "low_bit_matmul is int8, but all layers multiply in full: int8 matmuls need an NVIDIA card."
     assert list(elsewhere.placed.products.notes()) == [told] and elsewhere.placed.products.decision() == header
     elsewhere.run()
     elsewhere.saver.save()
-    assert elsewhere.progress.step == 4 and load_state(state_path(elsewhere.saver.folder.path, 4)).products == header
+    assert (
+        elsewhere.progress.step == 4 and load_state(state_path(elsewhere.saver.folder.path, 4)).low_bit_matmul == header
+    )
 
 
 def test_a_state_with_a_damaged_decision_is_refused(files: Any, tmp_path: Path) -> None:
@@ -186,18 +188,18 @@ def test_a_state_with_a_damaged_decision_is_refused(files: Any, tmp_path: Path) 
     trainer.run()
     trainer.saver.save()
     state = state_path(trainer.saver.folder.path, 1)
-    assert read_header(state).products == {"asked": "int8", "full": []}
+    assert read_header(state).low_bit_matmul == {"asked": "int8", "full": []}
     with safe_open(state, framework="pt") as file:
         metadata = file.metadata()
     tensors, plain = load_file(state), json.loads(metadata["tessera"])
 
     def rewritten(products: Any) -> Path:
-        save_file(tensors, state, metadata | {"tessera": json.dumps(plain | {"products": products})})
+        save_file(tensors, state, metadata | {"tessera": json.dumps(plain | {"low_bit_matmul": products})})
         return state
 
     place = ["single", "linear2"]
     both = {"asked": "int8", "full": [[*place, "forward", "backward"]]}
-    assert read_header(rewritten(both)).products == both
+    assert read_header(rewritten(both)).low_bit_matmul == both
     for damaged in (
         [],
         {"asked": "int8"},
@@ -207,7 +209,7 @@ def test_a_state_with_a_damaged_decision_is_refused(files: Any, tmp_path: Path) 
         {"asked": "int8", "full": [["single", 2, "forward"]]},
         {"asked": "int8", "full": [], "more": 1},
     ):
-        with pytest.raises(DamagedState, match="field '(products|more)'"):
+        with pytest.raises(DamagedState, match="field '(low_bit_matmul|more)'"):
             read_header(rewritten(damaged))
 
 
@@ -251,5 +253,5 @@ def test_what_is_not_finite_multiplies_in_full(files: Any, tmp_path: Path) -> No
     trainer.placed.products.set(blocks)
     (note,) = trainer.placed.products.notes()
     assert "14 of the 16 layers" in note and "linear1 of single (off by inf going forward and inf going back)" in note
-    (row,) = (r for r in trainer.placed.products.facts()["products"]["layers"] if r["layer"] == "linear1")
+    (row,) = (r for r in trainer.placed.products.facts()["low_bit_matmul"]["layers"] if r["layer"] == "linear1")
     assert row["forward_error"] == "not finite"

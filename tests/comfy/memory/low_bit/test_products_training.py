@@ -70,7 +70,7 @@ def quick_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("quick_fp8")
 @every_file
 def test_resident_checkpointed_swapped_and_compiled_runs_are_the_same(how: str, files: Any, tmp_path: Path) -> None:
-    low = {"products": FILES[how]}
+    low = {"low_bit_matmul": FILES[how]}
     resident = trained(files[how], tmp_path, **low)
     assert resident.progress.loss != trained(files[how], tmp_path).progress.loss
     swapping = {"blocks_to_swap": 3, "checkpointing": "full"}
@@ -94,8 +94,8 @@ def test_resident_checkpointed_swapped_and_compiled_runs_are_the_same(how: str, 
 @every_file
 def test_after_30_steps_the_update_points_where_the_full_one_does(how: str, files: Any, tmp_path: Path) -> None:
     updates = []
-    for products in ("full", FILES[how]):
-        trainer = trainer_on(files[how], tmp_path, steps=30, products=products)
+    for products in ("off", FILES[how]):
+        trainer = trainer_on(files[how], tmp_path, steps=30, low_bit_matmul=products)
         before = {name: p.clone() for name, p in trainer.network.master_weights().items()}
         trainer.run()
         after = trainer.network.master_weights()
@@ -105,16 +105,16 @@ def test_after_30_steps_the_update_points_where_the_full_one_does(how: str, file
 
 
 def test_the_run_says_and_lists_how_its_layers_multiply(files: Any, tmp_path: Path) -> None:
-    trainer = trainer_on(files["int8 turned"], tmp_path, products="int8")
+    trainer = trainer_on(files["int8 turned"], tmp_path, low_bit_matmul="int8")
     (note,) = trainer.placed.products.notes()
     assert note == (
-        "products is int8: 16 of the 16 layers of the blocks multiply in int8, where they see 32 tokens or more."
+        "low_bit_matmul is int8: 16 of the 16 layers of the blocks multiply in int8, where they see 32 tokens or more."
     )
-    facts = trainer.facts()["products"]
+    facts = trainer.facts()["low_bit_matmul"]
     assert facts["asked"] == "int8" and sum(row["count"] for row in facts["layers"]) == 16
     row = {"block": "single", "layer": "linear1", "forward": "int8", "backward": "int8", "count": 2}
     assert row in facts["layers"]
-    assert "products" not in trainer_on(files["fp8"], tmp_path).facts()
+    assert "low_bit_matmul" not in trainer_on(files["fp8"], tmp_path).facts()
 
 
 @pytest.mark.parametrize(
@@ -123,20 +123,20 @@ def test_the_run_says_and_lists_how_its_layers_multiply(files: Any, tmp_path: Pa
         (
             "fp8",
             "int8 turned",
-            "products is fp8, but all layers multiply in full: img.mod of double, img.qkv of double, img.proj of "
+            "low_bit_matmul is fp8, but all layers multiply in full: img.mod of double, img.qkv of double, img.proj of "
             "double, img.mlp_in of double, img.mlp_out of double and 8 more (stored as TensorWiseINT8); use a model "
-            "stored in fp8 (base converts a 16-bit one), or set products to full.",
+            "stored in fp8 (quantize converts a 16-bit one), or set low_bit_matmul to off.",
         ),
-        ("auto", "fp8", "products is auto, but all layers multiply in full: auto has nothing faster on a CPU."),
+        ("auto", "fp8", "low_bit_matmul is auto, but all layers multiply in full: auto has nothing faster on a CPU."),
     ],
 )
 def test_what_cannot_be_is_full_and_said(asked: str, how: str, note: str, files: Any, tmp_path: Path) -> None:
-    trainer = trainer_on(files[how], tmp_path, products=asked)
+    trainer = trainer_on(files[how], tmp_path, low_bit_matmul=asked)
     assert list(trainer.placed.products.notes()) == [note]
     assert all(linear.products is None for linear in trainer.placed.transformer.linears().values())
     trainer.run()
     assert trainer.progress.loss == trainer_run_in_full(files[how], tmp_path)
-    assert all(row["forward"] == row["backward"] == "full" for row in trainer.facts()["products"]["layers"])
+    assert all(row["forward"] == row["backward"] == "full" for row in trainer.facts()["low_bit_matmul"]["layers"])
 
 
 def trainer_run_in_full(path: Path, folder: Path) -> list[float]:
@@ -151,8 +151,8 @@ def test_the_report_names_base_and_products_of_a_region(files: Any, tmp_path: Pa
         runner = trainer_on(files[how], tmp_path, "aot_eager", **memory).placed.runner
         return [region["region"] for region in runner.report.facts()["regions"]][:2]
 
-    low = labels("int8 turned", products="int8", base="fp8")
-    assert low == ["double, LoRA 1, base fp8, int8 products", "single, LoRA 2, base fp8, int8 products"]
+    low = labels("int8 turned", low_bit_matmul="int8", quantize="fp8")
+    assert low == ["double, LoRA 1, quantize fp8, int8 matmuls", "single, LoRA 2, quantize fp8, int8 matmuls"]
     assert labels("fp8") == ["double, LoRA 1", "single, LoRA 2"]
 
 
@@ -160,8 +160,8 @@ def test_the_report_names_base_and_products_of_a_region(files: Any, tmp_path: Pa
 def test_the_plan_reckons_the_products_in_8_bit_at_their_rate(how: str, files: Any, tmp_path: Path) -> None:
     """Of a single block of 36 + 40 tokens: two Linears that all of them go through, and one of a single row."""
     products, work = FILES[how], []
-    for asked in ("full", products):
-        memory = {"products": asked, "checkpointing": "auto", "blocks_to_swap": 1}
+    for asked in ("off", products):
+        memory = {"low_bit_matmul": asked, "checkpointing": "auto", "blocks_to_swap": 1}
         costs = trainer_on(files[how], tmp_path, **memory).placed.automatic.measured.blocks
         (one,) = {block.work for block in costs if block.name == "single_blocks.0"}
         work.append((one.forward.products, one.backward.products))
@@ -172,22 +172,22 @@ def test_the_plan_reckons_the_products_in_8_bit_at_their_rate(how: str, files: A
 
 def test_a_card_without_the_product_is_named() -> None:
     products = BlockProducts("int8", torch.device("mps"), torch.bfloat16)
-    wanted = "products is int8, but all layers multiply in full: int8 products need an NVIDIA card."
+    wanted = "low_bit_matmul is int8, but all layers multiply in full: int8 matmuls need an NVIDIA card."
     assert list(products.notes()) == [wanted] and products.precisions == ()
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_what_base_puts_into_8_bits_multiplies_so(kind: str, tmp_path: Path) -> None:
     path = tiny.write_flux(tmp_path / "flux.safetensors", depth=1, depth_single=2, dtype=torch.bfloat16)
-    low = trained(path, tmp_path, base=kind, products=kind)
+    low = trained(path, tmp_path, quantize=kind, low_bit_matmul=kind)
     assert "16 of the 16 layers" in next(low.placed.products.notes())
-    assert low.progress.loss != trained(path, tmp_path, base=kind).progress.loss
+    assert low.progress.loss != trained(path, tmp_path, quantize=kind).progress.loss
 
 
 def test_layers_that_cannot_are_named_beside_those_that_do(tmp_path: Path) -> None:
     path = tmp_path / "mixed.safetensors"
     tiny.write_flux(path, depth=1, depth_single=2, quantised="fp8", quantised_inside="single_blocks.1.")
-    trainer = trainer_on(path, tmp_path, products="fp8")
+    trainer = trainer_on(path, tmp_path, low_bit_matmul="fp8")
     (note,) = trainer.placed.products.notes()
     assert "3 of the 16 layers of the blocks multiply in fp8, where" in note
     assert note.endswith("and 8 more (stored as float32).")
@@ -202,8 +202,8 @@ def test_a_model_with_comfyuis_own_forward_has_its_graphs_too(tmp_path: Path, mo
     runs = {}
     torch._dynamo.reset()
     graphs = Graphs()
-    for name, backend, products in (("full", None, "full"), ("low", None, "int8"), ("compiled", "aot_eager", "int8")):
-        memory = MemoryOptions(checkpointing="none", products=products)
+    for name, backend, products in (("full", None, "off"), ("low", None, "int8"), ("compiled", "aot_eager", "int8")):
+        memory = MemoryOptions(checkpointing="none", low_bit_matmul=products)
         trainer = trainer_of(row, tmp_path, model=build_stored(row, "int8 turned"), backend=backend, memory=memory)
         tiny.fill_up_matrices(trainer)
         trainer.run()

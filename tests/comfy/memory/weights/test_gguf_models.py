@@ -173,7 +173,7 @@ def test_block_swap_for_sampling_leaves_it_to_its_loader():
     wanted = (
         "model is a GGUF file, whose loader moves weights by itself; leave Block Swap out (ComfyUI streams what "
         "doesn't fit; to train, set blocks_to_swap on Training Memory), or load a safetensors file with Load "
-        "Diffusion Model (Block Swap) and base int8."
+        "Diffusion Model (Block Swap) and quantize at int8."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(wanted)}$"):
         TesseraBlockSwap.execute(model_of(flux_state("Q4_0")), 2, 1, "auto")

@@ -13,7 +13,7 @@ from tessera.compile.attach import compiled_model_of
 from tessera.compile.settings import PRESETS, CompileSettings, Override, parse_overrides
 from tessera.models.model_patches import trainable_model
 from tessera.nodes.model.compile import TesseraCompileModel, TesseraCompileReport
-from tessera.nodes.model.model_file import open_with_base
+from tessera.nodes.model.model_file import open_quantized
 from tessera.nodes.train.inherited_settings import inherited_compile
 from tiny.nodes.prompt import ksampler, node
 from tiny.train.runs import Watcher, mixed_data, train
@@ -139,11 +139,11 @@ def test_the_report_names_each_region_with_what_it_compiled(tiny_flux):
 
 def test_the_report_names_the_base_that_the_model_was_loaded_in(tiny_files):
     with torch.inference_mode():
-        loaded, _ = open_with_base(str(tiny_files["flux"]), {}, "int8", False)
+        loaded, _ = open_quantized(str(tiny_files["flux"]), {}, "int8", False)
     (model,) = run(TesseraCompileModel, loaded, backend="eager").result
     for _ in range(2):
         (text,) = run(TesseraCompileReport, model.clone()).result
-        assert text.splitlines()[0].endswith(" blocks of 2 kinds, base int8")
+        assert text.splitlines()[0].endswith(" blocks of 2 kinds, quantize int8")
 
 
 def test_a_model_without_compile_model_is_told_so_without_an_error(tiny_flux):

@@ -23,7 +23,7 @@ CASES = {
     "checkpointed": (3, SHORT | {"batch_size": 3}, SHARD | {"checkpointing": "full", "prefetch_blocks": 2}, {}),
     "compiled": (2, SHORT | {"compile": "auto", "batch_size": 2}, SHARD, {"backend": "eager"}),
     "two machines": (4, SHORT | {"batch_size": 4}, SHARD, {"local": 2}),
-    "8 bit": (2, SHORT | {"batch_size": 2}, SHARD | {"base": "int8", "blocks_to_swap": 4}, {}),
+    "8 bit": (2, SHORT | {"batch_size": 2}, SHARD | {"quantize": "int8", "blocks_to_swap": 4}, {}),
     "GGUF": (2, SHORT | {"batch_size": 2}, SHARD | {"checkpointing": "selective"}, {"gguf": "Q4_K"}),
 }
 

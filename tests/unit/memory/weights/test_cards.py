@@ -74,8 +74,8 @@ def test_auto_asks_how_the_run_compiles(backend, tried, monkeypatch) -> None:
     assert asked.precisions == (FP8,)  # what is asked for is done
     notes = list(chosen.notes())
     assert tried or notes == [
-        "products is auto, but all layers multiply in full: without compiling by inductor, fp8 products take longer "
-        "than full ones."
+        "low_bit_matmul is auto, but all layers multiply in full: without compiling by inductor, fp8 matmuls take "
+        "longer than 16-bit ones."
     ]
 
 

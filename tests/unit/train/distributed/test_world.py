@@ -141,9 +141,9 @@ def test_versions_files_run_state_and_sharing_have_to_be_alike():
     assert rank_facts("m", "d", "r", "")["shard"] == "off"
 
 
-@pytest.mark.parametrize("what", [*FACTS, "kind of product"])
+@pytest.mark.parametrize("what", [*FACTS, "kind of matmul"])
 def test_each_difference_is_told_with_its_mend_by_the_first_alone(what, worlds):
-    ours = FACTS | {"kind of product": "fp8"}
+    ours = FACTS | {"kind of matmul": "fp8"}
     first, second = worlds
     second.store.set(Topic.GATHER, [ours | {what: "x"}], "facts/1")
     with pytest.raises(CannotContinue) as error:
