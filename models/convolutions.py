@@ -6,7 +6,7 @@ from typing import Any, TypeGuard
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from torch import nn
 
-from ..memory.weights.reading import has_known_forward
+from ..memory.weights.check_format import has_known_forward
 from .blocks import linear_shapes
 
 WeightShape = tuple[int, ...]

@@ -11,8 +11,8 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
 from ..memory.host.to_device import to_device
+from ..memory.low_bit.quantize import AS_STORED
 from ..memory.weights.frozen import FrozenWeights
-from ..memory.weights.requantise import AS_STORED
 from ..memory.weights.residency import FrozenModule
 from .latents import LatentPolicy
 from .layers.attention import attention_function, ragged_attention_function
@@ -326,7 +326,7 @@ class Family(ABC):
         """Build the training forward over the patcher's frozen weights; those of the blocks in `on_host` stay on the
         host.
 
-        quantize: format of the blocks' Linears, one of `memory.weights.requantise.QUANTIZE`.
+        quantize: format of the blocks' Linears, one of `memory.low_bit.quantize.QUANTIZE`.
         in_zeros: fill those that are converted to it with zeros, for measurements.
         """
         lists = self.block_lists(patcher.model)

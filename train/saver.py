@@ -19,7 +19,7 @@ from .errors import saved_state_message, unsaved_steps_message
 from .learner import Learner
 from .objective.timestep_sampling import Strata
 from .observer import Observer
-from .placement.products import BlockProducts
+from .placement.low_bit_policy import BlockProducts
 from .preflight.context import RunContext
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from ..common.text import finite, one_of, quoted, within
 from ..data.samples import TrainingData
 from ..lora.options import NetworkOptions
 from ..memory.host.pinning import PIN_MEMORY
-from ..memory.weights.products import LOW_BIT_MATMULS, OFF
-from ..memory.weights.requantise import AS_STORED, QUANTIZE
+from ..memory.low_bit.matmul import LOW_BIT_MATMULS, OFF
+from ..memory.low_bit.quantize import AS_STORED, QUANTIZE
 from .objective.options import ObjectiveOptions
 from .optim.options import OptimizerOptions
 from .optim.schedule import ENDLESS_SCHEDULERS

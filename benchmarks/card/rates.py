@@ -158,9 +158,9 @@ class Rates:
     def fp8(self) -> dict[str, Any]:
         """Time a frozen Linear stored in fp8, the same in bf16, and the low-precision matmuls that the card
         supports."""
-        from tessera.memory.weights.cards import card_of, obstacle
+        from tessera.memory.low_bit.devices import card_of, obstacle
+        from tessera.memory.low_bit.matmul import FP8, INT8, Products, low_input_grad, low_linear
         from tessera.memory.weights.frozen_linear import stored_linear, stored_linear_input_grad
-        from tessera.memory.weights.products import FP8, INT8, Products, low_input_grad, low_linear
 
         t, d = self.tokens, self.width
         x, g, w = self.normal(t, d), self.normal(t, 7 * d), self.normal(7 * d, d).to(torch.float8_e4m3fn)

@@ -54,7 +54,7 @@ def real_shapes(name: str) -> dict[str, tuple[int, ...]]:
 
 def held_bytes(shapes: Mapping[str, tuple[int, ...]], quantize: str) -> int:
     """Bytes of a model's weights with its blocks converted by `quantize`, from a bf16 file."""
-    requantise = import_module("tessera.memory.weights.requantise")
+    requantise = import_module("tessera.memory.low_bit.quantize")
     file_names = import_module("tessera.nodes.model.file_names")
     in_blocks = import_module("tessera.models.blocks").in_blocks
     tensors = {key: torch.empty(size, dtype=torch.bfloat16, device="meta") for key, size in shapes.items()}

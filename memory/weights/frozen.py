@@ -36,9 +36,9 @@ from ..host.flat_weights import (
     weight_refs,
     with_parts,
 )
+from ..low_bit.quantize import AS_STORED, WIDE, quantised, quantised_zeros
 from .frozen_linear import FrozenLinear, format_of
-from .gguf.reading import check_type, factors_of, format_beside, values_of, with_weight_patches
-from .requantise import AS_STORED, WIDE, quantised, quantised_zeros
+from .gguf.reader import check_type, factors_of, format_beside, values_of, with_weight_patches
 
 
 def share_outside_inference_mode(tensor: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.flop_counter import register_flop_formula
 
 from ...common.core import quantised_layout, quantised_params
-from .gguf.blocks import FORMATS, widened_blocks
-from .products import (
+from ..low_bit.dequantize import core_has_kernel, widened, widened_by_triton
+from ..low_bit.matmul import (
     FP8,
     FP8_DTYPES,
     INT8,
@@ -32,7 +32,7 @@ from .products import (
     low_input_grad,
     low_linear,
 )
-from .widening import core_has_kernel, widened, widened_by_triton
+from .gguf.blocks import FORMATS, widened_blocks
 
 # Layouts of one-byte codes with separate scales, and the function of comfy-kitchen that dequantises each.
 _CODES = {

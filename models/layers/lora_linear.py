@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ...memory.low_bit.matmul import ErrorMeter, Products
 from ...memory.weights.frozen import FrozenWeights
 from ...memory.weights.frozen_linear import FrozenLinear, read_format
-from ...memory.weights.products import ErrorMeter, Products
 from ...memory.weights.residency import FrozenModule
 from ..adapters.base import Adapter, DropMask
 from ..adapters.lora import LoraAdapter, run_loras

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...common.core import version
 from ...common.text import joined
+from ...memory.low_bit.quantize import AS_STORED
 from ...memory.weights.frozen import FrozenWeights
-from ...memory.weights.requantise import AS_STORED
 from ..blocks import find_blocks, lists_of, numbered
 from ..family import Family, ModelInputs, NoisySample, Origin, Patches, SampleFacts, Transformer
 from ..latents import LatentPolicy, policy_of_format

@@ -12,8 +12,8 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
+from ...memory.weights.check_format import LOADING, Misread, find_misread, has_known_forward
 from ...memory.weights.frozen import FrozenWeights, share_outside_inference_mode
-from ...memory.weights.reading import LOADING, Misread, find_misread, has_known_forward
 from ...memory.weights.residency import FrozenModule
 from ..convolutions import convolutions
 from ..layers.lora_conv import LoraConv

@@ -21,7 +21,7 @@ from ...compile.settings import (
     dynamic_named,
     parse_overrides,
 )
-from ...memory.weights.requantise import AS_STORED, quantize_of
+from ...memory.low_bit.quantize import AS_STORED, quantize_of
 from ..common.progress import client_server, prompt_id
 
 log = logging.getLogger(__name__)

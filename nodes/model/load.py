@@ -11,9 +11,9 @@ from safetensors import SafetensorError
 from ...common.core import load_without_dynamic_vram
 from ...common.untrusted.tensor_files import open_tensors
 from ...memory.host.mapped_file import KeepMapped, copy_into_ram
+from ...memory.low_bit.quantize import AS_STORED, QUANTIZE
 from ...memory.swap.selection import check_count
 from ...memory.weights.dynamic_vram import cast_as_asked
-from ...memory.weights.requantise import AS_STORED, QUANTIZE
 from ...models.blocks import most_blocks
 from ...models.name_table import uncompiled
 from ...models.swapped_model import SwapSettings

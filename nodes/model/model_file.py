@@ -19,7 +19,7 @@ from torch import nn
 
 from ...common.core import load_tensors, remember_loader
 from ...common.untrusted.tensor_files import open_tensors
-from ...memory.weights.requantise import AS_STORED, remember_quantize, requantise
+from ...memory.low_bit.quantize import AS_STORED, remember_quantize, requantise
 from ...models.blocks import in_blocks
 from .file_names import diffusion_model_tensors, linear_weights
 

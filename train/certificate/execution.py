@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...memory.swap.training import frozen_modules
-from ...memory.weights.reading import relative_error
+from ...memory.weights.check_format import relative_error
 from ...models.family import Block, ModelInputs
 from ...models.registry import run_in_fp32
 from ..placement.placed_model import PlacedModel

@@ -28,7 +28,7 @@ from ...lora.files.header import for_file, last_part, without_paths
 from ...lora.files.lora_model import ALPHA, DOWN, MODULES, LoraModel
 from ...lora.options import NetworkOptions
 from ...lora.plan import base_spec
-from ...memory.weights.requantise import AS_STORED, quantize_of
+from ...memory.low_bit.quantize import AS_STORED, quantize_of
 from ...models.adapters.registry import adapter_kind
 from ...models.family import Family, Origin
 from ..objective.options import ObjectiveOptions
@@ -72,7 +72,7 @@ class RunFacts:
     saving: save intervals and number of retained LoRAs.
     compile: 'auto' or 'off'.
     continued_from: earlier segments with other settings, see `history.continued_from`.
-    loader_quantize: format that Load Diffusion Model converted the model to, one of `requantise.QUANTIZE`.
+    loader_quantize: format that Load Diffusion Model converted the model to, one of QUANTIZE.
     modules: names of the model's modules, if its LoRA files have to record them, see `NameTable.recorded`.
     """
 

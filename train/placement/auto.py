@@ -38,8 +38,8 @@ from ...models.family import Family
 from ..batch import make_batch
 from ..optim.registry import OptimizerSpec
 from ..settings import MemoryOptions, TrainSettings
+from .low_bit_policy import BlockProducts
 from .probe import Probe, count_saved, storage_of, total_bytes
-from .products import BlockProducts
 
 WORTH = 0.05  # part of a step that another plan has to save: less is timing noise
 

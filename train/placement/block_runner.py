@@ -23,8 +23,8 @@ from ...compile.report.report import CompileReport, RegionReport
 from ...compile.settings import CompileOptions, CompileSettings
 from ...memory.activations import checkpointing
 from ...memory.activations.offload import ActivationOffload
-from ...memory.weights.products import FULL
-from ...memory.weights.requantise import AS_STORED
+from ...memory.low_bit.matmul import FULL
+from ...memory.low_bit.quantize import AS_STORED
 from ...models.family import Block
 from ...models.layers.lora_linear import LoraLinear
 from ..settings import MemoryOptions

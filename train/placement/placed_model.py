@@ -14,10 +14,10 @@ from ...lora.network import LoraNetwork, build_network
 from ...memory.host.mapped_file import bytes_in_file
 from ...memory.host.page_locked import give_back
 from ...memory.host.pinning import HostPlacement, HostWeights, place_on_host, unpinned_message
+from ...memory.low_bit.quantize import quantize_of
 from ...memory.swap.selection import choose_blocks
 from ...memory.swap.sharded import ShardedSwap
 from ...memory.swap.training import BlockSwap, frozen_modules
-from ...memory.weights.requantise import quantize_of
 from ...memory.weights.residency import Holder, ResidentWeights
 from ...models.adapters.base import DropMask
 from ...models.family import Block, ModelInputs, RunBlock, Transformer
@@ -27,11 +27,11 @@ from ..preflight.context import RunContext
 from ..verify.forward import FirstChecks
 from . import auto
 from .auto import AutomaticMemory
-from .base import quantize_notes, quantize_summary
 from .block_clock import BlockClock
 from .block_runner import BlockRunner
 from .graph_count import count_graphs
-from .products import BlockProducts
+from .low_bit_policy import BlockProducts
+from .quantize_notes import quantize_notes, quantize_summary
 from .sharing import SharedBlocks
 
 

@@ -16,10 +16,10 @@ from ...compile.region import run_block
 from ...lora.network import LoraNetwork
 from ...memory.activations.cost import COMPILED_SAVES, EagerBlockWork, block_work
 from ...memory.activations.results import ResultBytes
+from ...memory.low_bit.devices import RATES
+from ...memory.low_bit.matmul import FP8, INT8
 from ...memory.swap.block_cost import BlockCost, add_costs
 from ...memory.swap.training import BlockSwap, frozen_modules
-from ...memory.weights.cards import RATES
-from ...memory.weights.products import FP8, INT8
 from ...models.family import Block, ModelInputs
 from ..settings import TrainSettings
 

@@ -10,7 +10,7 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from ....memory.comfy_compiler import without_comfy_compiler
-from ....memory.weights.reading import Misread
+from ....memory.weights.check_format import Misread
 from ...family import Block, Family, NoisySample, RunBlock, Transformer
 from ..comfyui.refusals import OF_CORE, cause_of, is_of_core, refusal, unusable
 from ..inputs import NativeGroup, native_inputs

@@ -237,8 +237,8 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
     from tessera.train.distributed import barrier, node
     from tessera.train.distributed import world as worlds
     from tessera.train.placement import auto
+    from tessera.train.placement.low_bit_policy import BlockProducts
     from tessera.train.placement.placed_model import PlacedModel
-    from tessera.train.placement.products import BlockProducts
     from tessera.train.step.losses import StepLosses
     from tessera.train.train_lora import RunRequest, train_lora
     from tiny.train.runs import Watcher, mixed_data, partly_without_gradient, run_settings

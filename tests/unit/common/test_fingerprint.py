@@ -9,7 +9,7 @@ import pytest
 import torch
 from tessera.common.fingerprint import changed_fields, fingerprint, weights_fingerprint
 from tessera.lora.source import LoraSource
-from tessera.memory.weights.products import LOW_BIT_MATMULS
+from tessera.memory.low_bit.matmul import LOW_BIT_MATMULS
 from tessera.train.settings import CHECKPOINTING, ValidationOptions
 from tiny.train.runs import run_settings, training_data
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from tessera.memory.weights.frozen import FrozenWeights, check_readable
 from tessera.memory.weights.frozen_linear import Format, FrozenLinear
-from tessera.memory.weights.gguf import blocks, reading
+from tessera.memory.weights.gguf import blocks
+from tessera.memory.weights.gguf import reader as reading
 from tiny.memory.gguf import OTHERS, SCALES, dequantised, kind_of, random_blocks, stored_tensor
 from torch import nn
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...common.core import quantised_data, quantised_params
 from ...common.text import shortlist
-from .products import FP8, INT8
+from .matmul import FP8, INT8
 
 AS_STORED = "as stored"
 QUANTIZE = (AS_STORED, INT8, FP8)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from .products import DTYPES, FP8, FULL, INT8, MULTIPLE
-from .widening import core_has_kernel
+from .dequantize import core_has_kernel
+from .matmul import DTYPES, FP8, FULL, INT8, MULTIPLE
 
 NOT_COMPILED = "without compiling by inductor, fp8 matmuls take longer than 16-bit ones"
 NO_KERNEL = "this ComfyUI has no int8 kernel for the card (it brings one where torch is built for CUDA 13)"

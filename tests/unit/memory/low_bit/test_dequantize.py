@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from tessera.memory.weights import frozen_linear, widening
+from tessera.memory.low_bit import dequantize as widening
+from tessera.memory.weights import frozen_linear
 from tessera.memory.weights.frozen_linear import stored_linear, stored_linear_input_grad
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,8 +30,8 @@ CUDA = torch.device("cuda", 0)
 def loaded() -> ModuleType:
     """The module of the kernel, anew: Triton decides how to run it where it is defined."""
     pytest.importorskip("triton")
-    path = Path(widening.__file__).with_name("widening_kernel.py")
-    spec = importlib.util.spec_from_file_location("widening_kernel_here", path)
+    path = Path(widening.__file__).with_name("dequantize_kernel.py")
+    spec = importlib.util.spec_from_file_location("dequantize_kernel_here", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -139,7 +140,7 @@ def on_this_device(kernel: Any, monkeypatch: Any) -> Iterator[list[tuple[int, ..
         seen.append(tuple(codes.shape))
         return kernel.widen(codes, *args)
 
-    monkeypatch.setitem(sys.modules, f"{widening.__package__}.widening_kernel", type("Module", (), {"widen": widen}))
+    monkeypatch.setitem(sys.modules, f"{widening.__package__}.dequantize_kernel", type("Module", (), {"widen": widen}))
     monkeypatch.setattr(widening, "DEVICES", ("cpu",))
     widening._triton_kernel.cache_clear()
     yield seen
@@ -213,7 +214,7 @@ def test_where_triton_does_not_run_torch_widens_in_two_steps(on_this_device: Any
     codes, scale = codes_of(3, 5, torch.float8_e4m3fn), torch.tensor(0.3)
     for widen in (fails, wrong):
         widening._triton_kernel.cache_clear()
-        monkeypatch.setattr(sys.modules[f"{widening.__package__}.widening_kernel"], "widen", widen)
+        monkeypatch.setattr(sys.modules[f"{widening.__package__}.dequantize_kernel"], "widen", widen)
         found = widening.widened(codes, scale, torch.bfloat16)
         assert torch.equal(found, codes.bfloat16() * scale.bfloat16())
 

@@ -15,7 +15,7 @@ from comfy import model_detection
 from comfy.model_management import InterruptProcessingException
 from comfy.quant_ops import QuantizedTensor
 from safetensors.torch import load_file, save_file
-from tessera.memory.weights import requantise
+from tessera.memory.low_bit import quantize as requantise
 from tessera.nodes.model import model_file
 from tessera.nodes.model.load import TesseraLoadDiffusionModel
 from tiny.models.sampling import sample

@@ -10,8 +10,8 @@ import torch
 
 from ...common.text import joined, shortlist
 from ...compile.settings import CompileSettings
-from ...memory.weights.cards import card_of, fits, obstacle, preferred
-from ...memory.weights.products import AUTO, FULL, LEAST_ROWS, MULTIPLE, OFF, ErrorMeter, Products
+from ...memory.low_bit.devices import card_of, fits, obstacle, preferred
+from ...memory.low_bit.matmul import AUTO, FULL, LEAST_ROWS, MULTIPLE, OFF, ErrorMeter, Products
 from ...models.family import Block
 from ...models.layers.lora_linear import LoraLayer, LoraLinear
 

@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
+from ...memory.low_bit.quantize import AS_STORED, Requantised
 from ...memory.weights.frozen_linear import read_format
-from ...memory.weights.requantise import AS_STORED, Requantised
 from ...models.family import Block
 from ...models.layers.lora_linear import LoraLinear
 

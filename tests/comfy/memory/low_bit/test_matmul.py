@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from tessera.memory.weights import products
+from tessera.memory.low_bit import matmul as products
+from tessera.memory.low_bit.matmul import FP8, FULL, INT8, Products
 from tessera.memory.weights.frozen import FrozenWeights
 from tessera.memory.weights.frozen_linear import FrozenLinear
-from tessera.memory.weights.products import FP8, FULL, INT8, Products
 from tessera.models.layers.lora_linear import LoraLinear
 from tiny.compile.compiling import Graphs
 from tiny.memory.quantised import LAYER, core_layer, stored_layer

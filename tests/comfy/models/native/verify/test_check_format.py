@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from tessera.memory.weights.check_format import compare_readings
 from tessera.memory.weights.frozen import FrozenWeights
-from tessera.memory.weights.reading import compare_readings
 from tessera.models.native.shadow import Shadow
 from tiny.memory.quantised import LAYER, core_layer
 from tiny.models.flux import QUANTISED

@@ -12,11 +12,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tessera.lora.options import NetworkOptions
-from tessera.memory.weights.products import ErrorMeter
+from tessera.memory.low_bit.matmul import ErrorMeter
 from tessera.train.checkpoint.state import DamagedState, load_state, read_header, state_path
 from tessera.train.observer import SilentObserver
-from tessera.train.placement import products as placement
-from tessera.train.placement.products import LIMIT, BlockProducts
+from tessera.train.placement import low_bit_policy as placement
+from tessera.train.placement.low_bit_policy import LIMIT, BlockProducts
 from tessera.train.settings import MemoryOptions
 from tiny.compile.compiling import Graphs
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from tessera.compile.settings import CompileSettings
 from tessera.memory.activations.cost import H100_RATES
-from tessera.memory.weights import cards
-from tessera.memory.weights.cards import RATES, Card, card_of, fits, obstacle, preferred
-from tessera.memory.weights.products import FP8, INT8
-from tessera.train.placement import products
+from tessera.memory.low_bit import devices as cards
+from tessera.memory.low_bit.devices import RATES, Card, card_of, fits, obstacle, preferred
+from tessera.memory.low_bit.matmul import FP8, INT8
+from tessera.train.placement import low_bit_policy as products
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

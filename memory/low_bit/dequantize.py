@@ -77,7 +77,7 @@ def _fits_core(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> bool:
 def _triton_kernel(device: torch.device, dtype: torch.dtype) -> Widen | None:
     """Return the Triton kernel if Triton is installed and its values are right on this device."""
     try:
-        from .widening_kernel import widen
+        from .dequantize_kernel import widen
 
         codes = torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)[None]
         decoded = widen(codes, torch.ones((), device=device), (1, 256), dtype)

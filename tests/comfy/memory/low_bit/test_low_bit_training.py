@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from tessera.memory.low_bit.devices import RATES
 from tessera.memory.weights import frozen_linear
-from tessera.memory.weights.cards import RATES
-from tessera.train.placement.products import BlockProducts
+from tessera.train.placement.low_bit_policy import BlockProducts
 from tessera.train.settings import MemoryOptions
 from tiny.compile.compiling import Graphs
 from tiny.memory.swapping import assert_same_run

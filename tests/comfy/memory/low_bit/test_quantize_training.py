@@ -10,9 +10,9 @@ import pytest
 import tiny
 import torch
 from tessera.lora.plan import choose_targets
+from tessera.memory.low_bit.quantize import AS_STORED
 from tessera.memory.weights import frozen
 from tessera.memory.weights.frozen import FrozenWeights
-from tessera.memory.weights.requantise import AS_STORED
 from tessera.nodes.model.model_file import open_quantized
 from tessera.train.checkpoint.metadata import collect_facts, metadata_for
 from tessera.train.placement import auto
