@@ -19,7 +19,7 @@ from .errors import saved_state_message, unsaved_steps_message
 from .learner import Learner
 from .objective.timestep_sampling import Strata
 from .observer import Observer
-from .placement.low_bit_policy import BlockProducts
+from .placement.low_bit_policy import LowBitPolicy
 from .preflight.context import RunContext
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Saver:
     environment: hardware and software that the last bits of a result may depend on.
     strata: samples of a step and of an epoch.
     writes: True on rank 0 only, which posts to the others which state it has written.
-    products: matmul precision of the run's layers; states store the decision.
+    low_bit: matmul precision of the run's layers; states store the decision.
     """
 
     def __init__(
@@ -79,10 +79,10 @@ class Saver:
         environment: dict[str, str],
         observer: Observer,
         strata: Strata,
-        products: BlockProducts,
+        low_bit: LowBitPolicy,
     ):
         self.learner, self.context, self.settings, self.folder = learner, context, context.settings, context.folder
-        self.environment, self.observer, self.strata, self.products = environment, observer, strata, products
+        self.environment, self.observer, self.strata, self.low_bit = environment, observer, strata, low_bit
         self.validation_key, self.world = context.validation_key, context.world
         self.writes = self.world.is_first
         self.progress = Progress()
@@ -333,6 +333,6 @@ class Saver:
             environment=self.environment,
             validation={"of": self.validation_key, "points": progress.validation} if self.validation_key else {},
             parts=list(self.context.parts),
-            low_bit_matmul=self.products.decision(),
+            low_bit_matmul=self.low_bit.decision(),
             **self.learner.state(),
         )

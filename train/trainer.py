@@ -91,7 +91,7 @@ class Trainer:
         self.compile_settings = context.compile_settings
         self.clock = StepClock(self.device)
         self.batches = StepBatches(context, self.device, self.clock)
-        self.saver = Saver(learner, context, self.environment(), observer, self.batches.strata, placed.products)
+        self.saver = Saver(learner, context, self.environment(), observer, self.batches.strata, placed.low_bit)
         if placed.runner.not_compiled:
             self.fall_back_to_eager(placed.runner.not_compiled)
         placed.note_memory_use()
@@ -134,9 +134,9 @@ class Trainer:
         self.check_ranks("start")
         self.sync.begin(settings.steps - progress.step)
         try:
-            check_alike(self.world, "low_bit_matmul", {"kind of matmul": ",".join(self.placed.products.precisions)})
-            if self.placed.products.undecided:  # before validation, which uses the same matmuls
-                self.attempt(self.measure_products)
+            check_alike(self.world, "low_bit_matmul", {"kind of matmul": ",".join(self.placed.low_bit.precisions)})
+            if self.placed.low_bit.undecided:  # before validation, which uses the same matmuls
+                self.attempt(self.measure_low_bit)
             self.between_steps()
             while progress.step < settings.steps:
                 self.observer.check_interrupted()
@@ -178,9 +178,9 @@ class Trainer:
                 raise
             raise stopped from error
 
-    def measure_products(self) -> None:
+    def measure_low_bit(self) -> None:
         """Choose the low-precision matmuls by the first micro-batches, and change nothing else."""
-        with self.placed.measured_products() as count:
+        with self.placed.measured_low_bit() as count:
             for key, requests in self.batches.first_of(self.progress.step, self.progress.batches, count):
                 self.observer.check_interrupted()
                 self.micro_batch(requests, key, count, torch.zeros((), device=self.device))

@@ -159,7 +159,7 @@ class Rates:
         """Time a frozen Linear stored in fp8, the same in bf16, and the low-precision matmuls that the card
         supports."""
         from tessera.memory.low_bit.devices import card_of, obstacle
-        from tessera.memory.low_bit.matmul import FP8, INT8, Products, low_input_grad, low_linear
+        from tessera.memory.low_bit.matmul import FP8, INT8, LowBitMatmul, low_bit_input_grad, low_bit_linear
         from tessera.memory.weights.frozen_linear import stored_linear, stored_linear_input_grad
 
         t, d = self.tokens, self.width
@@ -175,9 +175,9 @@ class Rates:
         for name in (FP8, INT8):
             if obstacle(name, card_of(self.device), x.dtype) is None:
                 # Rounding is included; in compiled code it is fused with the kernel before it.
-                args = codes[name], scale, None, None, Products(name, name)
-                calls[f"{name} product forward"] = partial(low_linear, x, *args)
-                calls[f"{name} product backward"] = partial(low_input_grad, g, codes[name], scale, name, 0)
+                args = codes[name], scale, None, None, LowBitMatmul(name, name)
+                calls[f"{name} product forward"] = partial(low_bit_linear, x, *args)
+                calls[f"{name} product backward"] = partial(low_bit_input_grad, g, codes[name], scale, name, 0)
         return {"text": _listed({name: self.seconds(call) * 1e6 for name, call in calls.items()}, "us")}
 
 

@@ -31,14 +31,14 @@ CONCLUSIONS = """
 ## What follows
 
 - mxfp8 as e4m3 with a power of two for each row loses next to nothing and takes 2 % less. It would gain speed alone, by
-  fp8 products, which no card has measured yet; until then it is widened at use, as it is stored.
+  fp8 products, which no card has measured yet; until then it is dequantised at use, as it is stored.
 - nvfp4 and int4 stay as they are stored: as int8 they lose little more than they have, but take twice the memory, for
   which a file of more bits is closer.
 - There is no int4 in `quantize`: its gradient is the worst of all. GGUF's Q4_0 is closer at 4.5 bits and Q5_0 at 5.5,
   and both train as they are stored.
 - Activations are not kept in 8 bit. int8 is close enough, and halves what is kept of 16 bits; but selective
   checkpointing at 0.5 keeps 58 % of it for FLUX.1 at 1024², is exact, and costs 6 % of a step by the rates of
-  `counted.md`, where rounding and widening move about as many bytes as it does."""
+  `counted.md`, where rounding and dequantising move about as many bytes as it does."""
 Weights = dict[str, Tensor]
 
 
@@ -54,7 +54,7 @@ def real_shapes(name: str) -> dict[str, tuple[int, ...]]:
 
 def held_bytes(shapes: Mapping[str, tuple[int, ...]], quantize: str) -> int:
     """Bytes of a model's weights with its blocks converted by `quantize`, from a bf16 file."""
-    requantise = import_module("tessera.memory.low_bit.quantize")
+    quantize_module = import_module("tessera.memory.low_bit.quantize")
     file_names = import_module("tessera.nodes.model.file_names")
     in_blocks = import_module("tessera.models.blocks").in_blocks
     tensors = {key: torch.empty(size, dtype=torch.bfloat16, device="meta") for key, size in shapes.items()}
@@ -62,10 +62,10 @@ def held_bytes(shapes: Mapping[str, tuple[int, ...]], quantize: str) -> int:
     quantised_names = set(in_blocks(matrices)) & file_names.linear_weights(tensors, None).keys()
     total = 0
     for key, tensor in tensors.items():
-        if quantize == requantise.AS_STORED or key not in quantised_names:
+        if quantize == quantize_module.AS_STORED or key not in quantised_names:
             total += tensor.nbytes
             continue
-        quantised = requantise.quantised_zeros(tuple(tensor.shape), quantize, torch.device("cpu"))
+        quantised = quantize_module.quantized_zeros(tuple(tensor.shape), quantize, torch.device("cpu"))
         total += sum(part.nbytes for part in quantised.state_dict(key).values())
     return total
 
@@ -104,14 +104,14 @@ def by_gguf(kind: str) -> Callable[[Tensor], tuple[Tensor, float]]:
     return quantise
 
 
-TURN = {"per_channel": True, "convrot": True}
+ROTATED = {"per_channel": True, "convrot": True}
 FORMATS: dict[str, Callable[[Tensor], tuple[Tensor, float]]] = {
-    "int8, turned by 64, rows (quantize int8)": by_layout("TensorWiseINT8Layout", **TURN, convrot_groupsize=64),
+    "int8, rotated by 64, rows (quantize int8)": by_layout("TensorWiseINT8Layout", **ROTATED, convrot_groupsize=64),
     "fp8, one scale (quantize fp8)": fp8(False),
     "fp8, rows": fp8(True),
     "mxfp8": by_layout("TensorCoreMXFP8Layout"),
     "nvfp4": by_layout("TensorCoreNVFP4Layout"),
-    "int4, turned by 64": by_layout("TensorCoreConvRotW4A4Layout", convrot_groupsize=64),
+    "int4, rotated by 64": by_layout("TensorCoreConvRotW4A4Layout", convrot_groupsize=64),
     "GGUF Q8_0": by_gguf("Q8_0"),
     "GGUF Q5_0": by_gguf("Q5_0"),
     "GGUF Q4_0": by_gguf("Q4_0"),
@@ -124,8 +124,8 @@ def power_rows(weight: Tensor) -> Tensor:
     return (weight / power).to(E4M3).float() * power
 
 
-def int8_rows(weight: Tensor, turn: bool) -> Tensor:
-    options = TURN | {"convrot_groupsize": 64} if turn else {"per_channel": True}
+def int8_rows(weight: Tensor, rotated: bool) -> Tensor:
+    options = ROTATED | {"convrot_groupsize": 64} if rotated else {"per_channel": True}
     return by_layout("TensorWiseINT8Layout", **options)(weight)[0]
 
 
@@ -241,8 +241,8 @@ def page(bert: Bert) -> Iterator[str]:
     conversions: tuple[tuple[str, str, Callable[[Tensor], Tensor]], ...] = (
         ("mxfp8", "e4m3, powers of two for rows", power_rows),
         ("nvfp4", "int8 rows", lambda w: int8_rows(w, False)),
-        ("nvfp4", "int8 rows, turned", lambda w: int8_rows(w, True)),
-        ("int4, turned by 64", "int8 rows, turned", lambda w: int8_rows(w, True)),
+        ("nvfp4", "int8 rows, rotated", lambda w: int8_rows(w, True)),
+        ("int4, rotated by 64", "int8 rows, rotated", lambda w: int8_rows(w, True)),
     )
     for source, name, express in conversions:
         source_values = torch.cat([w.flatten() for w in stored[source].values()])

@@ -212,7 +212,7 @@ it); {args.tflops:g} TFLOP/s in the blocks on every card (faster cards wait for 
 allocator; {args.ram:g} GB of free RAM. Bytes are reckoned for compiled blocks, as the planner does it, from what our
 own eager blocks keep for backward, counted on the meta device; and that much for the gradients inside one block. {TEXT}
 text tokens. `selective 0.01` keeps attention's results and computes the rest again. `8 bit` is a file in fp8 or
-int8, or a bf16 file with `quantize`; `Q4_K` a GGUF file. What widening a layer for a moment takes is not counted.
+int8, or a bf16 file with `quantize`; `Q4_K` a GGUF file. What dequantising a layer for a moment takes is not counted.
 
 ## Training a LoRA
 

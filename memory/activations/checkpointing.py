@@ -28,7 +28,7 @@ MATMUL_OPS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops
 
 def matmul_ops() -> set[Any]:
     """Return the matmul ops; selective checkpointing saves a part of their results."""
-    op_names = ("stored_linear", "quantised_linear", "low_linear")
+    op_names = ("stored_linear", "quantised_linear", "low_bit_linear")
     return MATMUL_OPS | {getattr(torch.ops.tessera, name).default for name in op_names}
 
 

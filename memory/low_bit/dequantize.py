@@ -16,11 +16,11 @@ from comfy import quant_ops
 from torch import Tensor
 
 _LOG = logging.getLogger(__name__)
-Widen = Callable[..., Tensor]
+Kernel = Callable[..., Tensor]
 DEVICES = ("cuda",)
 
 
-def widened(codes: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+def dequantize(codes: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Dequantise a weight (out, in) to `dtype`. scale: fp32, a scalar or (out, 1)."""
     if scale is None:
         return codes.to(dtype)
@@ -28,25 +28,25 @@ def widened(codes: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
         if _fits_core(codes, scale, dtype):
             return _comfy_kitchen().dequantize_per_tensor_fp8(codes, scale, dtype)
         rows, columns = codes.shape
-        result = widened_by_triton(codes, scale, (rows, columns), dtype)
+        result = dequantize_by_triton(codes, scale, (rows, columns), dtype)
         if result is not None:
             return result
     return codes.to(dtype) * scale.to(dtype)
 
 
-def widened_by_triton(
+def dequantize_by_triton(
     codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch.dtype, mx: bool = False
 ) -> Tensor | None:
     """Dequantise by our Triton kernel to `shape`, (out, in), or return None if it is not available.
 
-    codes: fp8 or int8 of that shape, padded or not. scale: as in `widened`, with `mx` the block scales of mxfp8.
+    codes: fp8 or int8 of that shape, padded or not. scale: as in `dequantize`, with `mx` the block scales of mxfp8.
     """
     if codes.device.type not in DEVICES or codes.stride(-1) != 1 or not scale.is_contiguous():
         return None
     if not mx and (scale.dtype != torch.float32 or (scale.numel() != 1 and tuple(scale.shape) != (shape[0], 1))):
         return None
-    widen = _triton_kernel(codes.device, dtype)
-    return None if widen is None else widen(codes, scale, shape, dtype, mx)
+    kernel = _triton_kernel(codes.device, dtype)
+    return None if kernel is None else kernel(codes, scale, shape, dtype, mx)
 
 
 def _comfy_kitchen() -> Any:
@@ -74,18 +74,18 @@ def _fits_core(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> bool:
 
 
 @functools.cache
-def _triton_kernel(device: torch.device, dtype: torch.dtype) -> Widen | None:
+def _triton_kernel(device: torch.device, dtype: torch.dtype) -> Kernel | None:
     """Return the Triton kernel if Triton is installed and its values are right on this device."""
     try:
-        from .dequantize_kernel import widen
+        from .dequantize_kernel import dequantize_codes
 
         codes = torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)[None]
-        decoded = widen(codes, torch.ones((), device=device), (1, 256), dtype)
+        decoded = dequantize_codes(codes, torch.ones((), device=device), (1, 256), dtype)
         if torch.equal(decoded.nan_to_num(), codes.to(dtype).nan_to_num()):
-            return widen
-        _LOG.warning("Triton widens fp8 weights wrong on this GPU; torch does it in two steps.")
+            return dequantize_codes
+        _LOG.warning("Triton dequantises fp8 weights wrong on this GPU; torch does it in two steps.")
     except ImportError:
         pass
     except Exception as error:  # no C compiler, a GPU unknown to this Triton, or anything else
-        _LOG.info("Triton does not run here (%s); torch widens stored weights in two steps.", error)
+        _LOG.info("Triton does not run here (%s); torch dequantises stored weights in two steps.", error)
     return None

@@ -29,7 +29,9 @@ def _decode(code, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _widen(codes, scales, out, columns, stride, tiles, FORMAT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr):
+def _dequantize(
+    codes, scales, out, columns, stride, tiles, FORMAT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr
+):
     """Dequantise BLOCK columns of one row. stride: of the codes' rows; tiles: number of MX scale tiles per row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -47,7 +49,9 @@ def _widen(codes, scales, out, columns, stride, tiles, FORMAT: tl.constexpr, SCA
     tl.store(out + row * columns + column, (value * scale).to(out.dtype.element_ty), mask=inside)
 
 
-def widen(codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch.dtype, mx: bool = False) -> Tensor:
+def dequantize_codes(
+    codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch.dtype, mx: bool = False
+) -> Tensor:
     """Dequantise codes (rows, columns or more) of FORMATS to `shape`, (out, in), in `dtype`.
 
     scale: fp32, one or one for each row; with `mx` the bytes of mxfp8's block scales.
@@ -58,7 +62,7 @@ def widen(codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch.dty
     tiles = -(-columns // 128)
     bytes_of_scale = scale.view(torch.uint8) if mx else scale
     grid = (rows, triton.cdiv(columns, BLOCK))
-    _widen[grid](
+    _dequantize[grid](
         codes.view(torch.uint8), bytes_of_scale, out, columns, codes.stride(0), tiles,
         FORMAT=FORMATS[codes.dtype], SCALE=kind.value, BLOCK=BLOCK,
     )  # fmt: skip

@@ -45,20 +45,20 @@ def card_of(device: torch.device) -> Card:
     return Card("cuda", torch.cuda.get_device_capability(device), core_has_kernel("int8_linear"))
 
 
-def obstacle(product: str, card: Card, dtype: torch.dtype) -> str | None:
+def obstacle(precision: str, card: Card, dtype: torch.dtype) -> str | None:
     """Return why the card cannot run INT8 or FP8 matmuls in a run that computes in `dtype`; None if it can."""
     if dtype not in DTYPES:
         return f"it computes in {str(dtype)[6:]}"
     if card.kind == "cpu":
         return None  # torch's own matmuls, correct and slow
     if card.kind != "cuda":
-        return f"{product} matmuls need an NVIDIA card"
-    if product == INT8 and card.capability == (10, 3):
+        return f"{precision} matmuls need an NVIDIA card"
+    if precision == INT8 and card.capability == (10, 3):
         return "this card multiplies int8 slower than anything else"
-    if product == INT8 and not card.has_int8_kernel:
+    if precision == INT8 and not card.has_int8_kernel:
         return NO_KERNEL
-    least, name = ((7, 5), "RTX 20") if product == INT8 else ((8, 9), "RTX 40")
-    return None if card.capability >= least else f"{product} matmuls need an {name} card or a newer one"
+    least, name = ((7, 5), "RTX 20") if precision == INT8 else ((8, 9), "RTX 40")
+    return None if card.capability >= least else f"{precision} matmuls need an {name} card or a newer one"
 
 
 def preferred(card: Card, dtype: torch.dtype, fuses: bool = True) -> tuple[tuple[str, ...], str]:
@@ -88,8 +88,8 @@ def preferred(card: Card, dtype: torch.dtype, fuses: bool = True) -> tuple[tuple
         return (), f"auto has nothing faster on a card of compute capability {major}.{minor}"
     if dtype not in DTYPES or (card.capability == (7, 5) and dtype != torch.float16):
         return (), f"auto has nothing faster on this card in a run that computes in {str(dtype)[6:]}"
-    available = tuple(product for product in supported if product != INT8 or card.has_int8_kernel)
-    if usable := tuple(product for product in available if product != FP8 or fuses):
+    available = tuple(precision for precision in supported if precision != INT8 or card.has_int8_kernel)
+    if usable := tuple(precision for precision in available if precision != FP8 or fuses):
         return usable, ""
     return (), NOT_COMPILED if available else NO_KERNEL
 

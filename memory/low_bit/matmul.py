@@ -1,21 +1,54 @@
-"""Low-precision matmuls on stored weights: int8 · int8 and fp8 · fp8, forward and backward.
+"""Low-bit matmuls of frozen Linears: int8 · int8 and fp8 · fp8 on the weight as it is stored.
 
-x and dy are quantised per row at each use; the weight is multiplied as stored. In the backward, the scales of its
-output channels are folded into dy before quantising it, so that their spread costs no accuracy, and the weight's bytes
-are transposed for the single matmul: only the stored weight is saved for backward and kept.
+A trained Linear runs three matmuls in a step, with x (rows, in), W (out, in) and dy (rows, out):
 
-The int8 matmul is comfy-kitchen's op, which rotates and quantises x and scales the result in its own kernels. Its
-Python function can't be used: on the CPU its gradients are wrong. The fp8 matmul is torch's, with one scale per tensor.
-Quantising x for it, and dy for both, takes plain operations, which a compiler fuses with the preceding ones.
+    y  = x @ Wᵀ      forward
+    dx = dy @ W      backward, for the layers before
+    dW = dyᵀ @ x     backward, for the optimizer
+
+W is frozen here, so there is no dW; an adapter has small matmuls of its own, in the compute dtype. The other two
+multiply 8-bit codes, which the hardware does at two to four times the rate of 16 bits, and scale the result:
+
+    y  = (codes(x) @ codes(W)ᵀ) · scale(x) · scale(W)
+    dx = (codes(dy · scale(W)) @ codes(W)) · scale(dy · scale(W))
+
+Scales, all fp32:
+
+| of | how many | from |
+|---|---|---|
+| x and dy | one per row, a token | its largest absolute value over 127 (int8) or 448 (fp8 e4m3), at each use |
+| W | one, or one per output channel | the file, or `quantize` |
+
+Forward, scale(W) belongs to the columns of y and multiplies the result. In backward, the sum runs over the output
+channels, so the scales of these are folded into dy before quantising it: their spread costs no accuracy.
+
+Rotation: a ConvRot weight is stored as W·H, H a Hadamard matrix for each group of inputs, which spreads outliers over
+the group. x is rotated likewise before it is quantised, (x·H) @ (W·H)ᵀ = x @ Wᵀ. dy needs no rotation, and dx comes out
+rotated and is rotated back.
+
+Layouts: W is stored (out, in), row-major, and forward needs its transpose, which is a view. Backward needs W itself
+where kernels take a transposed right side only, so its bytes are transposed for the single matmul, inside an opaque
+op: a partitioner would otherwise make that copy in the forward and save it. Only the stored weight is kept.
+
+Kernels: int8 is comfy-kitchen's op, which rotates and quantises x and scales the result in its own kernels. Its Python
+function can't be used: on the CPU its gradients are wrong. fp8 is `torch._scaled_mm` with one scale per tensor, which
+every card supports. Quantising x for it, and dy for both, takes plain operations, which a compiler fuses with the
+preceding ones.
+
+Unlike torchao's `float8` and int8 training, nothing is held in a second precision. There, W is trained: it stays in 16
+or 32 bits, is quantised at each step, and all three matmuls run in 8 bits. Here W has been quantised once and for all.
+And there, layers are chosen by name or size; here by the error that they show on a run's first micro-batches, for each
+direction (`train/placement/low_bit_policy.py`).
 """
 
-import functools
 import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
+
+from .hadamard import rotate
 
 FULL, INT8, FP8 = "full", "int8", "fp8"
 OFF, AUTO = "off", "auto"
@@ -29,12 +62,11 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LEAST_ROWS = 32
 MULTIPLE = 16  # required of both dimensions of a weight
 
-_AT_ONCE = 1 << 22  # elements of a result compared at once, in fp32
 _LARGEST_FP8 = 448.0  # of e4m3; casts do not saturate to it
 _LEAST_SCALE = 1e-30  # used for a row of zeros
 
 
-class Products(NamedTuple):
+class LowBitMatmul(NamedTuple):
     """Matmul precisions of one frozen Linear.
 
     forward: of x and the weight, FULL, INT8 or FP8.
@@ -47,68 +79,12 @@ class Products(NamedTuple):
     hadamard_size: int = 0
 
 
-class ErrorMeter:
-    """Measures the error of a layer's low-precision matmuls against full precision, over all calls.
-
-    sums: ‖low − full‖² and ‖full‖² of each channel of the outputs, without bias, and of the input's gradients, (2, n)
-        each; on the device.
-    """
-
-    def __init__(self, device: torch.device):
-        self.sums = [torch.zeros(2, 1, device=device), torch.zeros(2, 1, device=device)]
-
-    @torch.no_grad()
-    def add(self, back: bool, low: Tensor, full: Tensor) -> None:
-        """Add a call, (…, n), unless its full result is not finite, as fp16 gradients may be at first."""
-        channels = full.shape[-1]
-        rows = max(1, _AT_ONCE // channels)
-        squares = self.sums[back].new_zeros(2, channels)
-        splits = (tensor.reshape(-1, channels).split(rows) for tensor in (low, full))
-        for part, reference in zip(*splits, strict=True):
-            wide = reference.float()
-            squares += torch.stack(((part.float() - wide).square().sum(0), wide.square().sum(0)))
-        self.sums[back] = self.sums[back] + torch.where(squares[1].sum().isfinite(), squares, 0.0)
-
-    def errors(self) -> tuple[float, float]:
-        """Return the error of forward and backward; 0 if nothing was measured, NaN if not finite.
-
-        The larger of two: ‖low − full‖ / ‖full‖ over all channels, and the mean of the same per channel, each clamped
-        to 1. One channel a thousand times larger would dominate the first, whatever the error of the others.
-        """
-        forward, backward = (_error(*sums.double().cpu()) for sums in self.sums)
-        return forward, backward
-
-
-def _error(errors: Tensor, sizes: Tensor) -> float:
-    """Return the relative error. errors, sizes: squares per channel, (n,)."""
-    together = (errors.sum() / sizes.sum().clamp(min=_LEAST_SCALE)).sqrt()
-    # A channel of zeros that stays zeros is exact.
-    apart = (errors / sizes.clamp(min=_LEAST_SCALE)).sqrt().clamp(max=1.0).mean()
-    return float(torch.maximum(together, apart))
-
-
-@functools.cache
-def _hadamard(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return ConvRot's rotation, (size, size): the Kronecker power of a regular Hadamard matrix of order 4, over √size.
-
-    It is symmetric and its own inverse.
-    """
-    four = torch.tensor([[1.0, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], device=device)
-    power = functools.reduce(torch.kron, [four] * round(math.log(size, 4)))
-    return (power / math.sqrt(size)).to(dtype)
-
-
-def turn(x: Tensor, size: int) -> Tensor:
-    """Rotate groups of `size` elements of the last axis, or rotate them back."""
-    return (x.unflatten(-1, (-1, size)) @ _hadamard(size, x.device, x.dtype)).flatten(-2)
-
-
 # int8
 
 _DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # of comfy-kitchen's op
 
 
-def _int8_product(
+def _int8_matmul(
     x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, hadamard_size: int, dtype: torch.dtype
 ) -> Tensor:
     """Rotate and quantise x, (…, k), and multiply it by int8 codes (n, k), → (…, n) in `dtype`.
@@ -121,15 +97,15 @@ def _int8_product(
             x, codes, scale, bias, _DTYPE_CODES[dtype], hadamard_size > 0, hadamard_size or 256
         )
         return out
-    return torch_int8_product(x, codes, scale, bias, hadamard_size, dtype)
+    return torch_int8_matmul(x, codes, scale, bias, hadamard_size, dtype)
 
 
-def torch_int8_product(
+def torch_int8_matmul(
     x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, hadamard_size: int, dtype: torch.dtype
 ) -> Tensor:
     """Multiply as `comfy_kitchen.int8_linear` does, by torch._int_mm, for a comfy-kitchen without that op."""
     rows = x.reshape(-1, x.shape[-1])
-    rows = (turn(rows, hadamard_size) if hadamard_size else rows).float()
+    rows = (rotate(rows, hadamard_size) if hadamard_size else rows).float()
     steps = (rows.abs().amax(-1, keepdim=True) / 127).clamp(min=_LEAST_SCALE)
     sums = torch._int_mm((rows / steps).round().clamp(-128, 127).to(torch.int8), codes.t())
     y = sums.float() * (steps * scale.reshape(1, -1))
@@ -139,9 +115,9 @@ def torch_int8_product(
 @torch.library.custom_op("tessera::int8_matmul_back", mutates_args=())
 def int8_matmul_back(grad: Tensor, codes: Tensor, scale: Tensor, hadamard_size: int, dtype: torch.dtype) -> Tensor:
     """Multiply grad, (…, out), by int8 codes (out, in) → (…, in) in `dtype`. scale: fp32, a scalar."""
-    columns = _int8_product(grad, codes.t().contiguous(), scale, None, 0, dtype)
+    columns = _int8_matmul(grad, codes.t().contiguous(), scale, None, 0, dtype)
     # The weight is rotated along its input axis: the matmul with dy needs no rotation, and yields a rotated dx.
-    return turn(columns, hadamard_size) if hadamard_size else columns
+    return rotate(columns, hadamard_size) if hadamard_size else columns
 
 
 @int8_matmul_back.register_fake
@@ -169,7 +145,7 @@ def _to_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
     return codes.to(torch.float8_e4m3fn), scales
 
 
-def _fp8_product(codes: Tensor, right: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _fp8_matmul(codes: Tensor, right: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Multiply fp8 codes (m, k) by fp8 right (k, n), column-major → (m, n) for a result in `dtype`. scale: a scalar."""
     # One scale per tensor is supported everywhere by torch and cards. Unscaled sums of the codes exceed fp16's range.
     unit_scale = torch.ones((), device=codes.device)
@@ -182,7 +158,7 @@ def _fp8_linear(
 ) -> Tensor:
     """Multiply codes (…, in) with steps (…, 1) by the weight → (…, out) in `dtype`."""
     one_scale = scale is None or scale.numel() == 1
-    y = _fp8_product(codes.reshape(-1, codes.shape[-1]).contiguous(), weight.t(), scale if one_scale else None, dtype)
+    y = _fp8_matmul(codes.reshape(-1, codes.shape[-1]).contiguous(), weight.t(), scale if one_scale else None, dtype)
     # Each line is one kernel, computed in fp32: its result is written in-place to y, or allocated in `dtype`.
     y = y if one_scale or scale is None else y.mul_(scale.view(1, -1))
     out, by_row = y if y.dtype == dtype else torch.empty_like(y, dtype=dtype), steps.view(-1, 1)
@@ -198,7 +174,7 @@ def fp8_matmul_back(codes: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor
     """Multiply fp8 codes (m, out) by fp8 weight (out, in) → (m, in) for a result in `dtype`."""
     # Cards require a column-major right side. Outside an opaque op, a partitioner would make the transposed copy in the
     # forward and save it.
-    return _fp8_product(codes.contiguous(), weight.t().contiguous().t(), None, dtype)
+    return _fp8_matmul(codes.contiguous(), weight.t().contiguous().t(), None, dtype)
 
 
 @fp8_matmul_back.register_fake
@@ -218,8 +194,8 @@ def _fp8_input_grad(grad: Tensor, weight: Tensor, scale: Tensor | None) -> Tenso
 # Both
 
 
-@torch.library.custom_op("tessera::low_linear", mutates_args=())
-def _low_linear(
+@torch.library.custom_op("tessera::low_bit_linear", mutates_args=())
+def _low_bit_linear(
     x: Tensor,
     codes: Tensor | None,
     steps: Tensor | None,
@@ -235,7 +211,7 @@ def _low_linear(
     if codes is not None and steps is not None:
         return _fp8_linear(codes, steps, weight, scale, bias, x.dtype)
     if forward == INT8 and scale is not None:
-        return _int8_product(x, weight, scale, bias, hadamard_size, x.dtype)
+        return _int8_matmul(x, weight, scale, bias, hadamard_size, x.dtype)
     full: Tensor = (
         torch.ops.tessera.stored_linear(x, weight, scale, bias)
         if layout is None
@@ -244,7 +220,7 @@ def _low_linear(
     return full
 
 
-@_low_linear.register_fake
+@_low_bit_linear.register_fake
 def _(x, codes, steps, weight, *_):
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
@@ -262,21 +238,23 @@ def _input_grad(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, *none
     weight, scale = ctx.saved_tensors
     if ctx.backward != FULL:
-        return low_input_grad(grad, weight, scale, ctx.backward, ctx.hadamard_size), *none
+        return low_bit_input_grad(grad, weight, scale, ctx.backward, ctx.hadamard_size), *none
     if ctx.layout is None:
         return torch.ops.tessera.stored_linear_input_grad(grad, weight, scale), *none
     return torch.ops.tessera.quantised_linear_input_grad(grad, [weight, scale], ctx.layout), *none
 
 
-def low_input_grad(grad: Tensor, weight: Tensor, scale: Tensor | None, product: str, hadamard_size: int) -> Tensor:
-    """Compute the input gradient, (…, out) → (…, in), by an INT8 or FP8 matmul; other arguments as in `low_linear`."""
-    if product == FP8:
+def low_bit_input_grad(
+    grad: Tensor, weight: Tensor, scale: Tensor | None, precision: str, hadamard_size: int
+) -> Tensor:
+    """Compute the input gradient, (…, out) → (…, in), by an INT8 or FP8 matmul; see `low_bit_linear`."""
+    if precision == FP8:
         return _fp8_input_grad(grad, weight, scale)
     assert scale is not None
     return _int8_input_grad(grad, weight, scale, hadamard_size)
 
 
-torch.library.register_autograd("tessera::low_linear", _input_grad, setup_context=_save)
+torch.library.register_autograd("tessera::low_bit_linear", _input_grad, setup_context=_save)
 
 
 def _flops(weight: Tensor, shape: Any) -> int:
@@ -284,21 +262,21 @@ def _flops(weight: Tensor, shape: Any) -> int:
     return 2 * math.prod(shape[:-1]) * weight.numel()
 
 
-register_flop_formula(torch.ops.tessera.low_linear, get_raw=True)(
+register_flop_formula(torch.ops.tessera.low_bit_linear, get_raw=True)(
     lambda *inputs, **_: _flops(inputs[3], inputs[0].shape)
 )
 for _op in (torch.ops.tessera.int8_matmul_back, torch.ops.tessera.fp8_matmul_back):
     register_flop_formula(_op, get_raw=True)(lambda grad, weight, *_, **__: _flops(weight, grad.shape))
 
 
-def low_linear(
-    x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, layout: str | None, products: Products
+def low_bit_linear(
+    x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, layout: str | None, low_bit: LowBitMatmul
 ) -> Tensor:
-    """Multiply x, (…, in) → (…, out), in the precisions of `products`; only weight and scale are saved for backward.
+    """Multiply x, (…, in) → (…, out), in the precisions of `low_bit`; only weight and scale are saved for backward.
 
     A custom op, opaque for the same reason as the full-precision one. scale: fp32, a scalar or (out, 1).
     layout: the text of the weight's `Format` if it has one.
     """
     # Quantised outside the op, and passed in along with x, through which the gradient flows.
-    rounded = _to_fp8(x.detach()) if products.forward == FP8 else (None, None)
-    return _low_linear(x, *rounded, weight, scale, bias, layout, *products)
+    rounded = _to_fp8(x.detach()) if low_bit.forward == FP8 else (None, None)
+    return _low_bit_linear(x, *rounded, weight, scale, bias, layout, *low_bit)

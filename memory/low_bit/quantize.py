@@ -22,7 +22,7 @@ from .matmul import FP8, INT8
 AS_STORED = "as stored"
 QUANTIZE = (AS_STORED, INT8, FP8)
 WIDE = (torch.float32, torch.bfloat16, torch.float16)
-TURNS = (256, 64, 16)
+HADAMARD_SIZES = (256, 64, 16)
 """Sizes of the Hadamard matrix; the first that divides the columns is used."""
 SLICE = 1 << 22
 """Elements of a weight quantised at once."""
@@ -42,16 +42,16 @@ def quantize_of(patcher: ModelPatcher) -> str:
 
 
 @dataclass
-class Requantised:
+class QuantizeResult:
     """Statistics of weights quantised to 8 bit.
 
-    count, unturned: numbers of weights quantised, and of int8 ones whose width no Hadamard matrix divides.
+    count, unrotated: numbers of weights quantised, and of int8 ones whose width no Hadamard matrix divides.
     bytes_before, bytes_after: bytes of the quantised weights before and after.
     skipped: names of weights that are unchanged, by reason.
     """
 
     count: int = 0
-    unturned: int = 0
+    unrotated: int = 0
     bytes_before: int = 0
     bytes_after: int = 0
     skipped: dict[str, list[str]] = field(default_factory=dict)
@@ -63,21 +63,22 @@ class Requantised:
             yield f"quantize: {self.count} layers of the blocks were converted to {quantize}{took}; {gain}."
         else:
             yield f"quantize is '{quantize}', but no layer was converted."
-        if self.unturned:
+        if self.unrotated:
             yield (
-                f"quantize: {self.unturned} of them have a width that isn't a multiple of 16, where int8 is less exact."
+                f"quantize: {self.unrotated} of them have a width that isn't a multiple of 16, "
+                "where int8 is less exact."
             )
         for reason, layers in self.skipped.items():
             yield f"quantize: {shortlist(layers)} stayed as stored: {reason}."
 
 
-def requantise(
+def quantize_weights(
     tensors: dict[str, Tensor],
     names: Collection[str],
     quantize: str,
     device: torch.device,
     progress: Callable[[int, int], None],
-) -> Requantised:
+) -> QuantizeResult:
     """Quantise weights of a state dict to 8 bit, in-place, one at a time.
 
     tensors: the state dict; a replaced weight is removed from it, and freed if nothing else holds it.
@@ -86,20 +87,20 @@ def requantise(
     device: computes them; the results are on the host.
     progress(index, total): called before each.
     """
-    result = Requantised()
+    result = QuantizeResult()
     for index, name in enumerate(names):
         progress(index, len(names))
         weight, module = tensors[name], name.removesuffix(".weight")
         if weight.dtype not in WIDE or f"{module}.comfy_quant" in tensors:
             result.skipped.setdefault("already in 8 bit or less", []).append(module)
             continue
-        converted = quantised(weight, quantize, device, torch.device("cpu"))
+        converted = quantize_weight(weight, quantize, device, torch.device("cpu"))
         if converted is None:
             result.skipped.setdefault("all zero, or not finite", []).append(module)
             continue
         described = _describe(quantize, weight.shape[1])
         result.count += 1
-        result.unturned += quantize == INT8 and "convrot" not in described
+        result.unrotated += quantize == INT8 and "convrot" not in described
         result.bytes_before += weight.nbytes
         text = torch.tensor(list(json.dumps(described).encode()), dtype=torch.uint8)
         parts = converted.state_dict(name)
@@ -116,9 +117,11 @@ def largest(weight: Tensor) -> Tensor:
     return torch.maximum(-low, high).float()
 
 
-def quantised_zeros(shape: tuple[int, int], quantize: str, home: torch.device) -> QuantizedTensor:
-    """Make a weight of zeros in the format that `quantised` returns; on the host its codes take no memory until they
-    are written."""
+def quantized_zeros(shape: tuple[int, int], quantize: str, home: torch.device) -> QuantizedTensor:
+    """Make a weight of zeros in the format that `quantize_weight` returns.
+
+    On the host its codes take no memory until they are written.
+    """
     layout, options = _layout(quantize, shape[1])
     kind = QuantizedTensor.from_float(torch.zeros(1, shape[1]), layout, **options)
     codes, params = quantised_data(kind), quantised_params(kind)
@@ -146,12 +149,12 @@ def _describe(quantize: str, columns: int) -> dict[str, Any]:
     if quantize == FP8:
         # Otherwise core would multiply in fp8 on cards that support it, with x cast without a scale.
         return {"format": "float8_e4m3fn", "full_precision_matrix_mult": True}
-    turn = next((size for size in TURNS if columns % size == 0), None)
-    convrot = {} if turn is None else {"convrot": True, "convrot_groupsize": turn}
+    size = next((size for size in HADAMARD_SIZES if columns % size == 0), None)
+    convrot = {} if size is None else {"convrot": True, "convrot_groupsize": size}
     return {"format": "int8_tensorwise", **convrot}
 
 
-def quantised(weight: Tensor, quantize: str, device: torch.device, home: torch.device) -> QuantizedTensor | None:
+def quantize_weight(weight: Tensor, quantize: str, device: torch.device, home: torch.device) -> QuantizedTensor | None:
     """Quantise one weight (out, in), some rows at a time, so that few elements are held in fp32.
 
     quantize: one of QUANTIZE but the first.

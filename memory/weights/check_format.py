@@ -38,7 +38,7 @@ LOADING = (
 )
 
 
-class Misread(NamedTuple):
+class FormatMismatch(NamedTuple):
     """A layer, by its name in the diffusion model, that training reads differently from ComfyUI.
 
     difference: relative difference of the outputs.
@@ -48,15 +48,15 @@ class Misread(NamedTuple):
     difference: float
 
 
-class ReadingCheck(NamedTuple):
+class FormatCheck(NamedTuple):
     """Result of the check.
 
-    misread: the first layer that differs; None if none does.
+    mismatch: the first layer that differs; None if none does.
     kinds: the kinds of layers compared, as class and format of weight and bias.
     unknown: those that ComfyUI itself can't run on this device.
     """
 
-    misread: Misread | None
+    mismatch: FormatMismatch | None
     kinds: tuple[str, ...]
     unknown: tuple[str, ...]
 
@@ -70,15 +70,15 @@ def has_known_forward(module: nn.Module) -> bool:
     return type(module).forward.__module__.startswith(("torch.nn", "comfy.ops"))
 
 
-def find_misread(weights: FrozenWeights, forwards: Mapping[str, Callable[[Tensor], Tensor]]) -> Misread | None:
-    """Return the first misread layer of `compare_readings`, None without one."""
-    compared = compare_readings(weights, forwards)
+def check_format(weights: FrozenWeights, forwards: Mapping[str, Callable[[Tensor], Tensor]]) -> FormatMismatch | None:
+    """Return the first mismatch layer of `compare_formats`, None without one."""
+    compared = compare_formats(weights, forwards)
     if compared.unknown:
         log.warning("ComfyUI can't run %s here, so their reading is not compared.", ", ".join(compared.unknown))
-    return compared.misread
+    return compared.mismatch
 
 
-def compare_readings(weights: FrozenWeights, forwards: Mapping[str, Callable[[Tensor], Tensor]]) -> ReadingCheck:
+def compare_formats(weights: FrozenWeights, forwards: Mapping[str, Callable[[Tensor], Tensor]]) -> FormatCheck:
     """Compare one module of each kind and format, up to the first that differs.
 
     forwards: for each module name, a function that runs it on an fp32 input with the weights that training has read, on
@@ -105,8 +105,8 @@ def compare_readings(weights: FrozenWeights, forwards: Mapping[str, Callable[[Te
         if difference is None:
             unknown.append(kinds[kind])
         elif not difference <= _limit(core.weight, weights.compute_dtype):
-            return ReadingCheck(Misread(name, difference), tuple(kinds.values()), tuple(unknown))
-    return ReadingCheck(None, tuple(kind for kind in kinds.values() if kind not in unknown), tuple(unknown))
+            return FormatCheck(FormatMismatch(name, difference), tuple(kinds.values()), tuple(unknown))
+    return FormatCheck(None, tuple(kind for kind in kinds.values() if kind not in unknown), tuple(unknown))
 
 
 def _limit(weight: Any, compute_dtype: torch.dtype) -> float:

@@ -36,7 +36,7 @@ from ..host.flat_weights import (
     weight_refs,
     with_parts,
 )
-from ..low_bit.quantize import AS_STORED, WIDE, quantised, quantised_zeros
+from ..low_bit.quantize import AS_STORED, WIDE, quantize_weight, quantized_zeros
 from .frozen_linear import FrozenLinear, format_of
 from .gguf.reader import check_type, factors_of, format_beside, values_of, with_weight_patches
 
@@ -186,36 +186,38 @@ class FrozenWeights:
         weight = self._stored(name)
         return None if weight is None else weight.to(self.compute_dtype)
 
-    def linear(self, name: str, as_stored: bool = False) -> FrozenLinear:
+    def linear(self, name: str, without_quantize: bool = False) -> FrozenLinear:
         """Read the Linear `name` of the diffusion model, for example `double_blocks.0.img_attn.qkv`.
 
-        as_stored: read it as the MODEL stores it. May raise ComfyUI's interrupt, as reading a model takes a while.
+        without_quantize: read it as the MODEL stores it.
+
+        May raise ComfyUI's interrupt, as reading a model takes a while.
         """
         comfy.model_management.throw_exception_if_processing_interrupted()
         module = self.patcher.model.get_submodule(f"diffusion_model.{name}")
-        quantized = not as_stored and _is_inside(name, self.blocks)
-        frozen = (self._in_base(name) if quantized else None) or self._linear(name, module)
+        quantized = not without_quantize and _is_inside(name, self.blocks)
+        frozen = (self._quantize_linear(name) if quantized else None) or self._linear(name, module)
         bias = self.tensor(f"{name}.bias") if getattr(module, "bias", None) is not None else None
         smoothed = getattr(module, "pre_quant_scale", None) is not None
         smoothing = self.tensor(f"{name}.pre_quant_scale") if smoothed else None
         return frozen._replace(bias=bias, pre_quant_scale=smoothing)
 
-    def _in_base(self, name: str) -> FrozenLinear | None:
+    def _quantize_linear(self, name: str) -> FrozenLinear | None:
         """Quantise the patched weight of a Linear; None if that is impossible, or it has 8 bits or fewer."""
         if self.bytes_as_stored(name) is None:
             return None
         home = self.home(name)
         if self.in_zeros:
             module: Any = self.patcher.model.get_submodule(f"diffusion_model.{name}")
-            zeros = quantised_zeros((module.out_features, module.in_features), self.quantize, home)
+            zeros = quantized_zeros((module.out_features, module.in_features), self.quantize, home)
             return self._quantised(zeros, home)
         started = time.perf_counter()
         weight = self._stored(f"{name}.weight", narrowed=False)
         assert weight is not None, name
         with torch.inference_mode(False), torch.no_grad():
-            requantised = quantised(weight, self.quantize, self.device, home)
+            quantized = quantize_weight(weight, self.quantize, self.device, home)
         self.quantize_seconds += time.perf_counter() - started
-        return None if requantised is None else self._quantised(requantised, home)
+        return None if quantized is None else self._quantised(quantized, home)
 
     def _linear(self, name: str, module: torch.nn.Module) -> FrozenLinear:
         """Read only the weight of a Linear."""

@@ -21,18 +21,18 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.flop_counter import register_flop_formula
 
 from ...common.core import quantised_layout, quantised_params
-from ..low_bit.dequantize import core_has_kernel, widened, widened_by_triton
+from ..low_bit.dequantize import core_has_kernel, dequantize, dequantize_by_triton
+from ..low_bit.error_meter import ErrorMeter
 from ..low_bit.matmul import (
     FP8,
     FP8_DTYPES,
     INT8,
     LEAST_ROWS,
-    ErrorMeter,
-    Products,
-    low_input_grad,
-    low_linear,
+    LowBitMatmul,
+    low_bit_input_grad,
+    low_bit_linear,
 )
-from .gguf.blocks import FORMATS, widened_blocks
+from .gguf.blocks import FORMATS, dequantize_blocks
 
 # Layouts of one-byte codes with separate scales, and the function of comfy-kitchen that dequantises each.
 _CODES = {
@@ -86,7 +86,7 @@ def format_of(weight: QuantizedTensor) -> Format | None:
     return Format(quantised_layout(weight), (int(rows), int(columns)), tensors, constants)
 
 
-def dequantised(parts: Sequence[Tensor], layout: str, dtype: torch.dtype) -> Tensor:
+def dequantize_parts(parts: Sequence[Tensor], layout: str, dtype: torch.dtype) -> Tensor:
     """Dequantise to (out, in) in `dtype`: GGUF's blocks here, others by ComfyUI's class or, if that takes several
     kernels, by one kernel with the same values.
 
@@ -94,13 +94,13 @@ def dequantised(parts: Sequence[Tensor], layout: str, dtype: torch.dtype) -> Ten
     """
     stored = read_format(layout)
     if stored.layout in FORMATS:
-        values = widened_blocks(parts[0], stored.layout, stored.shape, dtype)
+        values = dequantize_blocks(parts[0], stored.layout, stored.shape, dtype)
         return values.addmm_(parts[1].to(dtype), parts[2].to(dtype)) if stored.tensors else values
     if stored.layout.startswith("TensorCoreFP8"):  # by rows: core's kernel takes one scale only
-        return widened(parts[0], parts[1], dtype)
+        return dequantize(parts[0], parts[1], dtype)
     function = _CODES.get(stored.layout)
     if function is not None and not stored.constants.get("convrot") and not core_has_kernel(function):
-        full = widened_by_triton(parts[0], parts[1], stored.shape, dtype, mx=function == "dequantize_mxfp8")
+        full = dequantize_by_triton(parts[0], parts[1], stored.shape, dtype, mx=function == "dequantize_mxfp8")
         if full is not None:
             return full
     tensors = dict(zip(stored.tensors, parts[1:], strict=True))
@@ -119,8 +119,8 @@ class FrozenLinear(NamedTuple):
     parts: the layout's tensors.
     layout: the text of a `Format` for weights quantised otherwise.
     pre_quant_scale: (in,) or (1,), by which x is first multiplied (ModelOpt's smoothing).
-    products: matmul precisions; None runs full-precision matmuls forward and backward.
-    meter: measures the error of `products` while the layer itself runs full-precision matmuls.
+    low_bit: matmul precisions; None runs full-precision matmuls forward and backward.
+    meter: measures the error of `low_bit` while the layer itself runs full-precision matmuls.
     """
 
     weight: Tensor
@@ -129,7 +129,7 @@ class FrozenLinear(NamedTuple):
     parts: tuple[Tensor, ...] = ()
     layout: str | None = None
     pre_quant_scale: Tensor | None = None
-    products: Products | None = None
+    low_bit: LowBitMatmul | None = None
     meter: ErrorMeter | None = None
 
     @property
@@ -144,10 +144,10 @@ class FrozenLinear(NamedTuple):
         """Multiply x, (…, in) → (…, out); only the stored weight is saved for backward."""
         if self.pre_quant_scale is not None:
             x = x * self.pre_quant_scale.to(x.dtype)
-        if self.products is not None and x.numel() >= LEAST_ROWS * x.shape[-1]:
+        if self.low_bit is not None and x.numel() >= LEAST_ROWS * x.shape[-1]:
             if self.meter is not None:
-                return self._measured(x, self.products, self.meter)
-            return low_linear(x, self.weight, self._scale, self.bias, self.layout, self.products)
+                return self._measured(x, self.low_bit, self.meter)
+            return low_bit_linear(x, self.weight, self._scale, self.bias, self.layout, self.low_bit)
         bias = None if self.bias is None else self.bias.to(x.dtype)  # their dtypes differ when a check computes in fp32
         if self.layout is not None:
             return quantised_linear(x, [self.weight, *self.parts], bias, self.layout)
@@ -157,15 +157,15 @@ class FrozenLinear(NamedTuple):
     def _scale(self) -> Tensor | None:
         return self.parts[0] if self.layout is not None else self.scale
 
-    def _measured(self, x: Tensor, products: Products, meter: ErrorMeter) -> Tensor:
-        """Multiply in full precision, and measure the error of `products` forward and, in a gradient hook, backward."""
-        plain = self._replace(bias=None, pre_quant_scale=None, products=None, meter=None)
+    def _measured(self, x: Tensor, low_bit: LowBitMatmul, meter: ErrorMeter) -> Tensor:
+        """Multiply in full precision, and measure the error of `low_bit` forward and, in a gradient hook, backward."""
+        plain = self._replace(bias=None, pre_quant_scale=None, low_bit=None, meter=None)
         y = plain.apply(x)
         with torch.no_grad():
-            meter.add(False, low_linear(x, self.weight, self._scale, None, self.layout, products), y)
+            meter.add(False, low_bit_linear(x, self.weight, self._scale, None, self.layout, low_bit), y)
 
         def measure_back(dy: Tensor) -> None:
-            low = low_input_grad(dy, self.weight, self._scale, products.backward, products.hadamard_size)
+            low = low_bit_input_grad(dy, self.weight, self._scale, low_bit.backward, low_bit.hadamard_size)
             meter.add(True, low, plain.apply_transposed(dy.reshape(-1, dy.shape[-1])).view(x.shape))
 
         if y.requires_grad:
@@ -179,16 +179,16 @@ class FrozenLinear(NamedTuple):
             return str(self.weight.dtype)[6:]
         return read_format(self.layout).layout.removeprefix("TensorCore").removesuffix("Layout")
 
-    def low_precision(self, precision: str) -> Products | None:
+    def low_bit_matmul(self, precision: str) -> LowBitMatmul | None:
         """Return the matmuls of `precision`, INT8 or FP8, on the weight as stored; None if its format has none."""
         stored = None if self.layout is None else read_format(self.layout)
         if stored is None:
-            return Products(FP8, FP8) if precision == FP8 and self.weight.dtype in FP8_DTYPES else None
+            return LowBitMatmul(FP8, FP8) if precision == FP8 and self.weight.dtype in FP8_DTYPES else None
         if precision == INT8 and stored.layout == "TensorWiseINT8Layout":
             hadamard_size = stored.constants["convrot_groupsize"] if stored.constants["convrot"] else 0
-            return Products(INT8, INT8, int(hadamard_size or 0))
+            return LowBitMatmul(INT8, INT8, int(hadamard_size or 0))
         by_rows = stored.layout.startswith("TensorCoreFP8") and stored.tensors == ("scale",)
-        return Products(FP8, FP8) if precision == FP8 and by_rows else None
+        return LowBitMatmul(FP8, FP8) if precision == FP8 and by_rows else None
 
     def apply_transposed(self, rows: Tensor) -> Tensor:
         """Compute rows · W, (n, out) → (n, in), without a gradient."""
@@ -203,9 +203,9 @@ class FrozenLinear(NamedTuple):
     def full(self) -> Tensor:
         """Return (out, in) in fp32, times `pre_quant_scale`; the weight itself if it is stored so."""
         if self.layout is not None:
-            weight = dequantised((self.weight, *self.parts), self.layout, torch.float32)
+            weight = dequantize_parts((self.weight, *self.parts), self.layout, torch.float32)
         else:
-            weight = widened(self.weight, self.scale, torch.float32)
+            weight = dequantize(self.weight, self.scale, torch.float32)
         return weight if self.pre_quant_scale is None else weight * self.pre_quant_scale.float()
 
     def to(self, device: torch.device) -> "FrozenLinear":
@@ -276,25 +276,25 @@ def _register_opaque_linear(name: str, bias: int, shape: Callable[..., tuple[int
 @torch.library.custom_op("tessera::stored_linear", mutates_args=())
 def stored_linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
     """Multiply x, (…, in) → (…, out), by a weight stored in another dtype than x."""
-    return torch.nn.functional.linear(x, widened(weight, scale, x.dtype), bias)
+    return torch.nn.functional.linear(x, dequantize(weight, scale, x.dtype), bias)
 
 
 @torch.library.custom_op("tessera::stored_linear_input_grad", mutates_args=())
 def stored_linear_input_grad(grad: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     """Compute the gradient of `stored_linear` with respect to x. grad: (…, out) → (…, in)."""
-    return grad @ widened(weight, scale, grad.dtype)
+    return grad @ dequantize(weight, scale, grad.dtype)
 
 
 @torch.library.custom_op("tessera::quantised_linear", mutates_args=())
 def quantised_linear(x: Tensor, parts: Sequence[Tensor], bias: Tensor | None, layout: str) -> Tensor:
     """Multiply x, (…, in) → (…, out), by a weight in one of ComfyUI's quantised layouts or GGUF's formats."""
-    return torch.nn.functional.linear(x, dequantised(parts, layout, x.dtype), bias)
+    return torch.nn.functional.linear(x, dequantize_parts(parts, layout, x.dtype), bias)
 
 
 @torch.library.custom_op("tessera::quantised_linear_input_grad", mutates_args=())
 def quantised_linear_input_grad(grad: Tensor, parts: Sequence[Tensor], layout: str) -> Tensor:
     """Compute the gradient of `quantised_linear` with respect to x. grad: (…, out) → (…, in)."""
-    return grad @ dequantised(parts, layout, grad.dtype)
+    return grad @ dequantize_parts(parts, layout, grad.dtype)
 
 
 def _stored_shape(weight: Tensor, scale: Tensor | None) -> tuple[int, int]:

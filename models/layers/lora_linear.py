@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ...memory.low_bit.matmul import ErrorMeter, Products
+from ...memory.low_bit.error_meter import ErrorMeter
+from ...memory.low_bit.matmul import LowBitMatmul
 from ...memory.weights.frozen import FrozenWeights
 from ...memory.weights.frozen_linear import FrozenLinear, read_format
 from ...memory.weights.residency import FrozenModule
@@ -46,7 +47,7 @@ class LoraLinear(LoraLayer):
     def __init__(self, weights: FrozenWeights, name: str):
         super().__init__()
         self._source = (weights, name)
-        self.products: Products | None = None
+        self.low_bit: LowBitMatmul | None = None
         self.meter: ErrorMeter | None = None  # measures the matmuls while it is set
         self.take()
         self.adapter = None
@@ -61,12 +62,12 @@ class LoraLinear(LoraLayer):
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor, persistent=False)
         self._stored = frozen.layout or f"{str(frozen.weight.dtype)[6:]}{' scaled' * (frozen.scale is not None)}"
-        self.multiply_in(self.products)
+        self.set_low_bit(self.low_bit)
 
-    def multiply_in(self, products: Products | None) -> None:
+    def set_low_bit(self, low_bit: LowBitMatmul | None) -> None:
         """Use these low-precision matmuls from now on; None for full precision."""
-        self.products = products
-        self.storage = self._stored if products is None else f"{self._stored} by {'/'.join(map(str, products))}"
+        self.low_bit = low_bit
+        self.storage = self._stored if low_bit is None else f"{self._stored} by {'/'.join(map(str, low_bit))}"
 
     def read(self) -> FrozenLinear:
         """Read the weights from the MODEL itself, on their current device."""
@@ -100,12 +101,12 @@ class LoraLinear(LoraLayer):
                 self.weight_scale,
                 self.bias,
                 pre_quant_scale=smoothing,
-                products=self.products,
+                low_bit=self.low_bit,
                 meter=self.meter,
             )
         parts = tuple(getattr(self, name) for name in self._parts)
         fields = self.weight, None, self.bias, parts, self.layout, self.pre_quant_scale
-        return FrozenLinear(*fields, self.products, self.meter)
+        return FrozenLinear(*fields, self.low_bit, self.meter)
 
     def forward(self, x: Tensor, mask: DropMask | None = None) -> Tensor:
         frozen = self.frozen()

@@ -150,9 +150,9 @@ class NativeFamily(Family):
         self, transformer: Transformer, on_device: OnDevice, inputs: ModelInputs, small: ModelInputs | None
     ) -> dict[str, str]:
         assert isinstance(transformer, NativeTransformer)
-        if (misread := transformer.shadow.misread()) is not None:
+        if (mismatch := transformer.shadow.mismatch()) is not None:
             raise ValueError(
-                f"model is a {self.title} whose {misread.name} is read {misread.difference:.1%} differently than "
+                f"model is a {self.title} whose {mismatch.name} is read {mismatch.difference:.1%} differently than "
                 "ComfyUI reads it, so its LoRA would be wrong; nothing was trained. Please report this model."
             )
         bound = TOLERANCE[transformer.dtype]

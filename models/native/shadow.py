@@ -12,7 +12,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
-from ...memory.weights.check_format import LOADING, Misread, find_misread, has_known_forward
+from ...memory.weights.check_format import LOADING, FormatMismatch, check_format, has_known_forward
 from ...memory.weights.frozen import FrozenWeights, share_outside_inference_mode
 from ...memory.weights.residency import FrozenModule
 from ..convolutions import convolutions
@@ -179,15 +179,15 @@ class Shadow:
     def diffusion_model(self) -> nn.Module:
         return self.base._modules["diffusion_model"]
 
-    def misread(self) -> Misread | None:
+    def mismatch(self) -> FormatMismatch | None:
         """Find a module whose weights are read differently than by ComfyUI."""
-        return find_misread(self._weights, {n: partial(self._run, n) for n in (*self.layers, *self.tensors)})
+        return check_format(self._weights, {n: partial(self._run, n) for n in (*self.layers, *self.tensors)})
 
     def _run(self, name: str, x: Tensor) -> Tensor:
         """Run one module in fp32 on freshly read weights: if its block is swapped, it may hold those of another."""
         module = self.diffusion_model.get_submodule(name)
         if name in self.layers and not isinstance(module, NativeConv):
-            return self._weights.linear(name, as_stored=True).to(self._weights.device).apply(x)
+            return self._weights.linear(name, without_quantize=True).to(self._weights.device).apply(x)
         module, weights = copy.copy(module), self._weights
         read = {part: weights.stored(f"{name}.{part}") for part in ("weight", "bias") if part in module._buffers}
         on_device = {part: None if tensor is None else tensor.to(weights.device) for part, tensor in read.items()}

@@ -19,7 +19,7 @@ from torch import nn
 
 from ...common.core import load_tensors, remember_loader
 from ...common.untrusted.tensor_files import open_tensors
-from ...memory.low_bit.quantize import AS_STORED, remember_quantize, requantise
+from ...memory.low_bit.quantize import AS_STORED, quantize_weights, remember_quantize
 from ...models.blocks import in_blocks
 from .file_names import diffusion_model_tensors, linear_weights
 
@@ -131,7 +131,7 @@ def _quantized_tensors(path: str, quantize: str) -> tuple[dict[str, torch.Tensor
     skipped = [name for name in inside if name not in linears]
     convolutions = [name.removesuffix(".weight") for name in skipped if tensors[name].ndim > 2]
     rest = [name.removesuffix(".weight") for name in skipped if tensors[name].ndim == 2]
-    result = requantise(tensors, names, quantize, comfy.model_management.get_torch_device(), _Progress())
+    result = quantize_weights(tensors, names, quantize, comfy.model_management.get_torch_device(), _Progress())
     result.skipped |= {reason: layers for reason, layers in ((CONVOLUTION, convolutions), (NO_LINEAR, rest)) if layers}
     seconds = time.perf_counter() - started
     said = list(result.notes(quantize, f" in {seconds:.0f} s"))

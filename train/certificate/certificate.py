@@ -146,7 +146,7 @@ def make_certificate(
     inputs = inputs_of(placed.family, placed.patcher, whole, sigma, guidance)
     checks.phase("forward")
     placed.check_forward(inputs)
-    with off_the_record(placed), placed.products.switched_off(placed.transformer.blocks()):
+    with off_the_record(placed), placed.low_bit.switched_off(placed.transformer.blocks()):
         checked = checks.make("gradients", lambda: _on_smallest_grid(placed, targets, samples, guidance, inputs))
         small, gradients = checked or (inputs, None)
         if gradients is not None and not gradients.measured:
@@ -154,7 +154,7 @@ def make_certificate(
         unreached = checks.make("targets", lambda: _check_targets(placed, small))
     with off_the_record(placed), perturbed(placed):
         blocks = checks.make("blocks", lambda: _check_blocks(placed, inputs))
-    with off_the_record(placed), placed.products.switched_off(placed.transformer.blocks()), perturbed(placed):
+    with off_the_record(placed), placed.low_bit.switched_off(placed.transformer.blocks()), perturbed(placed):
         with tempfile.TemporaryDirectory(prefix="tessera-verify-", ignore_cleanup_errors=True) as folder:
             path = Path(folder) / "lora.safetensors"
             file = checks.make("LoRA file", lambda: _check_lora_file(placed, path))

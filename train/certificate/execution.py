@@ -88,7 +88,7 @@ def _compare(placed: PlacedModel, as_run: Any, block: Block, args: tuple[Any, ..
     with own_weights(placed, block):
         plain = _with_backward(_plain, block, args)
         wide = [arg.float() if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args]
-        with placed.products.switched_off([("", block)]):  # their rounding counts as noise
+        with placed.low_bit.switched_off([("", block)]):  # their rounding counts as noise
             exact = _with_backward(partial(run_in_fp32, _plain), block, tuple(wide))
     least = max(LEAST, ROUNDINGS * torch.finfo(placed.dtype).eps)
     pairs = [(0.0, least)]

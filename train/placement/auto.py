@@ -38,7 +38,7 @@ from ...models.family import Family
 from ..batch import make_batch
 from ..optim.registry import OptimizerSpec
 from ..settings import MemoryOptions, TrainSettings
-from .low_bit_policy import BlockProducts
+from .low_bit_policy import LowBitPolicy
 from .probe import Probe, count_saved, storage_of, total_bytes
 
 WORTH = 0.05  # part of a step that another plan has to save: less is timing noise
@@ -266,7 +266,7 @@ def measure(
     on_host = frozenset(f"{name}.{i}" for name, length in lists.items() for i in range(length))
     build_args = settings.memory.attention, on_host, settings.memory.quantize
     transformer = family.build(patcher, device, dtype, *build_args, in_zeros=True)
-    BlockProducts(settings.memory.low_bit_matmul, device, dtype, None, compile_settings).set(transformer.blocks())
+    LowBitPolicy(settings.memory.low_bit_matmul, device, dtype, None, compile_settings).set(transformer.blocks())
     run_once = blocks_run_once(family, settings)
     network = build_network(transformer, targets, settings.network, settings.seed, run_once)
     frozen = [module for _, block in transformer.blocks() for module in frozen_modules(block).values()]

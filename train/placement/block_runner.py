@@ -50,8 +50,10 @@ class _Blocks:
 
 def _low_bit(block: Block, quantize: str) -> list[str]:
     linears = (layer for layer in block.linears().values() if isinstance(layer, LoraLinear))
-    products = {product for linear in linears for product in (linear.products or ())[:2]} - {FULL}
-    return [f"quantize {quantize}"] * (quantize != AS_STORED) + [f"{product} matmuls" for product in sorted(products)]
+    precisions = {precision for linear in linears for precision in (linear.low_bit or ())[:2]} - {FULL}
+    return [f"quantize {quantize}"] * (quantize != AS_STORED) + [
+        f"{precision} matmuls" for precision in sorted(precisions)
+    ]
 
 
 class BlockRunner:

@@ -11,7 +11,8 @@ import torch
 from ...common.text import joined, shortlist
 from ...compile.settings import CompileSettings
 from ...memory.low_bit.devices import card_of, fits, obstacle, preferred
-from ...memory.low_bit.matmul import AUTO, FULL, LEAST_ROWS, MULTIPLE, OFF, ErrorMeter, Products
+from ...memory.low_bit.error_meter import ErrorMeter
+from ...memory.low_bit.matmul import AUTO, FULL, LEAST_ROWS, MULTIPLE, OFF, LowBitMatmul
 from ...models.family import Block
 from ...models.layers.lora_linear import LoraLayer, LoraLinear
 
@@ -40,7 +41,7 @@ class _Choice(NamedTuple):
     reason: str = ""
 
 
-class BlockProducts:
+class LowBitPolicy:
     """Choice of the matmul precision of the Linears in a run's blocks.
 
     A Linear can run a low-precision matmul only in the format that it is stored in: nothing is stored twice. For those
@@ -103,24 +104,24 @@ class BlockProducts:
         self.choices.clear()
         for _, block in blocks:
             for name, layer in block.linears().items():
-                products, reason = self._choose((block.kind, name), layer)
-                forward, backward = (FULL, FULL) if products is None else products[:2]
+                low_bit, reason = self._choose((block.kind, name), layer)
+                forward, backward = (FULL, FULL) if low_bit is None else low_bit[:2]
                 self.choices[_Choice(block.kind, name, forward, backward, reason)] += 1
                 if isinstance(layer, LoraLinear):
-                    layer.multiply_in(products)
+                    layer.set_low_bit(low_bit)
 
     @contextmanager
     def switched_off(self, blocks: Blocks) -> Iterator[None]:
         """Run full-precision matmuls inside the context. The blocks' structures, which key their graphs, stay."""
         linears = [x for _, block in blocks for x in block.linears().values() if isinstance(x, LoraLinear)]
-        previous_products = [linear.products for linear in linears]
+        previous = [linear.low_bit for linear in linears]
         try:
             for linear in linears:
-                linear.products = None
+                linear.low_bit = None
             yield
         finally:
-            for linear, products in zip(linears, previous_products, strict=True):
-                linear.products = products
+            for linear, low_bit in zip(linears, previous, strict=True):
+                linear.low_bit = low_bit
 
     @contextmanager
     def measured(self, blocks: Blocks) -> Iterator[None]:
@@ -128,7 +129,7 @@ class BlockProducts:
         meters: list[tuple[Place, LoraLinear, ErrorMeter]] = []
         for _, block in blocks:
             for name, layer in block.linears().items():
-                if isinstance(layer, LoraLinear) and layer.products is not None:
+                if isinstance(layer, LoraLinear) and layer.low_bit is not None:
                     layer.meter = ErrorMeter(self.device)
                     meters.append(((block.kind, name), layer, layer.meter))
         try:
@@ -148,16 +149,14 @@ class BlockProducts:
         }
         self.full = {place: sides for place, sides in sides_over_limit.items() if sides}
 
-    def _choose(self, place: Place, layer: LoraLayer) -> tuple[Products | None, str]:
+    def _choose(self, place: Place, layer: LoraLayer) -> tuple[LowBitMatmul | None, str]:
         """Return the matmuls of a layer (None is full in both directions), and the reason for full precision."""
         if not self.precisions:
             return None, self.missing
         if not isinstance(layer, LoraLinear):
             return None, "a convolution"
         frozen = layer.frozen()
-        choice = next(
-            (products for precision in self.precisions if (products := frozen.low_precision(precision))), None
-        )
+        choice = next((low_bit for precision in self.precisions if (low_bit := frozen.low_bit_matmul(precision))), None)
         if choice is None:
             return None, f"stored as {frozen.format_name}"
         if not fits(frozen.shape):

@@ -30,7 +30,7 @@ from .auto import AutomaticMemory
 from .block_clock import BlockClock
 from .block_runner import BlockRunner
 from .graph_count import count_graphs
-from .low_bit_policy import BlockProducts
+from .low_bit_policy import LowBitPolicy
 from .quantize_notes import quantize_notes, quantize_summary
 from .sharing import SharedBlocks
 
@@ -50,8 +50,8 @@ class PlacedModel:
         self.memory, self.previous_facts = self.settings.memory, context.environment
         self.free_before = free_host_memory(self.world)
         self.sharing = SharedBlocks(self.world, connect_node(self.world, self.device, self.memory), self.device)
-        products_args = self.memory.low_bit_matmul, self.device, self.dtype
-        self.products = BlockProducts(*products_args, context.low_bit_matmul, self.compile_settings)
+        policy_args = self.memory.low_bit_matmul, self.device, self.dtype
+        self.low_bit = LowBitPolicy(*policy_args, context.low_bit_matmul, self.compile_settings)
         self.automatic: AutomaticMemory | None = None
         self.resident: ResidentWeights | None = None
         self.checks = FirstChecks(self.family, data.samples, self.settings.objective.guidance)
@@ -117,7 +117,7 @@ class PlacedModel:
         swapped = choose_blocks(memory.blocks_to_swap, self.family.block_lists(model), self.family.swap_order)
         build_args = memory.attention, swapped, memory.quantize
         transformer = self.family.build(self.patcher, self.device, self.dtype, *build_args)
-        self.products.set(transformer.blocks())
+        self.low_bit.set(transformer.blocks())
         on_host = swapped if self.sharing.node is None else ()
         self.quantize_notes = list(quantize_notes(memory.quantize, transformer.blocks(), on_host))
         if not swapped:
@@ -198,7 +198,7 @@ class PlacedModel:
             self._leave_eager()
 
     @contextmanager
-    def measured_products(self) -> Iterator[int]:
+    def measured_low_bit(self) -> Iterator[int]:
         """Run the blocks eagerly and fully checkpointed inside the context, and choose their matmul precision by that.
 
         Yields the number of micro-batches to run.
@@ -209,22 +209,22 @@ class PlacedModel:
         blocks, runner = self.transformer.blocks(), self.runner
         self.runner = BlockRunner(blocks, replace(self.memory, checkpointing="full"), None, self.graphs, self.device)
         try:
-            with self.products.measured(blocks):
-                yield self.products.micro_batches
-            self.products.adopt(self.world.broadcast("products", self.products.decision()))
+            with self.low_bit.measured(blocks):
+                yield self.low_bit.micro_batches
+            self.low_bit.adopt(self.world.broadcast("low_bit_matmul", self.low_bit.decision()))
         finally:
             self.runner.discard_offloaded()
             self.runner = runner
-        self.products.set(blocks)
+        self.low_bit.set(blocks)
         clock, self.runner = runner.clock, self._build_runner()
         self._leave_eager()
         if clock is not None and self.automatic is not None:
             self.automatic.rename([block.structure() for _, block in blocks])
             self.runner.clock = BlockClock(self.automatic.measured.shapes, self.device)
-        self._note_products()
+        self._note_low_bit()
 
-    def _note_products(self) -> None:
-        for note in self.products.notes():
+    def _note_low_bit(self) -> None:
+        for note in self.low_bit.notes():
             self.observer.note(note)
 
     def note_memory_use(self) -> None:
@@ -232,8 +232,8 @@ class PlacedModel:
         matmul precision, as far as decided."""
         for note in self.quantize_notes:
             self.observer.note(note)
-        if not self.products.undecided:
-            self._note_products()
+        if not self.low_bit.undecided:
+            self._note_low_bit()
         if self.memory.offload_activations and self.runner.offload is None:
             self.observer.note(
                 "offload_activations is ignored: it only works with checkpointing full, and checkpointing is "
@@ -286,7 +286,7 @@ class PlacedModel:
             return
         # With full-precision matmuls: low-precision ones would round a last-digit difference to other codes.
         uncounted = nullcontext() if self.swap is None else self.swap.ring.uncounted()
-        with uncounted, self.network.switched_off(), self.products.switched_off(self.transformer.blocks()):
+        with uncounted, self.network.switched_off(), self.low_bit.switched_off(self.transformer.blocks()):
             model = self.patcher, self.transformer, self.on_device
             self.eager_blocks |= self.checks.run(*model, inputs, self.observer.note)
         self._leave_eager()
@@ -349,6 +349,6 @@ class PlacedModel:
             "memory_plan": self._plan_text(),
             "activations_offloaded_mib": self.runner.offload.bytes_out // 2**20 if self.runner.offload else 0,
             "compile_report": self.runner.report.facts(),
-            **self.products.facts(),
+            **self.low_bit.facts(),
             **quantize_summary(quantize_of(self.patcher), self.memory.quantize),
         }

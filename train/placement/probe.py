@@ -151,7 +151,7 @@ def _flop_counter() -> FlopCounterMode:
     name = "_scaled_dot_product_flash_attention_for_cpu"
     formulas = {getattr(torch.ops.aten, name): forward, getattr(torch.ops.aten, f"{name}_backward"): backward}
     tessera_ops = torch.ops.tessera
-    formulas |= {tessera_ops.low_linear: low, tessera_ops.int8_matmul_back: low_back(RATES[INT8])}
+    formulas |= {tessera_ops.low_bit_linear: low, tessera_ops.int8_matmul_back: low_back(RATES[INT8])}
     formulas |= {tessera_ops.fp8_matmul_back: low_back(RATES[FP8])}
     return FlopCounterMode(display=False, custom_mapping=formulas)
 

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
-from ...memory.low_bit.quantize import AS_STORED, Requantised
+from ...memory.low_bit.quantize import AS_STORED, QuantizeResult
 from ...memory.weights.frozen_linear import read_format
 from ...models.family import Block
 from ...models.layers.lora_linear import LoraLinear
@@ -17,7 +17,7 @@ def quantize_notes(quantize: str, blocks: Sequence[tuple[str, Block]], swapped: 
     """
     if quantize == AS_STORED:
         return
-    result, on_host, seconds = Requantised(), 0, 0.0
+    result, on_host, seconds = QuantizeResult(), 0, 0.0
     for name, block in blocks:
         for inside, layer in block.linears().items():
             layer_name = f"{name}.{inside}"
@@ -32,13 +32,15 @@ def quantize_notes(quantize: str, blocks: Sequence[tuple[str, Block]], swapped: 
             if frozen.weight.dtype not in (torch.int8, torch.float8_e4m3fn):
                 result.skipped.setdefault("all zero, or not finite", []).append(layer_name)
                 continue
-            base_bytes = sum(part.nbytes for part in (frozen.weight, frozen.scale, *frozen.parts) if part is not None)
+            quantized_bytes = sum(
+                part.nbytes for part in (frozen.weight, frozen.scale, *frozen.parts) if part is not None
+            )
             rotated_or_fp8 = frozen.layout is None or read_format(frozen.layout).constants.get("convrot")
             result.count += 1
-            result.unturned += not rotated_or_fp8
+            result.unrotated += not rotated_or_fp8
             result.bytes_before += stored_bytes
-            result.bytes_after += base_bytes
-            on_host += base_bytes if name in swapped else 0
+            result.bytes_after += quantized_bytes
+            on_host += quantized_bytes if name in swapped else 0
     yield from result.notes(quantize, f" in {seconds:.0f} s for this run")
     if on_host:
         yield (

@@ -42,7 +42,7 @@ class RunContext:
     started: ISO 8601 with an offset.
     notes: sentences for the user.
     environment: facts of the state to resume from, and the choices of its plan (`placement.auto.choice_facts`).
-    low_bit_matmul: layers with full-precision matmuls in that state's run (see `BlockProducts.decision`).
+    low_bit_matmul: layers with full-precision matmuls in that state's run (see `LowBitPolicy.decision`).
     world: the ranks that train together.
     """
 

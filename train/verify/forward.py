@@ -140,9 +140,9 @@ def _check_own_forward(
     ValueError if they differ.
     """
     core = core_forward(family, patcher, transformer, on_device)
-    if (misread := core.misread()) is not None:
+    if (mismatch := core.mismatch()) is not None:
         raise ValueError(
-            f"model is {family.title} whose {misread.name} is read {misread.difference:.1%} differently than ComfyUI "
+            f"model is {family.title} whose {mismatch.name} is read {mismatch.difference:.1%} differently than ComfyUI "
             f"reads it, {CONSEQUENCE}"
         )
     dtype, sample = core.dtype, smallest(samples)

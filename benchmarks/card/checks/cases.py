@@ -25,7 +25,7 @@ STORED: dict[str, dict[str, Any]] = {
     "int8": {"stored": "int8"},
     "mxfp8": {"stored": "mxfp8"},
     "fp8 multiplied": {"stored": "fp8", "low_bit_matmul": "fp8"},
-    "int8 multiplied": {"stored": "int8 turned", "low_bit_matmul": "int8"},
+    "int8 multiplied": {"stored": "int8 rotated", "low_bit_matmul": "int8"},
 }
 # The default value first. The page names the values of a case that are not the default.
 OPTIONS: Options = {

@@ -164,7 +164,7 @@ FORMATS = {
 NAMES = {kind.number: name for name, kind in FORMATS.items()}
 
 
-def widened_blocks(stored: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def dequantize_blocks(stored: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Dequantise a weight to `shape` in `dtype`, some blocks at a time.
 
     stored: uint8, the blocks in the order of the values, in any shape. name: one of FORMATS.

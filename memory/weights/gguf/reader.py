@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ....common.gguf_tensor import as_stored, block_type, plain_values, type_name, value_shape
 from ..frozen_linear import Format
-from .blocks import NAMES, widened_blocks
+from .blocks import NAMES, dequantize_blocks
 
 Patches = Sequence[tuple[Any, ...]]  # (strength, patch, strength of the model, offset, function), as core lists them
 FACTORS = ("up", "down")
@@ -73,7 +73,7 @@ def values_of(weight: Tensor, dtype: torch.dtype) -> Tensor:
         return plain_values(weight)
     stored, shape = as_stored(weight), value_shape(weight)
     if number in NAMES:
-        return widened_blocks(stored, NAMES[number], shape, dtype)
+        return dequantize_blocks(stored, NAMES[number], shape, dtype)
     gguf = _package()
     values = gguf.quants.dequantize(stored.cpu().numpy(), gguf.GGMLQuantizationType(number))
     return torch.from_numpy(values).reshape(shape).to(stored.device, dtype)

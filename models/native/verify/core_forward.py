@@ -10,7 +10,7 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from ....memory.comfy_compiler import without_comfy_compiler
-from ....memory.weights.check_format import Misread
+from ....memory.weights.check_format import FormatMismatch
 from ...family import Block, Family, NoisySample, RunBlock, Transformer
 from ..comfyui.refusals import OF_CORE, cause_of, is_of_core, refusal, unusable
 from ..inputs import NativeGroup, native_inputs
@@ -34,9 +34,9 @@ class CoreForward:
             core.__dict__["forward"] = _hook(core, block, on_device)
         self._clean = self.shadow.state()
 
-    def misread(self) -> Misread | None:
+    def mismatch(self) -> FormatMismatch | None:
         """Find a module whose weights are read differently than by ComfyUI."""
-        return self.shadow.misread()
+        return self.shadow.mismatch()
 
     @torch.no_grad()
     def own_velocity(

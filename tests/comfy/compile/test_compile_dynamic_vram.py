@@ -16,7 +16,7 @@ from comfy.quant_ops import QuantizedTensor
 from tessera.common.core import quantised_data
 from tessera.compile.attach import compile_model, compiled_model_of
 from tessera.compile.settings import CompileSettings
-from tessera.memory.low_bit.quantize import quantize_of, requantise
+from tessera.memory.low_bit.quantize import quantize_of, quantize_weights
 from tessera.models.swapped_model import SwapSettings, swap
 from tessera.nodes.model import model_file
 from tiny.models.sampling import sample
@@ -46,7 +46,7 @@ def test_it_is_loaded_once_more_without_dynamic_vram_and_only_once(dynamic: Any)
     assert compiled_model.report().counts().graphs == 2
 
 
-@pytest.mark.parametrize("how", ["fp8", "int8 turned"])
+@pytest.mark.parametrize("how", ["fp8", "int8 rotated"])
 def test_a_file_of_8_bit_samples_as_before(how: str, tmp_path: Path) -> None:
     path = tiny.write_flux(tmp_path / "flux.safetensors", quantised=how)
     with torch.inference_mode():  # as a node loads it
@@ -78,11 +78,11 @@ def test_a_model_put_into_8_bit_is_loaded_once_more_of_the_same_bytes(
     counts: list[int] = []
 
     def counted(*args: Any) -> Any:
-        result = requantise(*args)
+        result = quantize_weights(*args)
         counts.append(result.count)
         return result
 
-    monkeypatch.setattr(model_file, "requantise", counted)
+    monkeypatch.setattr(model_file, "quantize_weights", counted)
     with torch.inference_mode():
         model, _ = model_file.open_quantized(str(tiny_files["flux"]), {}, "int8", True)
     assert model.is_dynamic() and quantize_of(model.clone()) == "int8"

@@ -66,7 +66,7 @@ def test_a_case_is_told_all_of_its_row():
         "place": "staged",
         "checkpointing": "full",
         "offload_activations": True,
-        "stored": "int8 turned",
+        "stored": "int8 rotated",
         "low_bit_matmul": "int8",
         "prefetch_blocks": 2,
         "batch": 2,

@@ -31,12 +31,12 @@ QUANTISED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mxfp8": ("mxfp8", {}, {}),
     "int8": ("int8_tensorwise", {}, {}),
     "int8 by rows": ("int8_tensorwise", {}, {"per_channel": True}),
-    "int8 turned": (
+    "int8 rotated": (
         "int8_tensorwise",
         {"convrot": True, "convrot_groupsize": 64},
         {"per_channel": True, "convrot": True, "convrot_groupsize": 64},
     ),
-    "int4 turned": ("convrot_w4a4", {"convrot_groupsize": 64}, {"convrot_groupsize": 64}),
+    "int4 rotated": ("convrot_w4a4", {"convrot_groupsize": 64}, {"convrot_groupsize": 64}),
 }
 
 

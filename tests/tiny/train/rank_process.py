@@ -237,7 +237,7 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
     from tessera.train.distributed import barrier, node
     from tessera.train.distributed import world as worlds
     from tessera.train.placement import auto
-    from tessera.train.placement.low_bit_policy import BlockProducts
+    from tessera.train.placement.low_bit_policy import LowBitPolicy
     from tessera.train.placement.placed_model import PlacedModel
     from tessera.train.step.losses import StepLosses
     from tessera.train.train_lora import RunRequest, train_lora
@@ -257,7 +257,7 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
     other_collectives: list[str] = []
     all_reduce = dist.all_reduce
     originals = {name: getattr(dist, name) for name in OTHER_COLLECTIVES}
-    batch_loss, begin, free = StepLosses.batch_loss, BlockProducts.__init__, auto.free_memory
+    batch_loss, begin, free = StepLosses.batch_loss, LowBitPolicy.__init__, auto.free_memory
     check = PlacedModel.check_forward
     memory, measure, planned = psutil.virtual_memory, auto.measure, list[int]()
 
@@ -270,10 +270,10 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
         free_memory = memory()._replace(available=job["host"][world.rank])
         psutil.virtual_memory, auto.measure = lambda: free_memory, measured
 
-    def with_products_tried(products: str) -> Any:
+    def with_precision(precision: str) -> Any:
         def init(self: Any, *args: Any) -> None:
             begin(self, *args)
-            self.precisions = (products,)
+            self.precisions = (precision,)
 
         return init
 
@@ -298,8 +298,8 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
         StepLosses.batch_loss = partly_without_gradient(batch_loss)  # type: ignore[method-assign]
     if job.get("unchecked"):
         PlacedModel.check_forward = lambda *_: None  # type: ignore[method-assign]
-    if products := job.get("products", {}).get(str(world.rank)):
-        BlockProducts.__init__ = with_products_tried(products)  # type: ignore[method-assign]
+    if precision := job.get("precisions", {}).get(str(world.rank)):
+        LowBitPolicy.__init__ = with_precision(precision)  # type: ignore[method-assign]
     watcher, held_watcher = Watcher(), Held()
     # At the sum of a step its report is not there yet.
     watcher.asks = {int(step) - 1: frozenset(requests) for step, requests in job.get("asks", {}).items()}
@@ -335,7 +335,7 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
         change_back()
         node.gather_pieces, ShardedRing.forward = gather, ring_forward  # type: ignore[method-assign]
         dist.all_reduce, StepLosses.batch_loss = all_reduce, batch_loss
-        BlockProducts.__init__, auto.free_memory = begin, free  # type: ignore[method-assign]
+        LowBitPolicy.__init__, auto.free_memory = begin, free  # type: ignore[method-assign]
         psutil.virtual_memory, auto.measure, PlacedModel.check_forward = memory, measure, check
         for timer in killing:
             timer.cancel()

@@ -1,4 +1,4 @@
-"""Layers that lose too much by products in low precision multiply in full: found by the first micro-batches, forward
+"""Layers that lose too much by low-bit matmuls multiply in full: found by the first micro-batches, forward
 and back apart, alike in all blocks of a kind, said, listed, and kept in the state."""
 
 import json
@@ -12,11 +12,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tessera.lora.options import NetworkOptions
-from tessera.memory.low_bit.matmul import ErrorMeter
+from tessera.memory.low_bit.error_meter import ErrorMeter
 from tessera.train.checkpoint.state import DamagedState, load_state, read_header, state_path
 from tessera.train.observer import SilentObserver
 from tessera.train.placement import low_bit_policy as placement
-from tessera.train.placement.low_bit_policy import LIMIT, BlockProducts
+from tessera.train.placement.low_bit_policy import LIMIT, LowBitPolicy
 from tessera.train.settings import MemoryOptions
 from tiny.compile.compiling import Graphs
 
@@ -65,14 +65,14 @@ def weights_of(trainer: Any) -> list[torch.Tensor]:
 
 def test_layers_that_lose_little_multiply_in_low_precision(files: Any, tmp_path: Path) -> None:
     trainer = trainer_on(files["even"], tmp_path)
-    assert trainer.placed.products.undecided and not trainer.observer.notes
+    assert trainer.placed.low_bit.undecided and not trainer.observer.notes
     decided = []
-    looks = {"between_steps": lambda one: decided.append(not one.placed.products.undecided)}
+    looks = {"between_steps": lambda one: decided.append(not one.placed.low_bit.undecided)}
     trainer.watchers.append(SimpleNamespace(**looks, is_due=lambda *_: False))
     trainer.run()
     assert decided == [True] * 3  # also before the first step, when validation looks on
-    assert not trainer.placed.products.undecided and trainer.placed.products.decision() == {"asked": "int8", "full": []}
-    errors = trainer.placed.products.errors
+    assert not trainer.placed.low_bit.undecided and trainer.placed.low_bit.decision() == {"asked": "int8", "full": []}
+    errors = trainer.placed.low_bit.errors
     measured = {place: both for place, both in errors.items() if "mod" not in place[1]}  # which see one token
     assert len(measured) == 10 and all(0.001 < error < LIMIT / 2 for both in measured.values() for error in both)
     assert trainer.observer.notes == [
@@ -83,9 +83,9 @@ def test_layers_that_lose_little_multiply_in_low_precision(files: Any, tmp_path:
 def test_a_channel_a_thousand_times_as_large_falls_back_going_forward_only(files: Any, tmp_path: Path) -> None:
     trainer = trainer_on(files["outlier"], tmp_path)
     trainer.run()
-    products = trainer.placed.products
-    assert products.decision() == {"asked": "int8", "full": [[*LINEAR2, "forward"]]}
-    forward, backward = products.errors[LINEAR2]
+    policy = trainer.placed.low_bit
+    assert policy.decision() == {"asked": "int8", "full": [[*LINEAR2, "forward"]]}
+    forward, backward = policy.errors[LINEAR2]
     assert forward > 0.3 and backward < LIMIT / 2
     (note,) = trainer.observer.notes
     assert note == (
@@ -94,7 +94,7 @@ def test_a_channel_a_thousand_times_as_large_falls_back_going_forward_only(files
     )
     # One of the two blocks is as before: the worst decides for both, which share their graph.
     singles = [block for name, block in trainer.placed.transformer.blocks() if name.startswith("single")]
-    assert [block.linears()["linear2"].products[:2] for block in singles] == [("full", "int8")] * 2
+    assert [block.linears()["linear2"].low_bit[:2] for block in singles] == [("full", "int8")] * 2
     (row,) = (row for row in trainer.facts()["low_bit_matmul"]["layers"] if (row["block"], row["layer"]) == LINEAR2)
     assert row["count"] == 2 and (row["forward"], row["backward"]) == ("full", "int8")
     assert (row["forward_error"], row["backward_error"]) == (round(forward, 5), round(backward, 5))
@@ -108,10 +108,10 @@ def test_swapped_and_compiled_runs_decide_and_train_alike(files: Any, tmp_path: 
     graphs = Graphs()
     memory = {"blocks_to_swap": 3, "checkpointing": "full"} if backend is None else {"checkpointing": "auto"}
     other = trainer_on(files["outlier"], tmp_path, backend, memory=memory)
-    wanted, errors = weights_of(resident), resident.placed.products.errors
+    wanted, errors = weights_of(resident), resident.placed.low_bit.errors
     other.run()
-    assert other.placed.products.decision() == {"asked": "int8", "full": [[*LINEAR2, "forward"]]}
-    assert other.placed.products.errors == errors
+    assert other.placed.low_bit.decision() == {"asked": "int8", "full": [[*LINEAR2, "forward"]]}
+    assert other.placed.low_bit.errors == errors
     assert all(torch.equal(one, two) for one, two in zip(weights_of(other), wanted, strict=True))
     if backend:
         assert graphs() == other.placed.runner.planned_graphs == 2 and graphs.breaks == 0
@@ -124,10 +124,10 @@ def test_to_measure_leaves_no_trace_in_what_is_learnt(files: Any, tmp_path: Path
     network = NetworkOptions(rank=4, alpha=8.0, dropout=0.3)
     found = trainer_on(files["outlier"], tmp_path, network=network, gradient_accumulation=3)
     found.run()
-    kept, losses, weights = found.placed.products.decision(), found.progress.loss, weights_of(found)
+    kept, losses, weights = found.placed.low_bit.decision(), found.progress.loss, weights_of(found)
     given = trainer_on(files["outlier"], tmp_path, network=network, gradient_accumulation=3)
-    given.placed.products.full = {(block, layer): tuple(sides) for block, layer, *sides in kept["full"]}
-    given.placed.products.set(given.placed.transformer.blocks())
+    given.placed.low_bit.full = {(block, layer): tuple(sides) for block, layer, *sides in kept["full"]}
+    given.placed.low_bit.set(given.placed.transformer.blocks())
     given.run()
     assert given.progress.loss == losses
     assert all(torch.equal(one, two) for one, two in zip(weights_of(given), weights, strict=True))
@@ -156,26 +156,26 @@ def test_a_resumed_run_takes_the_decision_from_its_state(
 
     def resumed(asked: str) -> Any:
         with monkeypatch.context() as patch:
-            made = BlockProducts.__init__
-            patch.setattr(BlockProducts, "__init__", lambda self, *given: made(self, *given[:3], header))
+            made = LowBitPolicy.__init__
+            patch.setattr(LowBitPolicy, "__init__", lambda self, *given: made(self, *given[:3], header))
             trainer = trainer_on(files["outlier"], tmp_path / asked, steps=4, memory={"low_bit_matmul": asked})
         trainer.resume(state)
         return trainer
 
     second = resumed("int8")
-    assert not second.placed.products.undecided
-    monkeypatch.setattr(second, "measure_products", None)
+    assert not second.placed.low_bit.undecided
+    monkeypatch.setattr(second, "measure_low_bit", None)
     second.run()
     assert second.progress.loss == losses
     assert all(torch.equal(one, two) for one, two in zip(weights_of(second), wanted, strict=True))
-    (note,) = list(second.placed.products.notes())
+    (note,) = list(second.placed.low_bit.notes())
     assert note.endswith("In full: linear2 of single (too inexact in the forward pass when the run started).")
-    # Another option decides anew, and where the product is missing the run says so and hands the decision on.
-    assert resumed("off").placed.products.decision() == {}
+    # Another option decides anew, and where the matmul is missing the run says so and hands the decision on.
+    assert resumed("off").placed.low_bit.decision() == {}
     monkeypatch.setattr(placement, "obstacle", lambda *_: "int8 matmuls need an NVIDIA card")
     elsewhere = resumed("int8")
     told = "low_bit_matmul is int8, but all layers multiply in full: int8 matmuls need an NVIDIA card."
-    assert list(elsewhere.placed.products.notes()) == [told] and elsewhere.placed.products.decision() == header
+    assert list(elsewhere.placed.low_bit.notes()) == [told] and elsewhere.placed.low_bit.decision() == header
     elsewhere.run()
     elsewhere.saver.save()
     assert (
@@ -193,8 +193,8 @@ def test_a_state_with_a_damaged_decision_is_refused(files: Any, tmp_path: Path) 
         metadata = file.metadata()
     tensors, plain = load_file(state), json.loads(metadata["tessera"])
 
-    def rewritten(products: Any) -> Path:
-        save_file(tensors, state, metadata | {"tessera": json.dumps(plain | {"low_bit_matmul": products})})
+    def rewritten(low_bit_matmul: Any) -> Path:
+        save_file(tensors, state, metadata | {"tessera": json.dumps(plain | {"low_bit_matmul": low_bit_matmul})})
         return state
 
     place = ["single", "linear2"]
@@ -246,12 +246,12 @@ def test_channels_of_zeros_and_an_even_error_count_as_they_are() -> None:
 def test_what_is_not_finite_multiplies_in_full(files: Any, tmp_path: Path) -> None:
     trainer = trainer_on(files["even"], tmp_path)
     blocks = trainer.placed.transformer.blocks()
-    with trainer.placed.products.measured(blocks):
+    with trainer.placed.low_bit.measured(blocks):
         for sums in blocks[-1][1].linears()["linear1"].meter.sums:
             sums.fill_(torch.nan)
-    assert trainer.placed.products.full == {("single", "linear1"): ("forward", "backward")}
-    trainer.placed.products.set(blocks)
-    (note,) = trainer.placed.products.notes()
+    assert trainer.placed.low_bit.full == {("single", "linear1"): ("forward", "backward")}
+    trainer.placed.low_bit.set(blocks)
+    (note,) = trainer.placed.low_bit.notes()
     assert "14 of the 16 layers" in note and "linear1 of single (off by inf going forward and inf going back)" in note
-    (row,) = (r for r in trainer.placed.products.facts()["low_bit_matmul"]["layers"] if r["layer"] == "linear1")
+    (row,) = (r for r in trainer.placed.low_bit.facts()["low_bit_matmul"]["layers"] if r["layer"] == "linear1")
     assert row["forward_error"] == "not finite"

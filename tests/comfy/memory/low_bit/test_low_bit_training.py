@@ -1,4 +1,4 @@
-"""Training with products in int8 and fp8: the same bits resident, checkpointed and swapped, as many graphs as in full,
+"""Training with int8 and fp8 matmuls: the same bits resident, checkpointed and swapped, as many graphs as in full,
 and an update that points where the full one does."""
 
 from pathlib import Path
@@ -9,7 +9,7 @@ import tiny
 import torch
 from tessera.memory.low_bit.devices import RATES
 from tessera.memory.weights import frozen_linear
-from tessera.train.placement.low_bit_policy import BlockProducts
+from tessera.train.placement.low_bit_policy import LowBitPolicy
 from tessera.train.settings import MemoryOptions
 from tiny.compile.compiling import Graphs
 from tiny.memory.swapping import assert_same_run
@@ -17,7 +17,7 @@ from tiny.native import NAMED
 from tiny.native.step import trainer_of
 from tiny.native.stored import build_stored
 
-FILES = {"int8 turned": "int8", "fp8": "fp8"}
+FILES = {"int8 rotated": "int8", "fp8": "fp8"}
 every_file = pytest.mark.parametrize("how", FILES)
 CPU = torch.device("cpu")
 
@@ -32,7 +32,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def trainer_on(path: Path, folder: Path, backend: str | None = None, steps: int = 2, **memory: Any) -> Any:
     with torch.inference_mode():  # as a node loads it
         model = tiny.load_flux(path)
-    data = tiny.make_data([(6, 6), (4, 9)], [40, 40])  # enough tokens for the products
+    data = tiny.make_data([(6, 6), (4, 9)], [40, 40])  # enough tokens for low-bit matmuls
     options = MemoryOptions(**{"checkpointing": "none"} | memory)
     return tiny.make_trainer(model, data, folder, backend=backend, steps=steps, memory=options)
 
@@ -94,8 +94,8 @@ def test_resident_checkpointed_swapped_and_compiled_runs_are_the_same(how: str, 
 @every_file
 def test_after_30_steps_the_update_points_where_the_full_one_does(how: str, files: Any, tmp_path: Path) -> None:
     updates = []
-    for products in ("off", FILES[how]):
-        trainer = trainer_on(files[how], tmp_path, steps=30, low_bit_matmul=products)
+    for option in ("off", FILES[how]):
+        trainer = trainer_on(files[how], tmp_path, steps=30, low_bit_matmul=option)
         before = {name: p.clone() for name, p in trainer.network.master_weights().items()}
         trainer.run()
         after = trainer.network.master_weights()
@@ -105,8 +105,8 @@ def test_after_30_steps_the_update_points_where_the_full_one_does(how: str, file
 
 
 def test_the_run_says_and_lists_how_its_layers_multiply(files: Any, tmp_path: Path) -> None:
-    trainer = trainer_on(files["int8 turned"], tmp_path, low_bit_matmul="int8")
-    (note,) = trainer.placed.products.notes()
+    trainer = trainer_on(files["int8 rotated"], tmp_path, low_bit_matmul="int8")
+    (note,) = trainer.placed.low_bit.notes()
     assert note == (
         "low_bit_matmul is int8: 16 of the 16 layers of the blocks multiply in int8, where they see 32 tokens or more."
     )
@@ -122,7 +122,7 @@ def test_the_run_says_and_lists_how_its_layers_multiply(files: Any, tmp_path: Pa
     [
         (
             "fp8",
-            "int8 turned",
+            "int8 rotated",
             "low_bit_matmul is fp8, but all layers multiply in full: img.mod of double, img.qkv of double, img.proj of "
             "double, img.mlp_in of double, img.mlp_out of double and 8 more (stored as TensorWiseINT8); use a model "
             "stored in fp8 (quantize converts a 16-bit one), or set low_bit_matmul to off.",
@@ -132,8 +132,8 @@ def test_the_run_says_and_lists_how_its_layers_multiply(files: Any, tmp_path: Pa
 )
 def test_what_cannot_be_is_full_and_said(asked: str, how: str, note: str, files: Any, tmp_path: Path) -> None:
     trainer = trainer_on(files[how], tmp_path, low_bit_matmul=asked)
-    assert list(trainer.placed.products.notes()) == [note]
-    assert all(linear.products is None for linear in trainer.placed.transformer.linears().values())
+    assert list(trainer.placed.low_bit.notes()) == [note]
+    assert all(linear.low_bit is None for linear in trainer.placed.transformer.linears().values())
     trainer.run()
     assert trainer.progress.loss == trainer_run_in_full(files[how], tmp_path)
     assert all(row["forward"] == row["backward"] == "full" for row in trainer.facts()["low_bit_matmul"]["layers"])
@@ -146,41 +146,41 @@ def trainer_run_in_full(path: Path, folder: Path) -> list[float]:
     return loss
 
 
-def test_the_report_names_base_and_products_of_a_region(files: Any, tmp_path: Path) -> None:
+def test_the_report_names_quantize_and_matmuls_of_a_region(files: Any, tmp_path: Path) -> None:
     def labels(how: str, **memory: Any) -> list[str]:
         runner = trainer_on(files[how], tmp_path, "aot_eager", **memory).placed.runner
         return [region["region"] for region in runner.report.facts()["regions"]][:2]
 
-    low = labels("int8 turned", low_bit_matmul="int8", quantize="fp8")
+    low = labels("int8 rotated", low_bit_matmul="int8", quantize="fp8")
     assert low == ["double, LoRA 1, quantize fp8, int8 matmuls", "single, LoRA 2, quantize fp8, int8 matmuls"]
     assert labels("fp8") == ["double, LoRA 1", "single, LoRA 2"]
 
 
 @every_file
-def test_the_plan_reckons_the_products_in_8_bit_at_their_rate(how: str, files: Any, tmp_path: Path) -> None:
+def test_the_plan_reckons_low_bit_matmuls_at_their_rate(how: str, files: Any, tmp_path: Path) -> None:
     """Of a single block of 36 + 40 tokens: two Linears that all of them go through, and one of a single row."""
-    products, work = FILES[how], []
-    for asked in ("off", products):
-        memory = {"low_bit_matmul": asked, "checkpointing": "auto", "blocks_to_swap": 1}
+    precision, work = FILES[how], []
+    for option in ("off", precision):
+        memory = {"low_bit_matmul": option, "checkpointing": "auto", "blocks_to_swap": 1}
         costs = trainer_on(files[how], tmp_path, **memory).placed.automatic.measured.blocks
         (one,) = {block.work for block in costs if block.name == "single_blocks.0"}
         work.append((one.forward.products, one.backward.products))
     linears = 128 * (3 * 128 + 512) + 128 * (128 + 512)
-    saved = 2 * 76 * linears * (1 - 1 / RATES[products])
+    saved = 2 * 76 * linears * (1 - 1 / RATES[precision])
     assert [full - low for full, low in zip(*work, strict=True)] == pytest.approx([saved, saved], rel=1e-9)
 
 
-def test_a_card_without_the_product_is_named() -> None:
-    products = BlockProducts("int8", torch.device("mps"), torch.bfloat16)
+def test_a_card_without_the_matmul_is_named() -> None:
+    policy = LowBitPolicy("int8", torch.device("mps"), torch.bfloat16)
     wanted = "low_bit_matmul is int8, but all layers multiply in full: int8 matmuls need an NVIDIA card."
-    assert list(products.notes()) == [wanted] and products.precisions == ()
+    assert list(policy.notes()) == [wanted] and policy.precisions == ()
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_what_base_puts_into_8_bits_multiplies_so(kind: str, tmp_path: Path) -> None:
+def test_what_quantize_puts_into_8_bits_multiplies_so(kind: str, tmp_path: Path) -> None:
     path = tiny.write_flux(tmp_path / "flux.safetensors", depth=1, depth_single=2, dtype=torch.bfloat16)
     low = trained(path, tmp_path, quantize=kind, low_bit_matmul=kind)
-    assert "16 of the 16 layers" in next(low.placed.products.notes())
+    assert "16 of the 16 layers" in next(low.placed.low_bit.notes())
     assert low.progress.loss != trained(path, tmp_path, quantize=kind).progress.loss
 
 
@@ -188,7 +188,7 @@ def test_layers_that_cannot_are_named_beside_those_that_do(tmp_path: Path) -> No
     path = tmp_path / "mixed.safetensors"
     tiny.write_flux(path, depth=1, depth_single=2, quantised="fp8", quantised_inside="single_blocks.1.")
     trainer = trainer_on(path, tmp_path, low_bit_matmul="fp8")
-    (note,) = trainer.placed.products.notes()
+    (note,) = trainer.placed.low_bit.notes()
     assert "3 of the 16 layers of the blocks multiply in fp8, where" in note
     assert note.endswith("and 8 more (stored as float32).")
     kinds = {name: block.structure() for name, block in trainer.placed.transformer.blocks()}
@@ -202,9 +202,9 @@ def test_a_model_with_comfyuis_own_forward_has_its_graphs_too(tmp_path: Path, mo
     runs = {}
     torch._dynamo.reset()
     graphs = Graphs()
-    for name, backend, products in (("full", None, "off"), ("low", None, "int8"), ("compiled", "aot_eager", "int8")):
-        memory = MemoryOptions(checkpointing="none", low_bit_matmul=products)
-        trainer = trainer_of(row, tmp_path, model=build_stored(row, "int8 turned"), backend=backend, memory=memory)
+    for name, backend, option in (("full", None, "off"), ("low", None, "int8"), ("compiled", "aot_eager", "int8")):
+        memory = MemoryOptions(checkpointing="none", low_bit_matmul=option)
+        trainer = trainer_of(row, tmp_path, model=build_stored(row, "int8 rotated"), backend=backend, memory=memory)
         tiny.fill_up_matrices(trainer)
         trainer.run()
         runs[name] = trainer.progress.loss

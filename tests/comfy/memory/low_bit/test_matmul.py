@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from tessera.memory.low_bit import matmul as products
-from tessera.memory.low_bit.matmul import FP8, FULL, INT8, Products
+from tessera.memory.low_bit import hadamard, matmul
+from tessera.memory.low_bit.matmul import FP8, FULL, INT8, LowBitMatmul
 from tessera.memory.weights.frozen import FrozenWeights
 from tessera.memory.weights.frozen_linear import FrozenLinear
 from tessera.models.layers.lora_linear import LoraLinear
@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 OUT, IN = 144, 192
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-STORED = {"int8": INT8, "int8 by rows": INT8, "int8 turned": INT8, "fp8": FP8, "fp8 by rows": FP8, "plain fp8": FP8}
+STORED = {"int8": INT8, "int8 by rows": INT8, "int8 rotated": INT8, "fp8": FP8, "fp8 by rows": FP8, "plain fp8": FP8}
 stored = pytest.mark.parametrize("how", STORED)
 ROWS = 33
 
@@ -28,20 +28,20 @@ def random(*shape: int, seed: int = 0, std: float = 1.0) -> Tensor:
 
 
 def layer(how: str, dtype: torch.dtype = torch.float32, out: int = OUT, columns: int = IN) -> tuple[Any, Tensor]:
-    """(the FrozenLinear, with its products; its weight in fp64)"""
+    """(the FrozenLinear, with its low-bit matmul; its weight in fp64)"""
     weight, bias = random(out, columns, std=0.1), random(out, seed=1)
     if how == "plain fp8":
         codes = weight.to(torch.float8_e4m3fn)
         frozen, core = FrozenLinear(codes, None, bias.to(dtype)), codes.float()
     else:
         frozen, core = stored_layer(how, weight, bias, dtype)
-    return frozen._replace(products=frozen.low_precision(STORED[how])), core.double()
+    return frozen._replace(low_bit=frozen.low_bit_matmul(STORED[how])), core.double()
 
 
-def rounding(x: Tensor, weight: Tensor, kind: str, turned: int = 0) -> Tensor:
+def rounding(x: Tensor, weight: Tensor, kind: str, size: int = 0) -> Tensor:
     """The most that x·Wᵀ may be off when x is rounded by rows, (rows, out), in fp64. weight: (out, in)."""
-    if turned:
-        x, weight = products.turn(x, turned), products.turn(weight, turned)
+    if size:
+        x, weight = hadamard.rotate(x, size), hadamard.rotate(weight, size)
     largest = x.abs().amax(-1, keepdim=True)
     if kind == INT8:
         return largest / 127 / 2 * weight.abs().sum(1)
@@ -56,38 +56,38 @@ SUMS = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-9}
 
 @stored
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_both_products_are_within_what_rounding_x_and_dy_may_cost(how: str, dtype: torch.dtype) -> None:
+def test_both_matmuls_are_within_what_rounding_x_and_dy_may_cost(how: str, dtype: torch.dtype) -> None:
     frozen, whole = layer(how, dtype)
-    kind, turned = STORED[how], frozen.products.hadamard_size
-    assert frozen.products[:2] == (kind, kind) and (turned > 0) == (how == "int8 turned")
+    kind, size = STORED[how], frozen.low_bit.hadamard_size
+    assert frozen.low_bit[:2] == (kind, kind) and (size > 0) == (how == "int8 rotated")
     x, grad = random(ROWS, IN, seed=2).to(dtype).requires_grad_(), random(ROWS, OUT, seed=3).to(dtype)
     y = frozen.apply(x)
     y.backward(grad)
     assert y.dtype == x.grad.dtype == dtype
     wide, bias, slack = x.detach().double(), frozen.bias.double(), SUMS[dtype]
     wanted = wide @ whole.T + bias
-    # In 16 bits x is turned and divided in them too, on a CPU.
+    # In 16 bits x is size and divided in them too, on a CPU.
     more = slack * (wide.abs() @ whole.abs().T + wanted.abs())
-    if turned or dtype != torch.float32:
+    if size or dtype != torch.float32:
         more = more + 2 * slack * wide.norm(dim=1, keepdim=True) * whole.norm(dim=1)
-    assert ((y.double() - wanted).abs() <= rounding(wide, whole, kind, turned) + more).all()
-    assert (y.double() - wanted).norm() > 1e-4 * wanted.norm()  # it is not the full product
+    assert ((y.double() - wanted).abs() <= rounding(wide, whole, kind, size) + more).all()
+    assert (y.double() - wanted).norm() > 1e-4 * wanted.norm()  # it is not the full matmul
     wide, wanted = grad.double(), grad.double() @ whole
     scale = frozen.scale if frozen.layout is None else frozen.parts[0]
     by_row = torch.ones(()).double() if scale is None else scale.double().view(-1)
     codes = whole / by_row.view(-1, 1) if scale is not None else whole
-    bound = rounding(wide * by_row, products.turn(codes, turned).T if turned else codes.T, kind)
-    if turned:  # each is a sum of a group's, by 1/√turned
-        bound = bound.unflatten(-1, (-1, turned)).sum(-1, keepdim=True).expand(-1, -1, turned).flatten(1) / turned**0.5
+    bound = rounding(wide * by_row, hadamard.rotate(codes, size).T if size else codes.T, kind)
+    if size:  # each is a sum of a group's, by 1/√size
+        bound = bound.unflatten(-1, (-1, size)).sum(-1, keepdim=True).expand(-1, -1, size).flatten(1) / size**0.5
     more = 2 * slack * (wide.abs() @ whole.abs() + wanted.abs() + wide.norm(dim=1, keepdim=True) * whole.norm(dim=0))
     assert ((x.grad.double() - wanted).abs() <= bound + more).all()
     assert (x.grad.double() - wanted).norm() > 1e-4 * wanted.norm()
 
 
-@pytest.mark.parametrize("how", ["int8", "int8 by rows", "int8 turned"])
+@pytest.mark.parametrize("how", ["int8", "int8 by rows", "int8 rotated"])
 def test_int8_is_exact_but_for_the_rounding_of_x_and_dy(how: str) -> None:
     frozen, _ = layer(how)
-    turned, scale, codes = frozen.products.hadamard_size, frozen.parts[0].reshape(1, -1), frozen.weight.long()
+    size, scale, codes = frozen.low_bit.hadamard_size, frozen.parts[0].reshape(1, -1), frozen.weight.long()
     x, grad = random(ROWS, IN, seed=2).requires_grad_(), random(ROWS, OUT, seed=3)
 
     def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,13 +96,13 @@ def test_int8_is_exact_but_for_the_rounding_of_x_and_dy(how: str) -> None:
 
     y = frozen.apply(x)
     y.backward(grad)
-    levels, steps = rounded(products.turn(x.detach(), turned) if turned else x.detach())
+    levels, steps = rounded(hadamard.rotate(x.detach(), size) if size else x.detach())
     assert torch.equal(y, (levels @ codes.T).float() * (steps * scale) + frozen.bias)
     one_scale = scale.numel() == 1
     levels, steps = rounded(grad if one_scale else grad * scale)
     dx = (levels @ codes).float() * (steps * scale if one_scale else steps)
-    assert torch.equal(x.grad, products.turn(dx, turned) if turned else dx)
-    other = products.torch_int8_product(x.detach(), frozen.weight, scale, frozen.bias, turned, torch.float32)
+    assert torch.equal(x.grad, hadamard.rotate(dx, size) if size else dx)
+    other = matmul.torch_int8_matmul(x.detach(), frozen.weight, scale, frozen.bias, size, torch.float32)
     torch.testing.assert_close(other, y.detach(), rtol=1e-6, atol=1e-6)
 
 
@@ -110,7 +110,7 @@ def test_int8_is_exact_but_for_the_rounding_of_x_and_dy(how: str) -> None:
 @pytest.mark.parametrize("rows", [1, 31, 33])
 def test_few_rows_multiply_in_full(how: str, rows: int) -> None:
     frozen, _ = layer(how)
-    full = frozen._replace(products=None)
+    full = frozen._replace(low_bit=None)
     x, grad = random(rows, IN, seed=2).requires_grad_(), random(rows, OUT, seed=3)
     y = frozen.apply(x)
     y.backward(grad)
@@ -119,7 +119,7 @@ def test_few_rows_multiply_in_full(how: str, rows: int) -> None:
     assert torch.equal(y, full.apply(x)) == torch.equal(mine, x.grad) == (rows < 32)
 
 
-@pytest.mark.parametrize("how", ["int8 by rows", "int8 turned", "fp8 by rows"])
+@pytest.mark.parametrize("how", ["int8 by rows", "int8 rotated", "fp8 by rows"])
 def test_no_spread_of_the_output_channels_scales_costs_dx_anything(how: str) -> None:
     """By powers of two, from 1e-3 to 1e3, which change nothing else: dy / spread on spread · W is dy on W."""
     frozen, _ = layer(how)
@@ -155,12 +155,12 @@ def test_the_stored_bytes_wait_for_backward_and_nothing_else(how: str, compiled:
 @pytest.mark.parametrize("sides", [(FULL, None), (None, FULL)])
 def test_one_direction_alone_can_be_full(how: str, sides: tuple[str | None, str | None]) -> None:
     frozen, _ = layer(how)
-    both = frozen.products
-    mixed = Products(sides[0] or both.forward, sides[1] or both.backward, both.hadamard_size)
+    both = frozen.low_bit
+    mixed = LowBitMatmul(sides[0] or both.forward, sides[1] or both.backward, both.hadamard_size)
     results = {}
     for name, given in {"low": both, "mixed": mixed, "full": None}.items():
         x = random(ROWS, IN, seed=2).requires_grad_()
-        y = frozen._replace(products=given).apply(x)
+        y = frozen._replace(low_bit=given).apply(x)
         y.backward(random(ROWS, OUT, seed=3))
         results[name] = y, x.grad
     for number, side in enumerate(sides):
@@ -172,8 +172,8 @@ def test_one_direction_alone_can_be_full(how: str, sides: tuple[str | None, str 
 @stored
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_layers_that_are_stored_alike_share_one_whole_graph(how: str, backend: str) -> None:
-    if backend == "inductor" and how not in ("int8 turned", "fp8"):
-        pytest.skip("a case of each product is enough")
+    if backend == "inductor" and how not in ("int8 rotated", "fp8"):
+        pytest.skip("a case of each precision is enough")
     if how == "plain fp8":
         pytest.skip("no file has it so that core reads it without a cast")
     models = [core_layer(how, random(OUT, IN, seed=seed, std=0.1), random(OUT, seed=seed)) for seed in (1, 2)]
@@ -183,8 +183,8 @@ def test_layers_that_are_stored_alike_share_one_whole_graph(how: str, backend: s
     run = torch.compile(lambda linear, x: linear(x), backend=backend, fullgraph=True, dynamic=False)
     for linear in linears:
         full = linear.storage
-        low = linear.frozen().low_precision(STORED[how])
-        linear.multiply_in(low)
+        low = linear.frozen().low_bit_matmul(STORED[how])
+        linear.set_low_bit(low)
         assert linear.storage != full
         x, grad = random(2, ROWS, IN, seed=3).requires_grad_(), random(2, ROWS, OUT, seed=4)
         y = run(linear, x)
@@ -215,14 +215,14 @@ def test_it_costs_the_partitioner_as_much_as_a_plain_weight(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["int8", "fp8"])
-def test_what_is_stored_otherwise_has_no_such_product(how: str) -> None:
+def test_what_is_stored_otherwise_has_no_such_matmul(how: str) -> None:
     frozen, _ = layer(how)
     other = {INT8: FP8, FP8: INT8}[STORED[how]]
-    assert frozen.low_precision(other) is None
+    assert frozen.low_bit_matmul(other) is None
     plain = FrozenLinear(random(OUT, IN), None, None)
-    assert plain.low_precision(INT8) is None and plain.low_precision(FP8) is None
+    assert plain.low_bit_matmul(INT8) is None and plain.low_bit_matmul(FP8) is None
     mx, _ = stored_layer("mxfp8", random(OUT, IN), random(OUT))
-    assert mx.low_precision(INT8) is None and mx.low_precision(FP8) is None
+    assert mx.low_bit_matmul(INT8) is None and mx.low_bit_matmul(FP8) is None
 
 
 @stored

@@ -15,7 +15,7 @@ from comfy import model_detection
 from comfy.model_management import InterruptProcessingException
 from comfy.quant_ops import QuantizedTensor
 from safetensors.torch import load_file, save_file
-from tessera.memory.low_bit import quantize as requantise
+from tessera.memory.low_bit import quantize as quantize_module
 from tessera.nodes.model import model_file
 from tessera.nodes.model.load import TesseraLoadDiffusionModel
 from tiny.models.sampling import sample
@@ -116,7 +116,7 @@ def test_what_took_long_is_kept_beside_and_read_the_next_time(tiny_files, load, 
         raise AssertionError("it was quantised once more")
 
     with monkeypatch.context() as patched:
-        patched.setattr(model_file, "requantise", never)
+        patched.setattr(model_file, "quantize_weights", never)
         second, notes = load(path, "int8")
         assert notes == ["quantize: loaded from flux.int8.safetensors, where the blocks are in int8."]
         assert torch.equal(sample(first, "flux"), sample(second, "flux"))
@@ -189,20 +189,20 @@ def test_convolutions_in_blocks_are_named(load, tmp_path) -> None:
     assert said[1:] == ["quantize: double_blocks.0.img_attn.extra stayed as stored: a convolution."]
 
 
-@pytest.mark.parametrize(("columns", "turn"), [(512, 256), (192, 64), (48, 16), (81, None)])
-def test_int8_is_turned_by_the_largest_matrix_that_fits(columns: int, turn: int | None) -> None:
+@pytest.mark.parametrize(("columns", "size"), [(512, 256), (192, 64), (48, 16), (81, None)])
+def test_int8_is_rotated_by_the_largest_matrix_that_fits(columns: int, size: int | None) -> None:
     weight = torch.randn(33, columns, generator=torch.Generator().manual_seed(0))
     tensors = {"a.0.b.weight": weight}
-    result = requantise.requantise(tensors, ["a.0.b.weight"], "int8", torch.device("cpu"), lambda *_: None)
+    result = quantize_module.quantize_weights(tensors, ["a.0.b.weight"], "int8", torch.device("cpu"), lambda *_: None)
     described = json.loads(bytes(tensors["a.0.b.comfy_quant"].tolist()))
-    assert described.get("convrot_groupsize") == turn and result.unturned == (turn is None)
+    assert described.get("convrot_groupsize") == size and result.unrotated == (size is None)
     assert tensors["a.0.b.weight"].dtype == torch.int8 and tensors["a.0.b.weight_scale"].shape == (33, 1)
 
 
 def test_memory_is_that_of_8_bit_and_a_slice(load, tmp_path, monkeypatch) -> None:
     path = tiny.write_flux(tmp_path / "flux.safetensors", hidden=1024, depth=1, depth_single=4, dtype=torch.bfloat16)
     seen: list[int] = []
-    real = model_file.requantise
+    real = model_file.quantize_weights
 
     def watched(*args: Any) -> Any:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
@@ -212,12 +212,12 @@ def test_memory_is_that_of_8_bit_and_a_slice(load, tmp_path, monkeypatch) -> Non
         seen.extend((max(accumulate(event.nbytes() for event in changes)), result.bytes_after, result.bytes_before))
         return result
 
-    monkeypatch.setattr(requantise, "SLICE", 1 << 18)
-    monkeypatch.setattr(model_file, "requantise", watched)
+    monkeypatch.setattr(quantize_module, "SLICE", 1 << 18)
+    monkeypatch.setattr(model_file, "quantize_weights", watched)
     load(path, "int8")
     taken, after, before = seen
-    # In fp32: the slice, turned, scaled, rounded. The bf16 weights stay in the mapped file.
-    assert after < taken < after + 5 * 4 * requantise.SLICE < before
+    # In fp32: the slice, rotated, scaled, rounded. The bf16 weights stay in the mapped file.
+    assert after < taken < after + 5 * 4 * quantize_module.SLICE < before
 
 
 def test_bad_input_is_one_sentence_and_cancel_is_obeyed(tiny_files, load, tmp_path, monkeypatch) -> None:

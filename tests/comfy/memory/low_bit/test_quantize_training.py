@@ -24,8 +24,8 @@ from tiny.native import NAMED
 from tiny.native.step import trainer_of
 from tiny.train.runs import run_settings
 
-BASES = ("int8", "fp8")
-every_base = pytest.mark.parametrize("quantize", BASES)
+FORMATS = ("int8", "fp8")
+every_format = pytest.mark.parametrize("quantize", FORMATS)
 CPU = torch.device("cpu")
 
 
@@ -54,14 +54,14 @@ def metadata_of(trainer: Any) -> dict[str, str]:
     return metadata_for(collect_facts(trainer.settings, trainer.family, trainer.patcher, trainer.data, ""), {})
 
 
-@every_base
+@every_format
 def test_it_trains_as_on_a_model_that_was_loaded_in_it_and_leaves_the_model(quantize, wide_file, tmp_path) -> None:
     model = loaded(wide_file)
     before = {name: tensor.clone() for name, tensor in model.model.state_dict().items()}
     found = trained(model, tmp_path, quantize=quantize)
     with torch.inference_mode():
-        in_base = open_quantized(str(wide_file), {}, quantize, False)[0]
-    theirs = trained(in_base, tmp_path)
+        converted = open_quantized(str(wide_file), {}, quantize, False)[0]
+    theirs = trained(converted, tmp_path)
     assert_same_run(found, theirs)
     assert found.progress.loss != trained(model, tmp_path).progress.loss
     written = json.loads(metadata_of(theirs)["tessera"])
@@ -79,11 +79,11 @@ def test_it_trains_as_on_a_model_that_was_loaded_in_it_and_leaves_the_model(quan
     *_, told = swapped.placed.quantize_notes
     assert told.startswith("quantize: the swapped blocks take 0.00 GiB of extra RAM, because the MODEL")
     slots = [slot.numel() for slot in swapped.placed.swap.ring.slots]
-    theirs = trained(in_base, tmp_path, blocks_to_swap=2, checkpointing="full")
+    theirs = trained(converted, tmp_path, blocks_to_swap=2, checkpointing="full")
     assert slots == [slot.numel() for slot in theirs.placed.swap.ring.slots] and len(slots) == 2
 
 
-@every_base
+@every_format
 def test_a_lora_on_the_model_is_merged_before_it_is_put_into_8_bit(quantize: str, wide_file: Path) -> None:
     name, blocks = "double_blocks.0.img_attn.qkv", frozenset({"double_blocks.0"})
     patched = loaded(wide_file).clone()
@@ -130,7 +130,7 @@ def test_what_is_held_and_what_is_left_is_told(wide_file: Path, tmp_path: Path) 
     assert trained(loaded(wide_file), tmp_path).placed.quantize_notes == []
 
 
-@every_base
+@every_format
 def test_a_model_with_comfyuis_own_forward_trains_in_it_and_is_still_compared(quantize: str, tmp_path: Path) -> None:
     (row,) = (row for row in NAMED if str(row) == "z-image")
     losses = {}
@@ -148,7 +148,7 @@ def test_a_model_with_comfyuis_own_forward_trains_in_it_and_is_still_compared(qu
     assert set(inside) == {torch.int8 if quantize == "int8" else torch.float8_e4m3fn}
 
 
-@every_base
+@every_format
 def test_a_gguf_file_is_put_into_8_bit_with_its_loras(quantize: str, tmp_path: Path) -> None:
     model = with_lora(model_of(flux_state("Q5_0")), plain_lora())
     placed = trained(model, tmp_path, quantize=quantize).placed
@@ -163,7 +163,7 @@ def test_a_gguf_file_is_put_into_8_bit_with_its_loras(quantize: str, tmp_path: P
     assert ((held - stored).norm() / stored.norm()).item() < 0.03 < ((stored - without).norm() / stored.norm()).item()
 
 
-@every_base
+@every_format
 def test_measuring_a_step_puts_nothing_into_8_bit(
     quantize: str, wide_file: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -172,7 +172,7 @@ def test_measuring_a_step_puts_nothing_into_8_bit(
     trainer = tiny.make_trainer(loaded(wide_file), tiny.make_data([(6, 6)], [40]), tmp_path, memory=memory)
     linears = [(name, x) for name, block in trainer.placed.transformer.blocks() for x in block.linears().values()]
     held = {name: sum(x.held_bytes() for block, x in linears if block == name) for name, _ in linears}
-    monkeypatch.setattr(frozen, "quantised", None)
+    monkeypatch.setattr(frozen, "quantize_weight", None)
     targets = choose_targets(trainer.family, trainer.patcher.model, trainer.settings.network)
     cost = auto.measure(trainer.patcher, trainer.family, trainer.data, targets, trainer.settings)
     assert cost.structures == tuple(block.structure() for _, block in trainer.placed.transformer.blocks())
@@ -207,6 +207,6 @@ def test_a_run_with_another_base_learns_otherwise() -> None:
     made = run_settings()
     kinds = {
         replace(made, memory=MemoryOptions(quantize=quantize)).lineage("data", "model")
-        for quantize in (AS_STORED, *BASES)
+        for quantize in (AS_STORED, *FORMATS)
     }
     assert len(kinds) == 3 and made.lineage("data", "model") in kinds

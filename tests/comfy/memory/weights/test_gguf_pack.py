@@ -116,9 +116,9 @@ def test_swapped_and_previewed_it_trains_as_resident(load_unet, tiny_vae, tmp_pa
     assert len(laid) == 2 * 8 + 2 * 2 and not any(getattr(w, "patches", None) for w in trained.model.parameters())
 
 
-@pytest.mark.parametrize("misread", [False, True])
+@pytest.mark.parametrize("mismatch", [False, True])
 def test_a_model_without_a_forward_of_ours_is_checked_against_the_pack_s_layers(
-    misread, load_unet, tmp_path, monkeypatch
+    mismatch, load_unet, tmp_path, monkeypatch
 ):
     row = next(row for row in NAMED if row.name == "z-image")
     model = native_model(row, "Q4_0", load_unet.layers)
@@ -129,10 +129,10 @@ def test_a_model_without_a_forward_of_ours_is_checked_against_the_pack_s_layers(
         if getattr(m, "weight", None) is not None and m.weight.shape == (256, 256)
     )
     model.add_patches({f"{name}.weight": patch}, 0.5)
-    if misread:
+    if mismatch:
         factors_of = frozen.factors_of
         monkeypatch.setattr(frozen, "factors_of", lambda *args: tuple(0 * factor for factor in factors_of(*args)))
     trainer = trainer_of(row, tmp_path, "none", model)
-    with pytest.raises(ValueError, match="is read .* differently than ComfyUI") if misread else nullcontext():
+    with pytest.raises(ValueError, match="is read .* differently than ComfyUI") if mismatch else nullcontext():
         trainer.forward_backward([micro_batch(0)])
     trainer.close()

@@ -53,7 +53,7 @@ def test_the_forward_is_that_of_cores_dequantised_weight(how: str, dtype: torch.
 
 # How far core's own layer is from that: where it widens the weight not at all. int8 and int4 round x too, to 127 and 7
 # steps of its largest, which is about 3.5 deviations: 3.5 / 127 / √12 and 3.5 / 7 / √12, and half as much to spare.
-ROUNDED = {"int8": 0.012, "int8 by rows": 0.012, "int8 turned": 0.012, "int4 turned": 0.22}
+ROUNDED = {"int8": 0.012, "int8 by rows": 0.012, "int8 rotated": 0.012, "int4 rotated": 0.22}
 
 
 @pytest.mark.parametrize("how", [how for how in QUANTISED if how != "fp8 by rows"])  # core turns its scales wrong
@@ -157,7 +157,7 @@ def test_what_goes_nowhere_has_no_gradient() -> None:
 
 # In the transformer.
 
-IN_BLOCKS = ("nvfp4 smoothed", "mxfp8", "int8 turned")
+IN_BLOCKS = ("nvfp4 smoothed", "mxfp8", "int8 rotated")
 
 
 @pytest.fixture(scope="module", params=IN_BLOCKS)

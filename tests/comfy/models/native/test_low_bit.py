@@ -18,7 +18,7 @@ CASES += [(row, how, True) for row in ROWS if row.name == "ltx-2.3" for how in F
 EXACT = 1e-5
 # Of these ComfyUI's own Linear rounds what it multiplies too, to 8 or 4 bits, and ours does not: up to 0.041 and 0.16
 # here.
-ROUNDS = {"int8": 0.06, "int8 by rows": 0.06, "int8 turned": 0.06, "int4 turned": 0.25}
+ROUNDS = {"int8": 0.06, "int8 by rows": 0.06, "int8 rotated": 0.06, "int4 rotated": 0.25}
 
 
 def of_core(row, trainer, how):

@@ -332,7 +332,7 @@ def test_a_process_that_differs_is_told_before_the_first_step(own, said, ranks, 
 
 
 def test_devices_that_multiply_otherwise_are_told_before_the_first_step(ranks, tmp_path):
-    answers = ranks.train(2, tmp_path, STEP, products={"1": "fp8"})
+    answers = ranks.train(2, tmp_path, STEP, precisions={"1": "fp8"})
     assert "Device 1 has another kind of matmul than device 0" in answers[0]["error"]
     assert "set low_bit_matmul on Training Memory to off" in answers[0]["error"] and not list(
         tmp_path.rglob("*.tessera")

@@ -1,4 +1,4 @@
-"""Stored weights are widened to the values of code · scale in fp32, rounded once, in one kernel on a GPU.
+"""Stored weights are dequantised to the values of code · scale in fp32, rounded once, in one kernel on a GPU.
 
 The Triton kernel runs here by Triton's interpreter, and is compiled for every generation of cards; how fast it is, and
 ComfyUI's own kernel, only a card shows.
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tessera.memory.low_bit import dequantize as widening
+from tessera.memory.low_bit import dequantize
 from tessera.memory.weights import frozen_linear
 from tessera.memory.weights.frozen_linear import stored_linear, stored_linear_input_grad
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -30,7 +30,7 @@ CUDA = torch.device("cuda", 0)
 def loaded() -> ModuleType:
     """The module of the kernel, anew: Triton decides how to run it where it is defined."""
     pytest.importorskip("triton")
-    path = Path(widening.__file__).with_name("dequantize_kernel.py")
+    path = Path(dequantize.__file__).with_name("dequantize_kernel.py")
     spec = importlib.util.spec_from_file_location("dequantize_kernel_here", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -62,17 +62,17 @@ def equal(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 @pytest.mark.parametrize("by_rows", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("stored", [*FP8, torch.int8])
-def test_every_code_is_widened_exactly(kernel: Any, stored: torch.dtype, dtype: torch.dtype, by_rows: bool) -> None:
+def test_every_code_is_dequantised_exactly(kernel: Any, stored: torch.dtype, dtype: torch.dtype, by_rows: bool) -> None:
     for rows, columns in ((1, 256), (31, 33), (33, 24), (2, kernel.BLOCK + 1)):
         codes = codes_of(rows, columns, stored)
         scale = torch.rand(rows if by_rows else 1, 1) / 300
         scale = scale if by_rows else scale.reshape(())
-        found = kernel.widen(codes, scale, (rows, columns), dtype)
+        found = kernel.dequantize_codes(codes, scale, (rows, columns), dtype)
         assert equal(found, (codes.to(torch.float32) * scale).to(dtype)), (rows, columns)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_mxfp8_is_widened_as_comfyui_does(kernel: Any, dtype: torch.dtype) -> None:
+def test_mxfp8_is_dequantised_as_comfyui_does(kernel: Any, dtype: torch.dtype) -> None:
     import comfy_kitchen
 
     for rows, columns in ((131, 160), (31, 33), (1, 1024 + 40)):
@@ -80,7 +80,7 @@ def test_mxfp8_is_widened_as_comfyui_does(kernel: Any, dtype: torch.dtype) -> No
         weight *= torch.logspace(-12, 2, rows * columns).reshape(rows, columns)
         codes, scale = comfy_kitchen.quantize_mxfp8(weight, pad_32x=True)
         wanted = comfy_kitchen.dequantize_mxfp8(codes, scale, dtype)[:rows, :columns]
-        assert equal(kernel.widen(codes, scale, (rows, columns), dtype, mx=True), wanted.contiguous())
+        assert equal(kernel.dequantize_codes(codes, scale, (rows, columns), dtype, mx=True), wanted.contiguous())
 
 
 class Launches(TorchDispatchMode):
@@ -100,9 +100,9 @@ class Launches(TorchDispatchMode):
 
 
 def launches(weight: torch.Tensor, scale: torch.Tensor | None) -> tuple[list[str], float]:
-    """(ops, bytes for each code) of widening to bf16."""
+    """(ops, bytes for each code) of dequantising to bf16."""
     with Launches() as seen:
-        found = widening.widened(weight, scale, torch.bfloat16)
+        found = dequantize.dequantize(weight, scale, torch.bfloat16)
     assert found.shape == weight.shape and found.dtype == torch.bfloat16
     return seen.ops, round(seen.bytes / weight.numel(), 2)
 
@@ -117,49 +117,53 @@ def test_a_scaled_weight_is_one_kernel_of_3_bytes_a_code_on_a_gpu(monkeypatch: A
     with FakeTensorMode():
         weight = torch.empty(3072, 9216, dtype=torch.float8_e4m3fn, device=CUDA)
         one, rows = torch.empty((), device=CUDA), torch.empty(3072, 1, device=CUDA)
-        monkeypatch.setattr(widening, "core_has_kernel", lambda function: function == "dequantize_per_tensor_fp8")
-        monkeypatch.setattr(widening, "_triton_kernel", lambda device, dtype: by_triton)
+        monkeypatch.setattr(dequantize, "core_has_kernel", lambda function: function == "dequantize_per_tensor_fp8")
+        monkeypatch.setattr(dequantize, "_triton_kernel", lambda device, dtype: by_triton)
         assert launches(weight, one) == (["comfy_kitchen.dequantize_fp8"], 3.0)
         assert launches(weight, None) == (["aten._to_copy"], 3.0)
         # Core's kernel takes one scale, and reads in parts of 8.
         assert not calls and launches(weight, rows)[0] == launches(weight[:, 3:], one)[0] == []
         assert launches(weight.flatten()[: 31 * 33].view(31, 33), one)[0] == []
         assert calls == [(3072, 1), (), ()]
-        monkeypatch.setattr(widening, "core_has_kernel", lambda function: False)
+        monkeypatch.setattr(dequantize, "core_has_kernel", lambda function: False)
         assert launches(weight, one)[0] == [] and len(calls) == 4
-        monkeypatch.setattr(widening, "_triton_kernel", lambda device, dtype: None)
+        monkeypatch.setattr(dequantize, "_triton_kernel", lambda device, dtype: None)
         assert launches(weight, one) == (["aten._to_copy", "aten._to_copy", "aten.mul"], 7.0)
 
 
 @pytest.fixture
 def on_this_device(kernel: Any, monkeypatch: Any) -> Iterator[list[tuple[int, ...]]]:
-    """The CPU takes the kernel as a GPU would. Gives the shapes that it widened."""
+    """The CPU takes the kernel as a GPU would. Gives the shapes that it dequantised."""
     seen: list[tuple[int, ...]] = []
 
-    def widen(codes: torch.Tensor, *args: Any) -> torch.Tensor:
+    def dequantize_codes(codes: torch.Tensor, *args: Any) -> torch.Tensor:
         seen.append(tuple(codes.shape))
-        return kernel.widen(codes, *args)
+        return kernel.dequantize_codes(codes, *args)
 
-    monkeypatch.setitem(sys.modules, f"{widening.__package__}.dequantize_kernel", type("Module", (), {"widen": widen}))
-    monkeypatch.setattr(widening, "DEVICES", ("cpu",))
-    widening._triton_kernel.cache_clear()
+    monkeypatch.setitem(
+        sys.modules,
+        f"{dequantize.__package__}.dequantize_kernel",
+        type("Module", (), {"dequantize_codes": dequantize_codes}),
+    )
+    monkeypatch.setattr(dequantize, "DEVICES", ("cpu",))
+    dequantize._triton_kernel.cache_clear()
     yield seen
-    widening._triton_kernel.cache_clear()
+    dequantize._triton_kernel.cache_clear()
 
 
 @pytest.mark.parametrize("how", ["mxfp8", "int8", "int8 by rows"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_layouts_for_which_comfyui_has_no_kernel_are_widened_to_its_values(
+def test_layouts_for_which_comfyui_has_no_kernel_are_dequantised_to_its_values(
     how: str, dtype: torch.dtype, on_this_device: list[Any]
 ) -> None:
     from tiny.memory.quantised import stored_layer
 
     frozen, _ = stored_layer(how, torch.randn(31, 96), torch.randn(31))
     parts = (frozen.weight, *frozen.parts)
-    found = frozen_linear.dequantised(parts, frozen.layout, dtype)
+    found = frozen_linear.dequantize_parts(parts, frozen.layout, dtype)
     assert len(on_this_device) == 2  # its trial, and this
-    widening.DEVICES = ()
-    assert equal(found, frozen_linear.dequantised(parts, frozen.layout, dtype).contiguous())
+    dequantize.DEVICES = ()
+    assert equal(found, frozen_linear.dequantize_parts(parts, frozen.layout, dtype).contiguous())
     assert len(on_this_device) == 2
 
 
@@ -204,7 +208,7 @@ def test_fp16_overflows_only_where_the_result_does(by_triton: bool, request: Any
     assert torch.equal(stored_linear_input_grad(grad, weight, scale), torch.full((3, 256), 112.0, dtype=torch.float16))
 
 
-def test_where_triton_does_not_run_torch_widens_in_two_steps(on_this_device: Any, monkeypatch: Any) -> None:
+def test_where_triton_does_not_run_torch_dequantises_in_two_steps(on_this_device: Any, monkeypatch: Any) -> None:
     def fails(*args: Any) -> torch.Tensor:
         raise RuntimeError("Failed to find C compiler.")
 
@@ -212,10 +216,10 @@ def test_where_triton_does_not_run_torch_widens_in_two_steps(on_this_device: Any
         return codes.to(dtype) * 2
 
     codes, scale = codes_of(3, 5, torch.float8_e4m3fn), torch.tensor(0.3)
-    for widen in (fails, wrong):
-        widening._triton_kernel.cache_clear()
-        monkeypatch.setattr(sys.modules[f"{widening.__package__}.dequantize_kernel"], "widen", widen)
-        found = widening.widened(codes, scale, torch.bfloat16)
+    for function in (fails, wrong):
+        dequantize._triton_kernel.cache_clear()
+        monkeypatch.setattr(sys.modules[f"{dequantize.__package__}.dequantize_kernel"], "dequantize_codes", function)
+        found = dequantize.dequantize(codes, scale, torch.bfloat16)
         assert torch.equal(found, codes.bfloat16() * scale.bfloat16())
 
 
@@ -229,7 +233,7 @@ def compiled(kernel: Any, card: int, stored: int, scale: int, out: str) -> str:
     types = {"codes": "*u8", "scales": "*u8" if scale == kernel.MX.value else "*fp32", "out": f"*{out}"}
     types |= dict.fromkeys(("columns", "stride", "tiles"), "i32") | dict.fromkeys(constants, "constexpr")
     sixteens: Any = {(place,): [["tt.divisibility", 16]] for place in range(5)}  # as addresses and sizes of models are
-    source = ASTSource(kernel._widen, types, constexprs=constants, attrs=sixteens)
+    source = ASTSource(kernel._dequantize, types, constexprs=constants, attrs=sixteens)
     built = triton.compile(source, target=GPUTarget("cuda", card, 32))
     assert built.asm["cubin"]
     return built.asm["ptx"]

@@ -1,4 +1,4 @@
-"""Products that a card can do, and the fastest of them, asked of faked cards: a CPU takes anything."""
+"""Matmuls that a card can do, and the fastest of them, asked of faked cards: a CPU takes anything."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,10 @@ import pytest
 import torch
 from tessera.compile.settings import CompileSettings
 from tessera.memory.activations.cost import H100_RATES
-from tessera.memory.low_bit import devices as cards
+from tessera.memory.low_bit import devices
 from tessera.memory.low_bit.devices import RATES, Card, card_of, fits, obstacle, preferred
 from tessera.memory.low_bit.matmul import FP8, INT8
-from tessera.train.placement import low_bit_policy as products
+from tessera.train.placement import low_bit_policy
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -39,8 +39,8 @@ def test_auto_and_what_can_be_asked_for_go_by_the_cards_generation(capability, t
     found, why = preferred(card, BF16)
     assert found == taken and bool(why) == (not taken)
     assert tuple(p for p in (INT8, FP8) if obstacle(p, card, BF16) is None) == possible
-    for product in {INT8, FP8} - set(possible):
-        assert obstacle(product, card, BF16)
+    for precision in {INT8, FP8} - set(possible):
+        assert obstacle(precision, card, BF16)
 
 
 def test_an_rtx_20_takes_int8_where_it_computes_in_fp16() -> None:
@@ -66,11 +66,11 @@ def test_auto_takes_fp8_only_where_its_rounding_is_compiled_into_other_kernels(c
 
 @pytest.mark.parametrize(("backend", "tried"), [("inductor", (FP8,)), ("aot_eager", ()), (None, ())])
 def test_auto_asks_how_the_run_compiles(backend, tried, monkeypatch) -> None:
-    monkeypatch.setattr(products, "card_of", lambda device: nvidia(9, 0, kernel=False))
+    monkeypatch.setattr(low_bit_policy, "card_of", lambda device: nvidia(9, 0, kernel=False))
     how = None if backend is None else CompileSettings(backend=backend)
-    chosen = products.BlockProducts("auto", torch.device("cpu"), BF16, None, how)
+    chosen = low_bit_policy.LowBitPolicy("auto", torch.device("cpu"), BF16, None, how)
     assert chosen.precisions == tried
-    asked = products.BlockProducts("fp8", torch.device("cpu"), BF16, None, how)
+    asked = low_bit_policy.LowBitPolicy("fp8", torch.device("cpu"), BF16, None, how)
     assert asked.precisions == (FP8,)  # what is asked for is done
     notes = list(chosen.notes())
     assert tried or notes == [
@@ -82,18 +82,18 @@ def test_auto_asks_how_the_run_compiles(backend, tried, monkeypatch) -> None:
 @pytest.mark.parametrize("kind", ["cpu", "mps", "rocm", "xpu"])
 def test_elsewhere_auto_is_full_and_only_a_cpu_does_what_is_asked(kind: str) -> None:
     assert preferred(Card(kind), BF16)[0] == () and preferred(Card(kind), BF16)[1]
-    for product in (INT8, FP8):
-        assert (obstacle(product, Card(kind), BF16) is None) == (kind == "cpu")
+    for precision in (INT8, FP8):
+        assert (obstacle(precision, Card(kind), BF16) is None) == (kind == "cpu")
 
 
-def test_the_products_take_the_dtypes_that_models_compute_in() -> None:
-    for product in (INT8, FP8):
-        assert obstacle(product, nvidia(9, 0), torch.float64) == "it computes in float64"
+def test_matmuls_take_the_dtypes_that_models_compute_in() -> None:
+    for precision in (INT8, FP8):
+        assert obstacle(precision, nvidia(9, 0), torch.float64) == "it computes in float64"
     assert preferred(nvidia(9, 0), torch.float64)[0] == ()
 
 
 def test_int8_needs_a_kernel_on_a_card() -> None:
-    assert obstacle(INT8, Card("cuda", (8, 6), False), BF16) == cards.NO_KERNEL
+    assert obstacle(INT8, Card("cuda", (8, 6), False), BF16) == devices.NO_KERNEL
     assert obstacle(INT8, Card("cuda", (8, 6), True), BF16) is None
     assert obstacle(FP8, Card("cuda", (8, 9), False), BF16) is None and obstacle(INT8, Card("cpu"), BF16) is None
 
@@ -101,7 +101,7 @@ def test_int8_needs_a_kernel_on_a_card() -> None:
 def test_a_card_is_known_by_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
-    monkeypatch.setattr(cards, "core_has_kernel", lambda name: name == "int8_linear")
+    monkeypatch.setattr(devices, "core_has_kernel", lambda name: name == "int8_linear")
     monkeypatch.setattr(torch.version, "hip", None)
     assert card_of(device) == Card("cuda", (8, 9), True)
     monkeypatch.setattr(torch.version, "hip", "7.1")
@@ -113,8 +113,8 @@ def test_both_sides_of_a_weight_are_multiples_of_16() -> None:
     assert fits((144, 192)) and not fits((150, 192)) and not fits((144, 200))
 
 
-@pytest.mark.parametrize(("product", "gain"), [(INT8, 1.41), (FP8, 1.20)])
-def test_the_rates_give_the_gain_of_a_flux_block_that_the_roofline_has(product: str, gain: float) -> None:
+@pytest.mark.parametrize(("precision", "gain"), [(INT8, 1.41), (FP8, 1.20)])
+def test_the_rates_give_the_gain_of_a_flux_block_that_the_roofline_has(precision: str, gain: float) -> None:
     counts = Path(__file__).resolve().parents[4] / "benchmarks" / "results" / "counted.json"
     products = rest = 0.0
     for block in json.loads(counts.read_text(encoding="utf-8"))["rows"]["flux 1024\N{SUPERSCRIPT TWO}"]:
@@ -126,4 +126,4 @@ def test_the_rates_give_the_gain_of_a_flux_block_that_the_roofline_has(product: 
                     rest += block["count"] * flop / getattr(H100_RATES, kind)
                 else:
                     rest += block["count"] * moved / H100_RATES.bandwidth
-    assert (products + rest) / (products / RATES[product] + rest) == pytest.approx(gain, abs=0.02)
+    assert (products + rest) / (products / RATES[precision] + rest) == pytest.approx(gain, abs=0.02)

@@ -8,8 +8,7 @@ import pytest
 import torch
 from tessera.memory.weights.frozen import FrozenWeights, check_readable
 from tessera.memory.weights.frozen_linear import Format, FrozenLinear
-from tessera.memory.weights.gguf import blocks
-from tessera.memory.weights.gguf import reader as reading
+from tessera.memory.weights.gguf import blocks, reader
 from tiny.memory.gguf import OTHERS, SCALES, dequantised, kind_of, random_blocks, stored_tensor
 from torch import nn
 
@@ -32,18 +31,18 @@ def test_every_format_of_ours_has_the_number_and_the_sizes_of_the_package():
 
 @pytest.mark.parametrize("rows", [1, 5, 33])
 @pytest.mark.parametrize("name", SCALES)
-def test_blocks_are_widened_to_the_package_s_values(name, rows, monkeypatch):
+def test_blocks_are_dequantised_to_the_package_s_values(name, rows, monkeypatch):
     monkeypatch.setattr(blocks, "AT_ONCE", 8 * blocks.FORMATS[name].values)  # in several passes, the last a short one
     stored = random_blocks(name, rows, WIDTHS[name])
     wanted = dequantised(stored, name)
-    found = blocks.widened_blocks(stored, name, wanted.shape, torch.float32)
+    found = blocks.dequantize_blocks(stored, name, wanted.shape, torch.float32)
     assert found.unique().numel() > 10 and found.isfinite().all()
     assert torch.equal(found, wanted)
     for dtype in (torch.bfloat16, torch.float16):
-        assert torch.equal(blocks.widened_blocks(stored, name, wanted.shape, dtype), wanted.to(dtype))
+        assert torch.equal(blocks.dequantize_blocks(stored, name, wanted.shape, dtype), wanted.to(dtype))
     # As a file may hold what is no matrix: the rows of bytes are not those of the values.
     flat = stored.reshape(1, -1)
-    assert torch.equal(blocks.widened_blocks(flat, name, wanted.shape, torch.float32), wanted)
+    assert torch.equal(blocks.dequantize_blocks(flat, name, wanted.shape, torch.float32), wanted)
 
 
 @pytest.mark.parametrize("rows", [1, 31, 33])
@@ -162,7 +161,7 @@ def test_other_patches_are_worked_into_the_values_and_told(what):
     wanted = merged(dequantised(stored, "Q8_0"), patches)
     assert read.layout is None and (read.weight - wanted).norm() <= 1e-6 * wanted.norm()
     assert torch.equal(stored, before)
-    (note,) = reading.held_in_full_notes(weights.patcher.model.diffusion_model, weights.patcher.patches, torch.float32)
+    (note,) = reader.held_in_full_notes(weights.patcher.model.diffusion_model, weights.patcher.patches, torch.float32)
     assert note.startswith(
         "Weights that the GGUF file holds under a LoRA that is large or of another kind are converted to"
     )
@@ -183,7 +182,7 @@ def test_a_format_of_the_package_alone_is_held_in_full_and_told():
     check_readable(weights.patcher.model.diffusion_model.layer.weight)
     read = weights.linear("layer")
     assert read.layout is None and torch.equal(read.weight, dequantised(stored, name))
-    (note,) = reading.held_in_full_notes(weights.patcher.model.diffusion_model, {}, torch.bfloat16)
+    (note,) = reader.held_in_full_notes(weights.patcher.model.diffusion_model, {}, torch.bfloat16)
     assert note.startswith(
         f"Weights that the GGUF file holds as {name} are converted to bfloat16 while it trains (0.00 GiB)"
     )
@@ -200,10 +199,10 @@ def test_a_format_that_nothing_reads_is_named_with_the_fix(monkeypatch):
     (name,) = OTHERS
     other = stored_tensor(random_blocks(name, 5, 256), kind_of(name), (5, 256))
     monkeypatch.setitem(sys.modules, "gguf", None)
-    reading._package_reads.cache_clear()
+    reader._package_reads.cache_clear()
     with pytest.raises(ValueError) as refused:
         check_readable(other)
-    reading._package_reads.cache_clear()
+    reader._package_reads.cache_clear()
     assert str(refused.value) == (
         f"model holds weights in GGUF's {name}, which the package gguf reads; install it, or load a file in another, "
         "such as Q8_0 or Q4_K_S."

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tessera.memory.weights.check_format import compare_readings
+from tessera.memory.weights.check_format import compare_formats
 from tessera.memory.weights.frozen import FrozenWeights
 from tessera.models.native.shadow import Shadow
 from tiny.memory.quantised import LAYER, core_layer
@@ -16,11 +16,11 @@ CPU = torch.device("cpu")
 BY_NAME = {row.name: row for row in ROWS}
 
 
-def misread(weights: FrozenWeights, read: Any) -> Any:
-    """Return the misread layer, None without one; ComfyUI's own layer must have run."""
-    compared = compare_readings(weights, {LAYER: read.apply})
+def mismatch(weights: FrozenWeights, read: Any) -> Any:
+    """Return the mismatch layer, None without one; ComfyUI's own layer must have run."""
+    compared = compare_formats(weights, {LAYER: read.apply})
     assert len(compared.kinds) == 1 and not compared.unknown
-    return compared.misread
+    return compared.mismatch
 
 
 def quantised(how: str, dtype: torch.dtype = torch.float32, width: int = 128) -> FrozenWeights:
@@ -43,16 +43,16 @@ def lora_on(patcher: Any, keys: list[str]) -> Any:
 def test_a_scale_that_is_dropped_is_found_in_each_format(how):
     weights = quantised(how)
     read = weights.linear(LAYER)
-    assert misread(weights, read) is None
+    assert mismatch(weights, read) is None
     narrow = quantised(how, torch.bfloat16)
-    assert misread(narrow, narrow.linear(LAYER)) is None
+    assert mismatch(narrow, narrow.linear(LAYER)) is None
     if read.layout is None:
         wrong = read._replace(scale=None, weight=read.weight if read.scale is not None else 2 * read.weight)
     else:
         wrong = read._replace(parts=tuple(part.double().mul(2).to(part.dtype) for part in read.parts))
-    found = misread(weights, wrong)
+    found = mismatch(weights, wrong)
     assert found is not None and found.name == LAYER and found.difference > 0.5
-    without = misread(weights, read._replace(bias=None))
+    without = mismatch(weights, read._replace(bias=None))
     assert without is not None and without.difference > 0.5
 
 
@@ -61,17 +61,17 @@ def test_a_format_with_a_lora_is_read_as_exactly_as_one_without(how):
     """At a real width: core's own product in int4 rounds its input too, the more the wider it is. The rounding of the
     LoRA into the format, at random, is up to 20 % and must not hide a fault."""
     weights = quantised(how, width=2048)
-    assert misread(weights, weights.linear(LAYER)) is None
+    assert mismatch(weights, weights.linear(LAYER)) is None
     torch.manual_seed(0)
     for size in (1e-5, 1e-2):
         patched = quantised(how, width=2048)
         patched.patcher.add_patches({f"diffusion_model.{LAYER}.weight": ("diff", (size * torch.randn(64, 2048),))})
         read = patched.linear(LAYER)
-        assert misread(patched, read) is None
-    stronger = compare_readings(patched, {LAYER: lambda x: 1.02 * read.apply(x)}).misread
+        assert mismatch(patched, read) is None
+    stronger = compare_formats(patched, {LAYER: lambda x: 1.02 * read.apply(x)}).mismatch
     assert stronger is not None and 0.01 < stronger.difference < 0.03
-    assert misread(patched, read._replace(bias=None)).difference > 0.5
-    assert misread(patched, weights.linear(LAYER)).difference > 0.2  # without the LoRA
+    assert mismatch(patched, read._replace(bias=None)).difference > 0.5
+    assert mismatch(patched, weights.linear(LAYER)).difference > 0.2  # without the LoRA
 
 
 def test_a_layer_that_comfyui_cannot_run_is_named(monkeypatch):
@@ -82,8 +82,8 @@ def test_a_layer_that_comfyui_cannot_run_is_named(monkeypatch):
 
     layer = weights.patcher.model.get_submodule(f"diffusion_model.{LAYER}")
     monkeypatch.setattr(type(layer), "forward_comfy_cast_weights", fails)
-    compared = compare_readings(weights, {LAYER: weights.linear(LAYER).apply})
-    assert compared.misread is None and not compared.kinds
+    compared = compare_formats(weights, {LAYER: weights.linear(LAYER).apply})
+    assert compared.mismatch is None and not compared.kinds
     assert [kind.partition(" ")[0] for kind in compared.unknown] == ["Linear"]
 
 
@@ -95,7 +95,7 @@ def test_a_dtype_that_dynamic_vram_casts_to_is_read_by_both(monkeypatch):
     for name in linears:
         patcher.model.diffusion_model.get_submodule(name).weight_comfy_model_dtype = torch.float8_e5m2
     for model in (patcher, patched):
-        assert Shadow(model, FrozenWeights(model, CPU, torch.bfloat16)).misread() is None
+        assert Shadow(model, FrozenWeights(model, CPU, torch.bfloat16)).mismatch() is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -107,7 +107,7 @@ def test_what_is_read_right_passes_with_loras_and_swapped_blocks_too(name, dtype
     for model in (patcher, patched):
         weights = FrozenWeights(model, CPU, dtype)
         before = [dict(vars(module)) for module in model.model.diffusion_model.modules()]
-        assert Shadow(model, weights).misread() is None
+        assert Shadow(model, weights).mismatch() is None
         assert before == [dict(vars(module)) for module in model.model.diffusion_model.modules()]
 
 
@@ -120,7 +120,7 @@ def test_a_weight_two_percent_too_large_is_found_under_dynamic_vram(name, dtype,
         if getattr(module, "weight", None) is not None:
             module._v = object()
     shadow = Shadow(patcher, FrozenWeights(patcher, CPU, dtype))
-    assert shadow.misread() is None
+    assert shadow.mismatch() is None
     linear = FrozenWeights.linear
 
     def wrong(self: Any, name: str, **how: Any) -> Any:
@@ -128,7 +128,7 @@ def test_a_weight_two_percent_too_large_is_found_under_dynamic_vram(name, dtype,
         return read._replace(weight=1.02 * read.weight)
 
     monkeypatch.setattr(FrozenWeights, "linear", wrong)
-    found = shadow.misread()
+    found = shadow.mismatch()
     assert found is not None and 0.01 < found.difference < 0.03
     assert all(
         hasattr(module, "_v") for module in patcher.model.modules() if getattr(module, "weight", None) is not None
@@ -146,7 +146,7 @@ def test_other_modules_that_are_read_wrong_are_found(kind, monkeypatch):
         return stored(self, name) * (1.1 if type(module).__name__ == kind else 1.0)
 
     monkeypatch.setattr(FrozenWeights, "stored", wrong)
-    found = shadow.misread()
+    found = shadow.mismatch()
     assert found is not None and found.difference > 0.05
     assert type(patcher.model.diffusion_model.get_submodule(found.name)).__name__ == kind
 
