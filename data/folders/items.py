@@ -11,6 +11,7 @@ from ..media.clip_windows import Extraction, round_down_frames
 from ..media.frames import ImagePixels, Pixels, VideoPixels
 from ..media.images import inspect_image
 from ..media.masks import Mask, check_alpha, find_mask
+from ..media.remarks import remark_notes
 from ..media.videos import VideoFacts, inspect_video
 from .dataset import Dataset, ImageEntry, VideoEntry
 from .options import UNCHANGED, FolderOptions
@@ -68,13 +69,14 @@ def find_items(
     short: list[tuple[VideoEntry, int]] = []
     lacking: dict[int, list[str]] = {}
     slow: list[str] = []
-    hdr: list[str] = []
+    remarks: list[tuple[str, tuple[str, ...]]] = []
     noun = "clips" if all(isinstance(entry, VideoEntry) for entry in dataset.entries) else "pictures"
     for index, entry in enumerate(dataset.entries):
         interrupted()
         progress(index, len(dataset.entries), f"Reading {noun}: {index} of {len(dataset.entries)}")
         if isinstance(entry, ImageEntry):
             items.append(_picture(entry))
+            remarks += _picture_remarks(entry)
             continue
         facts = inspect_video(entry.path, entry.name)
         stamps = facts.frames_at(entry.extraction.fps, entry.name)
@@ -86,15 +88,14 @@ def find_items(
         # Five percent below still counts as equal, such as 23.976 for 24.
         if facts.fps < entry.extraction.fps * 0.95:
             slow.append(f"{entry.name} ({facts.fps:.4g})")
-        if facts.hdr:
-            hdr.append(entry.name)
+        remarks.append((entry.name, facts.remarks))
         for start, count in windows:
             interrupted()
             items.append(_clip(entry, facts, stamps[start : start + count], start))
     if short:
         raise ValueError(_too_short(short))
     _check_alpha(dataset.entries)
-    return tuple(items), (*_film_notes(lacking, slow, hdr), *_chunk_notes(dataset.entries))
+    return tuple(items), (*_film_notes(lacking, slow), *remark_notes(remarks), *_chunk_notes(dataset.entries))
 
 
 def _picture(picture: ImageEntry) -> Item:
@@ -112,6 +113,14 @@ def _picture(picture: ImageEntry) -> Item:
     return Item(
         picture.name, picture.caption, picture.repeats, image, controls, mask, options, variants=variants, folder=folder
     )
+
+
+def _picture_remarks(picture: ImageEntry) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the name and the remarks of an image file and of its control images."""
+    yield picture.name, inspect_image(picture.path, picture.name).remarks
+    for path in picture.controls:
+        name = f"{path.name} (control)"
+        yield name, inspect_image(path, name).remarks
 
 
 def _clip(film: VideoEntry, facts: VideoFacts, stamps: Sequence[int], start: int) -> Item:
@@ -160,7 +169,7 @@ def _too_short_for(extraction: Extraction, films: list[tuple[VideoEntry, int]]) 
     )
 
 
-def _film_notes(lacking: dict[int, list[str]], slow: list[str], hdr: list[str]) -> Iterator[str]:
+def _film_notes(lacking: dict[int, list[str]], slow: list[str]) -> Iterator[str]:
     for count, names in sorted(lacking.items()):
         yield f"Too short for a clip of {count} frames: {shortlist(names)}."
     if slow:
@@ -168,8 +177,6 @@ def _film_notes(lacking: dict[int, list[str]], slow: list[str], hdr: list[str]) 
             f"These have fewer frames per second than fps asks for, so frames are repeated: {shortlist(slow)}; set "
             "fps to 0 to use them as they are."
         )
-    if hdr:
-        yield f"HDR video is read as SDR, so it looks pale: {shortlist(hdr)}; save it as SDR (BT.709) for true colours."
 
 
 def _chunk_notes(entries: Sequence[ImageEntry | VideoEntry]) -> Iterator[str]:

@@ -1,6 +1,5 @@
 """Image files to pixels: sRGB colours, upright, cropped and scaled in one pass."""
 
-import logging
 import re
 import struct
 import warnings
@@ -19,6 +18,8 @@ from PIL import Image, ImageCms, UnidentifiedImageError, features
 from torch import Tensor
 
 from ...common.untrusted.regular_files import file_state
+from .colours import Colours, colours_of
+from .remarks import BROKEN_PROFILE, HDR_PICTURE, SEVERAL_PICTURES, UNKNOWN_COLOURS
 from .strips import decode, mask_factor, resize, scaling_factor, strips
 
 # Extensions of each format that is read, by Pillow's name of it. No other decoder is tried, whatever a file is called:
@@ -50,8 +51,6 @@ _FLOAT_WHITES = ((float("-inf"), 1, 4.0), (32.0, 255, 320.0), (4096.0, 65535, 70
 # Descriptions of profiles that are sRGB itself. Others contain the word but mean another curve (linear sRGB).
 _SRGB_PROFILES = frozenset({"sRGB IEC61966-2.1", "sRGB built-in"})
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class ImageFacts:
@@ -61,12 +60,14 @@ class ImageFacts:
     size: (height, width) in pixels when upright.
     alpha: it may have transparent parts.
     wide: it holds 32-bit numbers, whose white level is found by their range.
+    remarks: what a note should say of the file, see `remarks.py`.
     """
 
     digest: str
     size: tuple[int, int]
     alpha: bool = False
     wide: bool = False
+    remarks: tuple[str, ...] = ()
 
 
 def check_pillow(version: str = PIL.__version__) -> None:
@@ -111,14 +112,47 @@ def _inspect(path: Path, name: str, state: tuple[int, ...]) -> ImageFacts:
     with _named_errors(name, path):
         data = path.read_bytes()
         with open_image(BytesIO(data)) as image:
+            remarks = tuple(_remarks(image, data))
             width, height = _upright_size(image, data)
             alpha = image.has_transparency_data
             wide = _is_wide(image)
-    return ImageFacts(_digest(data), (height, width), alpha, wide)
+    return ImageFacts(_digest(data), (height, width), alpha, wide, remarks)
+
+
+def _remarks(image: Image.Image, data: bytes) -> Iterator[str]:
+    """Yield the remarks on an opened image, which is not decoded."""
+    # The further pictures of a JPEG are previews and gain maps.
+    if image.format not in ("JPEG", "MPO") and getattr(image, "n_frames", 1) > 1:
+        yield SEVERAL_PICTURES
+    colours = colours_of(data)
+    profile = image.info.get("icc_profile")
+    if profile and not (colours and colours.changes_pixels) and not _fits(image, profile):
+        yield BROKEN_PROFILE
+    elif colours and colours.hdr and not profile:
+        yield HDR_PICTURE
+    elif colours and not colours.known and not profile:
+        yield UNKNOWN_COLOURS
+
+
+def _fits(image: Image.Image, profile: bytes) -> bool:
+    """Return whether an embedded profile is read, and is for the image's kind of colours."""
+    if image.mode[0] in "IF":  # numbers, whose profile is not used
+        return True
+    modes = {image.mode, "RGB"} & _PROFILE_SPACE.keys()
+    try:
+        space = ImageCms.ImageCmsProfile(BytesIO(profile)).profile.xcolor_space.strip()
+        if space not in {_PROFILE_SPACE[mode] for mode in modes}:
+            return False
+        _srgb_transform(next(mode for mode in modes if _PROFILE_SPACE[mode] == space), profile)
+    except (ImageCms.PyCMSError, OSError):
+        return False
+    return True
 
 
 def _digest(data: bytes) -> str:
-    return blake2b(data, digest_size=20).hexdigest()
+    """Hash the bytes. Latents that were cached before colours were converted belong to other pixels."""
+    colours = colours_of(data)
+    return blake2b(data, digest_size=20, person=b"colours" if colours and colours.changes_pixels else b"").hexdigest()
 
 
 def _upright_size(image: Image.Image, data: bytes) -> tuple[int, int]:
@@ -148,10 +182,10 @@ def load_image(
     opaque: ignore alpha and show the colours under transparent parts.
 
     The filter is Lanczos over the whole support of each output pixel (antialiased), in float. EXIF orientation is
-    applied, an embedded colour profile is converted to sRGB, transparent parts become white, grey images become
-    three equal channels, an animation gives its first frame. 16-bit grey retains its 16 bits; of 16-bit colour Pillow
-    reads the upper 8. Floats and 32-bit integers are scaled by their range. An image of more than LARGE pixels is
-    reduced first, to no less than three times the requested size.
+    applied, an embedded colour profile or the colours that PNG and AVIF state are converted to sRGB, transparent parts
+    become white, grey images become three equal channels, an animation gives its first frame. 16-bit grey retains its
+    16 bits; of 16-bit colour Pillow reads the upper 8. Floats and 32-bit integers are scaled by their range. An image
+    of more than LARGE pixels is reduced first, to no less than three times the requested size.
     Raises ValueError, naming the file, if the image can't be decoded or was changed.
     """
     name = name or path.name
@@ -161,7 +195,7 @@ def load_image(
         image = decode(opened, factor)
         left, top, right, bottom = box
         within = (left / factor, top / factor, right / factor, bottom / factor)
-        scaled = resize(image, _plane_reader(image, opaque, wide), within, height, width)
+        scaled = resize(image, _plane_reader(image, opaque, wide, colours_of(data)), within, height, width)
     pixels = np.stack(scaled if len(scaled) == 3 else scaled * 3, axis=-1).clip(0.0, 1.0)
     return torch.from_numpy(pixels)[None]
 
@@ -238,14 +272,17 @@ def _numbers(image: Image.Image, white: float) -> np.ndarray:
     return np.nan_to_num(numbers, nan=0.0, posinf=1.0, neginf=0.0)
 
 
-def _plane_reader(image: Image.Image, opaque: bool, wide: bool) -> Callable[[Image.Image], list[np.ndarray]]:
+def _plane_reader(
+    image: Image.Image, opaque: bool, wide: bool, colours: Colours | None
+) -> Callable[[Image.Image], list[np.ndarray]]:
     """Make the function that computes the one (grey) or three (RGB) channels of a strip, (rows, W), 0 to 1."""
+    convert = colours.to_srgb if colours and colours.changes_pixels else None
     if image.mode[0] in "IF":
         white = _white_level(image, wide)
-        return lambda strip: [_numbers(strip, white)]
+        return lambda strip: convert([_numbers(strip, white)]) if convert else [_numbers(strip, white)]
     transparent = image.has_transparency_data
     mode = "RGB" if transparent or image.mode not in _PROFILE_SPACE else image.mode
-    transform = _srgb_transform(mode, image.info.get("icc_profile"))
+    transform = None if convert else _transform_if_sound(mode, image.info.get("icc_profile"))
 
     def planes(strip: Image.Image) -> list[np.ndarray]:
         alpha = None
@@ -256,30 +293,38 @@ def _plane_reader(image: Image.Image, opaque: bool, wide: bool) -> Callable[[Ima
         if transform is not None:
             strip = ImageCms.applyTransform(strip, transform) or strip
         strip = strip if strip.mode in ("RGB", "L") else strip.convert("RGB")
-        colours = [np.asarray(band).astype(np.float32) / 255 for band in strip.split()]
-        return colours if alpha is None else [plane * alpha + (1 - alpha) for plane in colours]
+        channels = [np.asarray(band).astype(np.float32) / 255 for band in strip.split()]
+        channels = convert(channels) if convert else channels
+        return channels if alpha is None else [plane * alpha + (1 - alpha) for plane in channels]
 
     return planes
 
 
-def _srgb_transform(mode: str, profile: bytes | None) -> ImageCms.ImageCmsTransform | None:
-    """Build the conversion to sRGB of an embedded profile, if it fits the colour mode and is not sRGB itself."""
-    if profile:
-        try:
-            source = ImageCms.ImageCmsProfile(BytesIO(profile))
-            fits = source.profile.xcolor_space.strip() == _PROFILE_SPACE[mode]
-            if fits and ImageCms.getProfileDescription(source).strip() not in _SRGB_PROFILES:
-                return ImageCms.buildTransform(
-                    source,
-                    ImageCms.createProfile("sRGB"),
-                    mode,
-                    "RGB",
-                    renderingIntent=ImageCms.Intent.RELATIVE_COLORIMETRIC,
-                    flags=ImageCms.Flags.BLACKPOINTCOMPENSATION,
-                )
-        except (ImageCms.PyCMSError, OSError) as error:
-            logger.warning("A colour profile is damaged and is left out: %s", error)
-    return None
+def _transform_if_sound(mode: str, profile: bytes | None) -> ImageCms.ImageCmsTransform | None:
+    """Build the conversion to sRGB of an embedded profile; None for a damaged one, see BROKEN_PROFILE."""
+    try:
+        return _srgb_transform(mode, profile) if profile else None
+    except (ImageCms.PyCMSError, OSError):
+        return None
+
+
+def _srgb_transform(mode: str, profile: bytes) -> ImageCms.ImageCmsTransform | None:
+    """Build the conversion to sRGB of a profile, if it fits the colour mode and is not sRGB itself.
+
+    Raises PyCMSError or OSError for a damaged profile.
+    """
+    source = ImageCms.ImageCmsProfile(BytesIO(profile))
+    fits = source.profile.xcolor_space.strip() == _PROFILE_SPACE[mode]
+    if not fits or ImageCms.getProfileDescription(source).strip() in _SRGB_PROFILES:
+        return None
+    return ImageCms.buildTransform(
+        source,
+        ImageCms.createProfile("sRGB"),
+        mode,
+        "RGB",
+        renderingIntent=ImageCms.Intent.RELATIVE_COLORIMETRIC,
+        flags=ImageCms.Flags.BLACKPOINTCOMPENSATION,
+    )
 
 
 @contextmanager

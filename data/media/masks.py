@@ -18,11 +18,10 @@ from ..cache import EncodeJob
 from .frames import Crop
 from .images import inspect_image, load_mask
 from .strips import mask_factor
+from .videos import SAME_SHAPE
 
 # Part of every key: raise it when the same mask gives other weights than before.
 VERSION = 1
-# A mask is scaled to its image if their log aspects (width / height) differ by no more: resizing rounds the sides.
-SAME_SHAPE = 0.01
 TOKENS = "mask"
 # A mask whose maximum (0 to 1) is below this, but not 0, holds label numbers or is painted in near black.
 FAINT = 0.02

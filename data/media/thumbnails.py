@@ -9,6 +9,8 @@ from PIL import Image
 
 from ...common.untrusted.budgets import THUMBNAIL_FRAME, THUMBNAIL_IMAGE
 from ...common.untrusted.in_flight import page_pixels
+from .colours import Colours, colours_of
+from .decoding import alpha_decoder, deinterlaced, is_interlaced
 from .images import _is_wide, _plane_reader, check_pillow, open_image
 from .images import _named_errors as _named_image_errors
 from .strips import decode, resize
@@ -17,6 +19,7 @@ from .videos import _opened, _upright, _upright_size
 
 SIDE = 256  # of a thumbnail, in pixels
 QUALITY = 75
+_HEADER = 1 << 20  # bytes, within which a file states its colours
 
 
 def image_thumbnail(path: Path, name: str | None = None) -> bytes:
@@ -39,10 +42,12 @@ def image_thumbnail(path: Path, name: str | None = None) -> bytes:
         if image.width * image.height > THUMBNAIL_IMAGE.pixels:
             raise ValueError(_too_large("picture", name, f"{image.width} x {image.height} pixels"))
         with _named_image_errors(name, path), page_pixels.decoding(image.width * image.height):
-            return _encoded(_scaled(image))
+            with path.open("rb") as file:
+                colours = colours_of(file.read(_HEADER))
+            return _encoded(_scaled(image, colours))
 
 
-def _scaled(image: Image.Image) -> np.ndarray:
+def _scaled(image: Image.Image, colours: Colours | None) -> np.ndarray:
     """Decode an opened image and scale it: (H, W) or (H, W, 3), 0 to 1."""
     wide, factor = _is_wide(image), 1
     while 6 * factor * SIDE <= max(image.size):  # no less than three times the size is left
@@ -50,7 +55,7 @@ def _scaled(image: Image.Image) -> np.ndarray:
     upright = decode(image, factor)
     height, width = _fitting(upright.height, upright.width)
     whole = (0, 0, upright.width, upright.height)
-    planes = resize(upright, _plane_reader(upright, False, wide), whole, height, width)
+    planes = resize(upright, _plane_reader(upright, False, wide, colours), whole, height, width)
     return np.stack(planes, axis=-1) if len(planes) > 1 else planes[0]
 
 
@@ -65,6 +70,9 @@ def video_thumbnail(path: Path, name: str | None = None) -> bytes:
             stream.thread_type = "NONE"  # others would decode further frames
             with page_pixels.decoding(max(0, across) * max(0, down) or THUMBNAIL_FRAME.pixels):
                 frame = _first_frame(container, stream)
+                if is_interlaced(stream, frame):
+                    # Twice: bwdif leaves a lone frame as it is.
+                    frame = next(deinterlaced(iter([frame, frame]), stream.time_base))
                 height, width = _fitting(*_upright_size(frame, stream.sample_aspect_ratio))
                 pixels = Image.fromarray(np.ascontiguousarray(_upright(frame).clip(0, 255).astype(np.uint8)))
                 scaled = pixels.resize((width, height), Image.Resampling.LANCZOS, reducing_gap=3)
@@ -74,8 +82,9 @@ def video_thumbnail(path: Path, name: str | None = None) -> bytes:
 
 def _first_frame(container: Any, stream: Any) -> Any:
     """Decode the first frame; raises ValueError if the beginning of the file holds none."""
+    decoder = alpha_decoder(stream) or stream.codec_context
     for packet, _ in zip(container.demux(), range(THUMBNAIL_FRAME.items), strict=False):
-        for frame in packet.decode() if packet.stream.index == stream.index else ():
+        for frame in decoder.decode(packet) if packet.stream.index == stream.index else ():
             return frame
     raise ValueError("there is no frame at its beginning")
 

@@ -24,11 +24,21 @@ from PIL import Image
 from torch import Tensor
 
 from ...common.untrusted.regular_files import file_state
+from .decoding import (
+    alpha_decoder,
+    decoded_frames,
+    has_alpha_layer,
+    has_unordered_stamps,
+    is_interlaced,
+)
+from .remarks import ALPHA_LOST, CUT_OFF, HDR_FILM, INTERLACED
 
 # A frame counts as shown from this many seconds before its stamp on: containers round stamps to milliseconds.
 _SLACK = 0.0006
 # A clip may last so many seconds, or so many for each of its frames, before its stamps are taken as wrong.
 _LONGEST, _LONGEST_STAY = 600.0, 60.0
+_MISSING = 1.0  # seconds before the end that the header promises from which on a file counts as cut off
+SAME_SHAPE = 0.01  # the greatest difference of two log aspects (width / height): resizing rounds the sides
 # FFmpeg detects a format by content, not by file name, and knows playlists that name other files to read.
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,gif,avi"
 # Codecs with packets that show no frame of their own; their frames are known only after decoding.
@@ -53,18 +63,22 @@ class VideoFacts:
 
     digest: hash of its bytes, and of mirroring and track if those are unusual.
     size: (height, width) in pixels when upright and with square pixels.
+    shape: (height, width) of the first frame in its own pixels, upright.
     stamps: time stamp of each frame, ascending, in units of `time_base`.
     end: time at which the last frame ends, in the same units.
     time_base: seconds of one unit.
-    hdr: it has an HDR transfer curve, which is read as if it were SDR.
+    interlaced: its frames consist of two fields, and are deinterlaced.
+    remarks: what a note should say of the file, see `remarks.py`.
     """
 
     digest: str
     size: tuple[int, int]
+    shape: tuple[int, int]
     stamps: tuple[int, ...]
     end: int
     time_base: Fraction
-    hdr: bool = False
+    interlaced: bool = False
+    remarks: tuple[str, ...] = ()
 
     @property
     def fps(self) -> float:
@@ -129,17 +143,29 @@ def inspect_video(path: Path, name: str | None = None) -> VideoFacts:
 # cache is small, as an hour of video has 86000 stamps.
 @lru_cache(maxsize=1024)
 def _inspect(path: Path, state: tuple[int, ...]) -> VideoFacts:
+    remarks: list[str] = []
     with _opened(path) as (container, stream):
-        stamps, end = _timeline(container, stream)
+        stamps, end, missing = _timeline(container, stream)
+        if missing > _MISSING:
+            remarks.append(CUT_OFF)
     with _opened(path) as (container, stream):
-        first = next(container.decode(stream))
+        first = next(decoded_frames(container, stream))
         (_, is_mirrored), track = _orientation(first), container.streams.video.index(stream)
-        # Latents that were cached before mirrors and tracks were read belong to other pixels.
-        digest = _digest(path, f"mirrored {is_mirrored}, track {track}" if is_mirrored or track else "")
-        upright = _upright_size(first, stream.sample_aspect_ratio)
-        hdr = stream.codec_context.color_trc in _HDR_CURVES
+        interlaced = is_interlaced(stream, first)
+        alpha = alpha_decoder(stream) is not None
+        # Latents that were cached before these were read belong to other pixels.
+        ways = [f"mirrored {is_mirrored}, track {track}"] * bool(is_mirrored or track)
+        ways += ["deinterlaced"] * interlaced + ["alpha"] * alpha
+        digest = _digest(path, "".join(ways))
+        upright, shape = _upright_size(first, stream.sample_aspect_ratio), _upright_size(first, None)
+        if stream.codec_context.color_trc in _HDR_CURVES:
+            remarks.append(HDR_FILM)
+        if interlaced:
+            remarks.append(INTERLACED)
+        if has_alpha_layer(stream) and not alpha:
+            remarks.append(ALPHA_LOST)
     assert stream.time_base is not None
-    return VideoFacts(digest, upright, tuple(stamps), end, stream.time_base, hdr)
+    return VideoFacts(digest, upright, shape, tuple(stamps), end, stream.time_base, interlaced, tuple(remarks))
 
 
 def _digest(path: Path, variant: str) -> str:
@@ -178,23 +204,37 @@ def _film_track(tracks: Sequence[Any]) -> Any:
     return min(films, key=rank)
 
 
-def _timeline(container: Any, stream: Any) -> tuple[list[int], int]:
-    """List the stamps of all frames, ascending, and the end of the last one, from the packets without decoding."""
-    if stream.codec_context.name in _HIDDEN_FRAMES:
-        entries: Iterator[Any] = container.decode(stream)
+def _timeline(container: Any, stream: Any) -> tuple[list[int], int, float]:
+    """List the stamps of all frames, ascending, from the packets without decoding.
+
+    Returns them, the end of the last one, and the seconds that the file's header promises after the end of all tracks.
+    """
+    last_end = 0.0
+    if stream.codec_context.name in _HIDDEN_FRAMES or has_unordered_stamps(container, stream):
+        entries: Iterator[Any] = decoded_frames(container, stream)
     else:
-        entries = (packet for packet in container.demux(stream) if packet.size and not packet.is_discard)
+        entries = (packet for packet in container.demux() if packet.size and not packet.is_discard)
     lengths: dict[int, int] = {}
     for entry in entries:
+        if isinstance(entry, av.Packet) and entry.stream.index != stream.index:
+            last_end = max(last_end, _end(entry))
+            continue
         if entry.pts is None:
             raise ValueError("its frames have no time stamps; save it again as MP4")
+        last_end = max(last_end, _end(entry))
         lengths[entry.pts] = max(entry.duration or 0, 0)
+    missing = ((container.duration or 0) + (container.start_time or 0)) / av.time_base - last_end
     if not lengths:
         raise ValueError("it has no frames")
     stamps = sorted(lengths)
     steps = [later - earlier for earlier, later in zip(stamps, stamps[1:], strict=False)]
     usual = sorted(steps)[len(steps) // 2] if steps else max(1, round(1 / 24 / stream.time_base))
-    return stamps, stamps[-1] + (lengths[stamps[-1]] or usual)
+    return stamps, stamps[-1] + (lengths[stamps[-1]] or usual), missing
+
+
+def _end(entry: Any) -> float:
+    """Return the second at which a packet or frame ends, 0 without a stamp."""
+    return float((entry.pts + (entry.duration or 0)) * entry.time_base) if entry.pts is not None else 0.0
 
 
 def load_frames(
@@ -222,7 +262,7 @@ def load_frames(
         raise ValueError(f"The clip {name!r} was changed while the data set was prepared; queue again.")
     clip = torch.empty(len(stamps), height, width, 3)
     with _named_errors(name):
-        for index, pixels in enumerate(_scaled(_frames_at(path, stamps), facts, box, height, width)):
+        for index, pixels in enumerate(_scaled(_frames_at(path, facts, stamps), facts, box, height, width)):
             clip[index] = torch.from_numpy(pixels)
     return clip
 
@@ -235,25 +275,37 @@ def _scaled(
     pixels = np.empty(0)
     for frame in frames:
         if frame.pts != last:  # a repeated frame is scaled once
-            pixels, last = _scale(_upright(frame), facts.size, box, height, width), frame.pts
+            upright = _upright(frame)
+            _check_shape(upright.shape[:2], facts.shape)
+            pixels, last = _scale(upright, facts.size, box, height, width), frame.pts
         del frame  # a generator holds its locals while suspended, here a decoded frame
         yield pixels
+
+
+def _check_shape(shape: tuple[int, ...], first: tuple[int, int]) -> None:
+    """Raise ValueError for a frame whose (height, width) is not of the first frame's shape; an equal shape of another
+    size is scaled like the first."""
+    if abs(math.log(shape[1] / shape[0]) - math.log(first[1] / first[0])) > SAME_SHAPE:
+        raise ValueError(
+            f"its size changes from {first[1]} x {first[0]} to {shape[1]} x {shape[0]} within the film, so cut it there"
+        )
 
 
 class _StartsLater(Exception):
     """The first decoded frame comes after the requested one."""
 
 
-def _frames_at(path: Path, stamps: Sequence[int]) -> Iterator[Any]:
+def _frames_at(path: Path, facts: VideoFacts, stamps: Sequence[int]) -> Iterator[Any]:
     """Yield the frame shown at each of the ascending stamps: the last one with a stamp up to it."""
     try:
         with _opened(path) as (container, stream):
-            container.seek(stamps[0], stream=stream)
-            yield from _pick(container.decode(stream), stamps)
+            if not has_unordered_stamps(container, stream):
+                container.seek(stamps[0], stream=stream)
+            yield from _pick(decoded_frames(container, stream, facts.interlaced), stamps)
     except _StartsLater:
         # Files without an index, and GIF, seek to a later frame or to nowhere. They are decoded from the start.
         with _opened(path) as (container, stream):
-            yield from _pick(container.decode(stream), stamps)
+            yield from _pick(decoded_frames(container, stream, facts.interlaced), stamps)
 
 
 def _pick(frames: Iterator[Any], stamps: Sequence[int]) -> Iterator[Any]:
