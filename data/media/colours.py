@@ -40,7 +40,7 @@ class Colours:
 
     @property
     def changes_pixels(self) -> bool:
-        """Whether the pixels are converted."""
+        """Return whether the pixels are converted."""
         return self.known and not self.hdr
 
     def to_srgb(self, planes: list[np.ndarray]) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""What a note says of files that are read otherwise than they look, or not as a whole; `{}` stands for their names."""
+"""Notes on files that are read otherwise than they look, or not as a whole; `{}` stands for their names."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
