@@ -10,11 +10,13 @@ Made for a model that no test of ours covers by name, or if `verify` is on. It t
 dozen tokens, one forward of the first batch, and the memory of a step; never a second copy of the weights.
 
 A check ends the run only by its result. One that can't be made, such as where ComfyUI's code of a model does not run in
-fp32, is left out, and the certificate says so.
+fp32, or that is not over after LIMIT seconds, is left out, and the certificate says so. Several ranks make the same
+checks, each on its device, and agree on every result.
 """
 
 import logging
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,13 +24,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import comfy.model_management
+from comfy.model_management import InterruptProcessingException
 
 from ...common.text import cut, joined, shortlist
 from ...data.samples import Sample
 from ...lora.files.formats import save_lora
+from ...memory.swap.sharded import ShardedSwap
 from ...models.family import ModelInputs
 from ..errors import CannotContinue, error_sentence, log_error
 from ..observer import Observer
+from ..placement.environment import memory_peak
 from ..placement.placed_model import PlacedModel
 from ..verify.forward import small_inputs
 from ..verify.sample import check_sample, inputs_of, smallest
@@ -40,15 +45,21 @@ from .reach import effect_difference, targets_without_gradient
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
+T, V = TypeVar("T"), TypeVar("V")
 
 SIDES = (4, 8)  # tokens a side of the grids to try before the whole one
 SAME_EFFECT = 0.01
+LIMIT = 600.0  # seconds for all checks
+LATE = f"{LIMIT / 60:.0f} minutes were over"
 HIDDEN = "the model's own rounding hides the differences"
 
 
 class CheckFailed(ValueError):
     """Result of a check: this run would train a wrong LoRA."""
+
+
+class OutOfTime(Exception):
+    """End of a check that took too long."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,7 @@ class Certificate:
     effect: relative difference between the effects of LoRA and file on the output.
     unchecked: checks that could not be made, each with the reason.
     is_transient: True if a reason was want of memory or disk.
+    seconds: that the checks took; peak_mib: the largest memory of the process, or of the GPU, up to their end.
     """
 
     title: str
@@ -69,7 +81,9 @@ class Certificate:
     file: FileCheck | None
     effect: float | None
     unchecked: Mapping[str, str]
-    is_transient: bool = False
+    is_transient: bool
+    seconds: float
+    peak_mib: int
 
     @property
     def text(self) -> str:
@@ -97,6 +111,8 @@ class Certificate:
         gradients = {} if self.gradients is None else self.gradients.measured
         return {
             "text": self.text,
+            "seconds": round(self.seconds, 1),
+            "peak_memory_mib": self.peak_mib,
             "gradients": {name: float(f"{error:.3g}") for name, error in gradients.items()},
             **({} if self.blocks is None else {"blocks": float(f"{self.blocks:.3g}")}),
             "without_effect": list(self.unreached),
@@ -109,39 +125,77 @@ class Certificate:
 class _Checks:
     """Checks of one run in turn; those that can't be made are collected, with the reason."""
 
-    def __init__(self, title: str, observer: Observer):
-        self.title, self.observer = title, observer
+    def __init__(self, placed: PlacedModel, observer: Observer):
+        self.placed, self.observer = placed, observer
         self.unchecked: dict[str, str] = {}
         self.is_transient = False
+        self._start = time.monotonic()
+        # The ranks of a sharded model run each block together, so that none may end a check alone.
+        self.run_together = isinstance(placed.swap, ShardedSwap)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._start
 
     def phase(self, text: str) -> None:
         self.observer.check_interrupted()
-        self.observer.phase(f"Checking {self.title}: {text}")
+        self.observer.phase(f"Checking {self.placed.family.title}: {text}")
 
     def make(self, name: str, check: Callable[[], T]) -> T | None:
-        """Make a check; None if it can't be made, for want of memory too. Raises its CheckFailed, and CannotContinue: a
-        rank that has left."""
+        """Make a check on every rank; None if it can't be made on one of them, for want of memory or time too.
+
+        Raises CheckFailed if it fails on one, CannotContinue for a rank that has left, and what an interrupt raises.
+        """
         self.phase(name)
+        if any(self._gather(f"{name}, late", self.seconds > LIMIT)):
+            self.unchecked[name] = LATE
+            return None
+        result, reason, failure = None, "", ""
         try:
-            return check()
-        except (CheckFailed, CannotContinue):
+            with self.placed.before_blocks(self._check_time):
+                result = check()
+        except CheckFailed as failed:
+            failure = str(failed)
+        except (CannotContinue, InterruptProcessingException):
             raise
+        except OutOfTime:
+            reason = LATE
         except Exception as error:  # such as from code of ComfyUI's that does not run in fp32
-            log_error(f"{self.title}: the check of {name} could not be made", error)
-            self.unchecked[name] = cut(error_sentence(error).rstrip("."))
-            self.is_transient |= isinstance(error, OSError) or comfy.model_management.is_oom(error)
-        comfy.model_management.soft_empty_cache()  # once the error no longer holds the tensors of its frames
-        return None
+            is_oom = comfy.model_management.is_oom(error)
+            if is_oom and self.run_together:
+                raise
+            log_error(f"{self.placed.family.title}: the check of {name} could not be made", error)
+            reason = cut(error_sentence(error).rstrip("."))
+            self.is_transient |= isinstance(error, OSError) or is_oom
+        outcomes = self._gather(name, [reason, failure])
+        if failures := [failure for _, failure in outcomes if failure]:
+            raise CheckFailed(failures[0])
+        if reasons := [reason for reason, _ in outcomes if reason]:
+            self.unchecked[name], result = reasons[0], None
+            comfy.model_management.soft_empty_cache()  # once the error no longer holds the tensors of its frames
+        return result
+
+    def agree(self, name: str, condition: bool) -> bool:
+        """Return whether a condition holds on every rank."""
+        return all(self._gather(name, condition))
+
+    def _gather(self, name: str, value: V) -> list[V]:
+        return self.placed.world.all_gather(f"certificate: {name}", value)
+
+    def _check_time(self) -> None:
+        self.observer.check_interrupted()
+        if self.seconds > LIMIT and not self.run_together:
+            raise OutOfTime
 
 
 def make_certificate(
     placed: PlacedModel, targets: Sequence[str], samples: Sequence[Sample], guidance: float, observer: Observer
 ) -> Certificate:
-    """Run all checks before the first step. Raises ValueError, which names check and block, if one fails."""
-    title = placed.family.title
+    """Run all checks before the first step; all ranks of a run must call it. Raises ValueError, which names check and
+    block, if one fails."""
     placed.ensure()
     sample = smallest(samples)
-    checks = _Checks(title, observer)
+    checks = _Checks(placed, observer)
     whole, sigma = check_sample(placed.family, placed.patcher, sample)
     inputs = inputs_of(placed.family, placed.patcher, whole, sigma, guidance)
     checks.phase("forward")
@@ -161,13 +215,22 @@ def make_certificate(
             effect = None
             if file is None or checked is None:
                 checks.unchecked["effect of the file"] = checks.unchecked["LoRA file" if file is None else "gradients"]
-            elif not all(noise <= UNMEASURABLE for noise in checked[1].noise.values()):
+            elif not checks.agree("noise", all(noise <= UNMEASURABLE for noise in checked[1].noise.values())):
                 checks.unchecked["effect of the file"] = HIDDEN
             else:
                 bound = max([SAME_EFFECT, *(NOISES * noise for noise in checked[1].noise.values())])
                 effect = checks.make("effect of the file", lambda: _check_effect(placed, small, path, bound))
     return Certificate(
-        title, gradients, blocks, tuple(unreached or ()), file, effect, checks.unchecked, checks.is_transient
+        placed.family.title,
+        gradients,
+        blocks,
+        tuple(unreached or ()),
+        file,
+        effect,
+        checks.unchecked,
+        checks.is_transient,
+        checks.seconds,
+        memory_peak(placed.device)["peak_memory_mib"],
     )
 
 
@@ -194,6 +257,8 @@ def _on_smallest_grid(
             continue
         try:
             gradients = check_gradients(placed, small, targets)
+        except (CheckFailed, CannotContinue, InterruptProcessingException, OutOfTime):
+            raise
         except Exception as error:  # from code of ComfyUI's that needs a larger grid
             if comfy.model_management.is_oom(error):
                 raise

@@ -14,6 +14,7 @@ from ...common.fingerprint import fingerprint
 from ...common.untrusted.budgets import RUN_SUMMARY
 from ..checkpoint.metadata import VERSION
 from ..checkpoint.run_record import SUMMARY, read_object
+from ..errors import CannotContinue
 from ..preflight.context import RunContext
 from ..trainer import Trainer, Watcher
 from .certificate import make_certificate
@@ -38,8 +39,10 @@ class CertificateWatcher:
         if self.has_run:
             return
         self.has_run = True
-        key = self._key(trainer)
-        if (earlier_entries := _read_earlier(self.earlier, key)) is not None:
+        key, world = self._key(trainer), trainer.world
+        # Rank 0 reads it: the others may have another disk, and all of them must make the checks, or none.
+        earlier_entries = world.broadcast("certificate: earlier", _read_earlier(self.earlier, key))
+        if earlier_entries is not None:
             self.entries = dict(earlier_entries)
             trainer.observer.note(f"{earlier_entries['text']} This was checked when the run began.")
             return
@@ -52,6 +55,10 @@ class CertificateWatcher:
         except Exception as error:
             if not comfy.model_management.is_oom(error):
                 raise
+            if world.world_size > 1:  # the others are in the middle of a check
+                raise CannotContinue(
+                    "the memory of a device isn't enough to check this model; set verify to off on Training Memory"
+                ) from error
             comfy.model_management.soft_empty_cache()
             trainer.observer.note(
                 "verify is skipped: the memory isn't enough to check this model; a batch is compared with ComfyUI's "
@@ -63,7 +70,7 @@ class CertificateWatcher:
         self.entries = certificate.summary()
         if not certificate.is_transient:  # else a resumed run, with more memory or disk, makes it again
             self.entries["key"] = key
-        if trainer.world.is_first:
+        if world.is_first:
             self._save()
         trainer.observer.note(certificate.text)
         trainer.observer.phase(trainer.placed.runner.progress_text())

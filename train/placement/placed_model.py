@@ -41,6 +41,8 @@ class PlacedModel:
     With an automatic memory plan, an OOM while the weights are loaded switches to the next smaller plan and reports it.
     """
 
+    _before_block: Callable[[], None] | None = None
+
     def __init__(self, context: RunContext, observer: Observer):
         self.patcher, self.family, self.observer = context.patcher, context.family, observer
         self.settings, self.world, self.share = context.device_settings, context.world, context.share
@@ -291,8 +293,19 @@ class PlacedModel:
             self.eager_blocks |= self.checks.run(*model, inputs, self.observer.note)
         self._leave_eager()
 
+    @contextmanager
+    def before_blocks(self, call: Callable[[], None]) -> Iterator[None]:
+        """Call a function, which may raise, before each run of a block in this context."""
+        self._before_block = call
+        try:
+            yield
+        finally:
+            self._before_block = None
+
     def on_device(self, function: Callable[..., Any], block: Block, *args: Any) -> Any:
         """Call a function on a block and its arguments with the block's weights on the device."""
+        if self._before_block is not None:
+            self._before_block()
         if self.swap is not None and id(block) in self.swap.number:
             return self.swap.run(function, block, *args)
         return function(block, *args)

@@ -168,18 +168,20 @@ def change(job: dict[str, Any], world: Any, counts: dict[str, int]) -> Any:
 
     slow_save: seconds that rank 0 takes for the last save. other_start: rank that begins with another LoRA.
     other_moments: rank whose optimizer alone differs after the step `moments_after`.
+    certificate: what a check of one rank's certificate does there, by rank: "fails", or "oom".
 
     Return a function that undoes all changes.
     """
+    from tessera.train.certificate import certificate
     from tessera.train.learner import Learner
     from tessera.train.preview import previewer as module
     from tessera.train.trainer import Trainer
     from tessera.train.validation import Validation
 
     changed = [(Validation, "_batch_losses"), (module, "decode"), (Trainer, "save_final"), (Trainer, "run")]
-    changed += [(Learner, "step")]
+    changed += [(Learner, "step"), (certificate, "check_execution")]
     originals = [getattr(*attribute) for attribute in changed]
-    measure, decode, save_final, run, step = originals
+    measure, decode, save_final, run, step, check_execution = originals
 
     def counted(name: str, function: Any) -> Any:
         def counting(*args: Any) -> Any:
@@ -206,7 +208,13 @@ def change(job: dict[str, Any], world: Any, counts: dict[str, int]) -> Any:
                 1e-3
             )
 
-    replacements = counted("measured", measure), counted("sampled", decode), saving, running, stepping
+    def checking(*args: Any) -> Any:
+        fault = job.get("certificate", {}).get(str(world.rank))
+        if fault == "oom":
+            raise torch.OutOfMemoryError("planted")
+        return ("layers.1 is 9.0% different", 0.09) if fault == "fails" else check_execution(*args)
+
+    replacements = counted("measured", measure), counted("sampled", decode), saving, running, stepping, checking
     for attribute, function in zip(changed, replacements, strict=True):
         setattr(*attribute, function)
     return lambda: [setattr(*attribute, function) for attribute, function in zip(changed, originals, strict=True)]

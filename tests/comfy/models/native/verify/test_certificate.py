@@ -1,11 +1,13 @@
 """The certificate of a run: it passes on models of ten classes, and each check finds a fault that is planted for it."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tessera.train.certificate import gradients
+from comfy.model_management import InterruptProcessingException
+from tessera.train.certificate import certificate, gradients
 from tessera.train.certificate.adapters import perturbed
 from tessera.train.certificate.certificate import make_certificate
 from tessera.train.certificate.execution import check_execution
@@ -101,6 +103,35 @@ def test_a_model_whose_own_code_fails_in_fp32_passes_without_those_checks(tmp_pa
 def test_a_model_in_bf16_passes_compiled(tmp_path):
     made = certified("cogvideox", tmp_path, torch.bfloat16, backend="aot_eager", memory={"blocks_to_swap": 1})
     assert made.gradients.worst < 1e-2 and made.effect < 1e-2 and not made.unchecked
+
+
+@pytest.mark.parametrize("moments", [0, 2, 6])
+def test_after_ten_minutes_what_is_left_is_left_out(moments, tmp_path, monkeypatch):
+    """Before the first check, and within it: the clock is past the limit after as many looks."""
+    looks = itertools.count()
+    late = property(lambda _: 0.0 if next(looks) < moments else certificate.LIMIT + 1)
+    monkeypatch.setattr(certificate._Checks, "seconds", late)
+    made = certified("cogvideox", tmp_path, steps=1, memory={"blocks_to_swap": 1})
+    checks = {"gradients", "targets", "blocks", "LoRA file", "effect of the file"}
+    assert dict.fromkeys(checks, "10 minutes were over") == made.unchecked
+    assert made.text.startswith("CogVideoX: forward equal. Not checked:") and not made.is_transient
+    assert made.summary()["seconds"] > 600 and made.summary()["peak_memory_mib"] > 100
+
+
+def test_a_cancel_ends_it_between_two_blocks(tmp_path, monkeypatch):
+    row = BY_NAME["cogvideox"]
+    trainer = make_trainer(build(row), data_of(row), tmp_path)
+    looks = itertools.count()
+
+    def interrupted() -> None:
+        if next(looks) == 5:
+            raise InterruptProcessingException
+
+    monkeypatch.setattr(trainer.observer, "check_interrupted", interrupted, raising=False)
+    with pytest.raises(InterruptProcessingException):
+        make_certificate(trainer.placed, list(trainer.network.adapters), trainer.data.samples, 1.0, trainer.observer)
+    assert next(looks) == 6
+    trainer.close()
 
 
 def test_gradients_below_the_noise_are_not_certified(tmp_path, monkeypatch):
