@@ -27,7 +27,7 @@ CASES = (
     ("flux 512²", "single", ("forward", "backward")),
     ("flux 512²", "double", ("forward",)),
     ("qwen_image 1024²", "block", ("forward",)),
-    ("wan_1.3b", "wan", ("forward",)),
+    ("wan_1.3b", "wan", ("forward", "backward")),
 )
 
 
