@@ -45,7 +45,8 @@ from .reach import effect_difference, targets_without_gradient
 
 log = logging.getLogger(__name__)
 
-T, V = TypeVar("T"), TypeVar("V")
+T = TypeVar("T")
+V = TypeVar("V")
 
 SIDES = (4, 8)  # tokens a side of the grids to try before the whole one
 SAME_EFFECT = 0.01

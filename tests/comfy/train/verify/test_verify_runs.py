@@ -111,12 +111,12 @@ def test_on_checks_a_forward_of_our_own_too(tmp_path, tiny_flux):
 def test_weights_and_matmuls_in_int8_get_one(tmp_path, tiny_files):
     model = tiny.load_flux(tiny_files["flux"], torch.bfloat16)
     data = tiny.make_data([(6, 6), (4, 9)], [40, 40])  # enough tokens for int8 matmuls
-    memory = {"verify": "on", "base": "int8", "products": "int8", "blocks_to_swap": 1, "checkpointing": "full"}
+    memory = {"verify": "on", "quantize": "int8", "low_bit_matmul": "int8", "blocks_to_swap": 1}
     summary = train(model, data, tmp_path, steps=1, memory=memory).summary
     made = summary["certificate"]
     assert made["text"].startswith("FLUX.1: forward equal, gradients within") and "not_checked" not in made
     assert made["seconds"] > 0 and made["peak_memory_mib"] > 0
-    assert {layer["forward"] for layer in summary["products"]["layers"]} == {"int8"}
+    assert {layer["forward"] for layer in summary["low_bit_matmul"]["layers"]} == {"int8"}
 
 
 def test_what_the_file_lacks_is_said(tmp_path, monkeypatch, tiny_flux):
