@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
+from importlib import import_module
+from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 
@@ -22,20 +24,33 @@ from .colours import Colours, colours_of
 from .remarks import BROKEN_PROFILE, HDR_PICTURE, SEVERAL_PICTURES, UNKNOWN_COLOURS
 from .strips import decode, mask_factor, resize, scaling_factor, strips
 
+# HEIC, with the package pillow-heif.
+HEIF_EXTENSIONS = frozenset({".heic", ".heif", ".hif"})
+_HAS_HEIF = find_spec("pillow_heif") is not None
 # Extensions of each format that is read, by Pillow's name of it. No other decoder is tried, whatever a file is called:
 # that of EPS starts Ghostscript.
 FORMATS = {
-    "JPEG": (".jpg", ".jpeg", ".jpe", ".jfif"),
-    "PNG": (".png",),
+    "JPEG": (".jpg", ".jpeg", ".jpe", ".jfif", ".mpo"),
+    "PNG": (".png", ".apng"),
     "WEBP": (".webp",),
     "AVIF": (".avif",),
     "BMP": (".bmp",),
     "TIFF": (".tiff", ".tif"),
+    "JPEG2000": (".jp2", ".j2k", ".jpf", ".jpx"),
+    "TGA": (".tga",),
+    "HEIF": tuple(HEIF_EXTENSIONS) if _HAS_HEIF else (),
 }
+# Formats without a mark in their first bytes, so that anything might be one: read by extension only.
+_UNMARKED = frozenset({"TGA"})
 EXTENSIONS = frozenset(extension for extensions in FORMATS.values() for extension in extensions)
 # Extensions of image formats that can't be read; a note lists such files, so that none is missed unnoticed.
-UNREAD_EXTENSIONS = frozenset(
-    {".heic", ".heif", ".jxl", ".gif", ".psd", ".raw", ".cr2", ".nef", ".dng", ".arw", ".svg"}
+UNREAD_EXTENSIONS = (
+    frozenset(
+        {".jxl", ".gif", ".psd", ".psb", ".exr", ".hdr", ".svg", ".xcf", ".kra", ".ppm", ".pgm", ".pfm", ".ico", ".dds"}
+        | {".raw", ".cr2", ".cr3", ".nef", ".dng", ".arw", ".raf", ".orf", ".rw2", ".jpm", ".jxr", ".wdp", ".eps"}
+        | HEIF_EXTENSIONS
+    )
+    - EXTENSIONS
 )
 LEAST_PILLOW = (10, 4)
 
@@ -83,13 +98,19 @@ def check_pillow(version: str = PIL.__version__) -> None:
         )
 
 
-def open_image(source: Path | BytesIO) -> Image.Image:
+def open_image(source: Path | BytesIO, path: Path) -> Image.Image:
     """Open an image of one of FORMATS, which is detected from its bytes.
 
+    path: its file, whose extension decides for formats without a mark.
     Raises UnidentifiedImageError for anything else.
     """
     Image.init()  # so that a format that this Pillow lacks is known to be missing
-    return Image.open(source, formats=[name for name in FORMATS if name in Image.OPEN])
+    if _HAS_HEIF and "HEIF" not in Image.OPEN:
+        import_module("pillow_heif").register_heif_opener()
+    by_name = {name for name in _UNMARKED if path.suffix.lower() in FORMATS[name]}
+    return Image.open(
+        source, formats=[name for name in FORMATS if name in Image.OPEN and name not in _UNMARKED - by_name]
+    )
 
 
 def inspect_image(path: Path, name: str | None = None) -> ImageFacts:
@@ -111,7 +132,7 @@ def inspect_image(path: Path, name: str | None = None) -> ImageFacts:
 def _inspect(path: Path, name: str, state: tuple[int, ...]) -> ImageFacts:
     with _named_errors(name, path):
         data = path.read_bytes()
-        with open_image(BytesIO(data)) as image:
+        with open_image(BytesIO(data), path) as image:
             remarks = tuple(_remarks(image, data))
             width, height = _upright_size(image, data)
             alpha = image.has_transparency_data
@@ -190,7 +211,7 @@ def load_image(
     """
     name = name or path.name
     data = _read(path, name, digest)
-    with _named_errors(name, path), open_image(BytesIO(data)) as opened:
+    with _named_errors(name, path), open_image(BytesIO(data), path) as opened:
         wide, factor = _is_wide(opened), scaling_factor(opened.size, box, height, width)
         image = decode(opened, factor)
         left, top, right, bottom = box
@@ -208,7 +229,7 @@ def load_mask(path: Path, *, alpha: bool, digest: str | None = None, name: str |
     """
     name = name or path.name
     data = _read(path, name, digest)
-    with _named_errors(name, path), open_image(BytesIO(data)) as opened:
+    with _named_errors(name, path), open_image(BytesIO(data), path) as opened:
         wide = _is_wide(opened)
         image = decode(opened, mask_factor(opened.size))
         white = _white_level(image, wide) if image.mode[0] in "IF" and not alpha else None

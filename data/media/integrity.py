@@ -57,7 +57,7 @@ def is_intact(path: Path) -> bool:
     images take turns, as each holds its pixels.
     """
     try:
-        with open_image(path) as image, _TURN if is_large(image.size) else nullcontext():
+        with open_image(path, path) as image, _TURN if is_large(image.size) else nullcontext():
             if image.format == "PNG":
                 image.verify()
             else:

@@ -37,7 +37,7 @@ def image_thumbnail(path: Path, name: str | None = None) -> bytes:
     if size > THUMBNAIL_IMAGE.bytes:  # some formats are read whole when they are opened
         raise ValueError(_too_large("picture", name, f"{size / 1e6:.0f} MB"))
     with _named_image_errors(name, path):
-        image = open_image(path)
+        image = open_image(path, path)
     with image:
         if image.width * image.height > THUMBNAIL_IMAGE.pixels:
             raise ValueError(_too_large("picture", name, f"{image.width} x {image.height} pixels"))

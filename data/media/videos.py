@@ -40,7 +40,7 @@ _LONGEST, _LONGEST_STAY = 600.0, 60.0
 _MISSING = 1.0  # seconds before the end that the header promises from which on a file counts as cut off
 SAME_SHAPE = 0.01  # the greatest difference of two log aspects (width / height): resizing rounds the sides
 # FFmpeg detects a format by content, not by file name, and knows playlists that name other files to read.
-_CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,gif,avi"
+_CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,gif,apng,avi,mpegts,mpeg,mxf,asf,flv"
 # Codecs with packets that show no frame of their own; their frames are known only after decoding.
 _HIDDEN_FRAMES = frozenset({"vp8"})
 _STILLS = frozenset({"mjpeg", "png", "bmp"})  # codecs of covers
