@@ -91,6 +91,45 @@ WORKFLOW_FILE = Budget(
 CAPTION_FILE = Budget(
     "a caption file", "text encoders read a few thousand letters", "shorten the caption", bytes=MB, characters=20_000
 )
+CAPTION_JSON = Budget(
+    "a caption in JSON",
+    "it holds a caption and some tags",
+    "shorten the caption, or write it into a text file",
+    bytes=MB,
+    items=20_000,
+    depth=20,
+)
+CAPTION_LIST = Budget(
+    "a list of captions, such as metadata.jsonl",
+    "a hundred thousand captions of a paragraph take 50 MB",
+    "divide the folder",
+    bytes=256 * MB,
+    items=2_000_000,
+    depth=20,
+)
+CAPTION_LINE = Budget(
+    "a line of a list of captions",
+    "it holds one caption and some fields",
+    "shorten the caption",
+    bytes=MB,
+    items=20_000,
+    depth=20,
+)
+DATASET_FILE = Budget(
+    "a dataset file of another trainer",
+    "it names a few folders",
+    "set layout to plain, or chain a node for each folder",
+    bytes=250_000,
+    items=10_000,
+    depth=20,
+)
+ARCHIVE = Budget(
+    "an archive of pictures or clips",
+    "shards have about 1 GB and 10,000 files",
+    "unpack it yourself into a folder",
+    bytes=200_000 * MB,
+    items=500_000,
+)
 TAGS = Budget(
     "a caption of tags", "captions have up to a hundred", "shorten the caption, or switch shuffle_tags off", items=1_000
 )

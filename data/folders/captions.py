@@ -1,113 +1,108 @@
-"""Caption files of a folder: one text next to each image or video."""
+"""Captions of the files of a folder, read and made into variants."""
 
-import codecs
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...common.progress import Interrupted
-from ...common.text import quoted
-from ...common.untrusted.budgets import CAPTION_FILE, CAPTION_FORMS, OverBudget, check_size
-from ...common.untrusted.regular_files import read_regular
+from ...common.text import cut
+from ...common.untrusted.budgets import CAPTION_FILE, CAPTION_FORMS, check_size
 from ..captions.options import CaptionOptions
 from ..captions.variants import CaptionVariants, make_caption_variants
-from ..media.images import EXTENSIONS
-from .files import VIDEO_EXTENSIONS, list_files, relative_name
+from ..layouts.captions import CaptionSource, caption_file
+from ..layouts.files import list_files
+from ..layouts.subsets import Example, Subset
 
-# By byte order mark; that of UTF-32 begins with that of UTF-16.
-_ENCODINGS = {
-    codecs.BOM_UTF8: "utf-8-sig",
-    codecs.BOM_UTF32_LE: "utf-32",
-    codecs.BOM_UTF32_BE: "utf-32",
-    codecs.BOM_UTF16_LE: "utf-16",
-    codecs.BOM_UTF16_BE: "utf-16",
-}
+_MOST_NAMED = 20  # captions that an error lists
 
 
-def caption_file(picture: Path, extension: str) -> Path:
-    """Return the path at which the caption of an image is expected."""
-    return picture.with_name(picture.stem + extension)
-
-
-def checked_extension(extension: str) -> str:
-    """Normalise the extension of caption files to one leading dot; raises ValueError for those of images and videos."""
-    normal = "." + extension.strip().lstrip(".")
-    if not re.fullmatch(r"\.[\w.-]+", normal) or normal.lower() in EXTENSIONS | VIDEO_EXTENSIONS:
-        raise ValueError(f"caption_extension is {quoted(extension)}; set it to how caption files end, such as .txt.")
-    return normal
-
-
-def read_caption(picture: Path, extension: str) -> str:
-    """Read the caption of an image: UTF-8, or what the byte order mark says. Raises ValueError if it isn't readable."""
-    file = caption_file(picture, extension)
-    try:
-        data = read_regular(file, CAPTION_FILE)
-        encoding = next((name for mark, name in _ENCODINGS.items() if data.startswith(mark)), "utf-8")
-        return data.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
-    except OverBudget as error:
-        size, limit = file.stat().st_size / 1e6, CAPTION_FILE.bytes / 1e6
-        raise ValueError(
-            f"The caption file {file.name!r} has {size:.1f} MB, too much for a caption; shorten it to at most "
-            f"{limit:.0f} MB."
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"The caption file {file.name!r} is not UTF-8 text; save it as UTF-8.") from error
-    except OSError as error:
-        fix = "check its access rights"
-        raise ValueError(f"The caption file {file.name!r} can't be read ({error.strerror or error}); {fix}.") from error
-
-
-def check_captions_exist(folder: Path, files: Sequence[Path], extension: str, noun: str) -> None:
-    """Raise ValueError for files without a caption file."""
-    missing = [file for file in files if not caption_file(file, extension).is_file()]
+def check_captions_exist(folder: Path, examples: Sequence[Example], extension: str, noun: str) -> None:
+    """Raise ValueError for examples without a caption."""
+    missing = [example.path for example in examples if example.caption is None]
     if missing:
-        raise ValueError(_missing_captions(folder, files, missing, extension, noun))
+        raise ValueError(_missing_captions(folder, len(examples), missing, extension, noun))
 
 
-def scan_captions(
-    folder: Path,
-    files: Sequence[Path],
-    extension: str,
-    options: CaptionOptions,
-    trigger_words: str,
-    interrupted: Interrupted,
-) -> tuple[list[str], dict[str, CaptionVariants]]:
-    """Read the captions of a folder's files.
+def read_captions(subsets: Sequence[Subset], interrupted: Interrupted) -> dict[Path, str]:
+    """Read the captions of all examples: texts by the example's file.
 
     interrupted: called before each file; raises to stop.
-    Returns the contents of the caption files, and the caption variants by file name, in the same order.
+    Raises ValueError that names every caption file that isn't readable.
+    """
+    texts: dict[Path, str] = {}
+    failed: list[ValueError] = []
+    for subset in subsets:
+        for example in subset.examples:
+            interrupted()
+            assert example.caption is not None
+            try:
+                texts[example.path] = subset.caption_text(example.caption.read())
+            except ValueError as error:
+                failed.append(error)
+    if len(failed) > 1:
+        rest = len(failed) - _MOST_NAMED
+        listed = " ".join(str(error) for error in failed[:_MOST_NAMED])
+        more = f" And {rest} more." if rest > 0 else ""
+        raise ValueError(f"{len(failed)} captions can't be read. {listed}{more}") from failed[0]
+    if failed:
+        raise failed[0]
+    return texts
+
+
+def make_variants(
+    subset: Subset, texts: Mapping[Path, str], options: CaptionOptions, trigger_words: str, interrupted: Interrupted
+) -> dict[str, CaptionVariants]:
+    """Make the caption variants of a subset's examples, by name.
+
+    texts: contents of the caption files.
+    interrupted: called before each file; raises to stop.
     Raises ValueError for captions past their budgets, and as `make_caption_variants` does.
     """
-    texts: list[str] = []
     variants: dict[str, CaptionVariants] = {}
     characters = 0
-    for file in files:
+    for example in subset.examples:
         interrupted()
-        name = relative_name(folder, file)
-        texts.append(read_caption(file, extension))
-        caption_name = relative_name(folder, caption_file(file, extension))
-        caption_variants = make_caption_variants(texts[-1], options, trigger_words, caption_name)
-        if (longest := max(map(len, caption_variants.texts))) > CAPTION_FILE.characters:
+        assert example.caption is not None
+        caption_name = _caption_name(example, example.caption)
+        forms = make_caption_variants(texts[example.path], options, trigger_words, caption_name)
+        if (longest := max(map(len, forms.texts))) > CAPTION_FILE.characters:
             raise ValueError(
-                f"The caption of {name!r} has {longest} characters with its trigger_words, but text encoders read only "
-                f"a few thousand; shorten it to at most {CAPTION_FILE.characters}."
+                f"The caption of {example.name!r} has {longest} characters with its trigger_words, but text encoders "
+                f"read only a few thousand; shorten it to at most {CAPTION_FILE.characters}."
             )
-        characters += sum(map(len, caption_variants.texts))
-        check_size(CAPTION_FORMS, f"The folder {folder.name!r}", characters=characters)
-        variants[name] = caption_variants
-    return texts, variants
+        characters += sum(map(len, forms.texts))
+        check_size(CAPTION_FORMS, f"The folder {subset.name!r}", characters=characters)
+        variants[example.name] = forms
+    return variants
 
 
-def _missing_captions(folder: Path, files: Sequence[Path], missing: Sequence[Path], extension: str, noun: str) -> str:
+def _caption_name(example: Example, caption: CaptionSource) -> str:
+    """Name a caption in messages: its path below the chosen folder, or the list that it comes from."""
+    if caption.file is not None:
+        return str(Path(example.name).parent / caption.file.name) if "/" in example.name else caption.file.name
+    return caption.list.name if caption.list is not None else example.name
+
+
+def _missing_captions(folder: Path, count: int, missing: Sequence[Path], extension: str, noun: str) -> str:
     """Message for images without caption files."""
     example = f"such as {caption_file(missing[0], extension).name!r} for {missing[0].name!r}"
-    if len(missing) == len(files):
+    others = _other_texts(missing)
+    if len(missing) == count:
         return (
-            f"The folder {folder.name!r} holds {noun}s ({len(files)}) but no {extension} caption files; put a text "
-            f"file with the same name next to each {noun}, {example} (an empty file means an empty caption)."
+            f"The folder {folder.name!r} holds {noun}s ({len(missing)}) but no {extension} caption files; put a text "
+            f"file with the same name next to each {noun}, {example} (an empty file means an empty caption){others}."
         )
+    inside = [file for file in missing if file.is_relative_to(folder)]
+    names = list_files(folder, inside) if len(inside) == len(missing) else ", ".join(file.name for file in missing[:5])
     return (
-        f"{len(missing)} of {len(files)} {noun}s in {folder.name!r} have no {extension} caption file: "
-        f"{list_files(folder, missing)}; add one next to each, {example} (an empty file means an empty caption), or "
-        f"take the {noun} out of the folder."
+        f"{len(missing)} of {count} {noun}s in {folder.name!r} have no {extension} caption file: "
+        f"{names}; add one next to each, {example} (an empty file means an empty caption), or "
+        f"take the {noun} out of the folder{others}."
     )
+
+
+def _other_texts(missing: Sequence[Path]) -> str:
+    """Offer what lies beside a picture under another extension."""
+    first = missing[0]
+    beside = (f"{first.stem}{ending}" for ending in (".txt", ".caption", ".cap", ".tags", ".json", ".md"))
+    found = next((name for name in beside if first.with_name(name).is_file()), None)
+    return f"; beside it is {cut(found)!r}, see caption_extension" if found else ""

@@ -1,4 +1,4 @@
-"""Data set on disk: folders of images and of videos, with a caption file next to each."""
+"""Data set on disk: folders of images and of videos, with a caption to each."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -10,15 +10,17 @@ from ...common.progress import Interrupted
 from ..captions.notes import variant_notes
 from ..captions.options import CaptionOptions
 from ..captions.variants import CaptionVariants
-from ..media.clip_windows import Extraction
-from ..media.images import EXTENSIONS, UNREAD_EXTENSIONS
-from .captions import caption_file, check_captions_exist, checked_extension, scan_captions
+from ..layouts.archives import Unpacked
+from ..layouts.files import file_state, has_ending, image_files, list_files, relative_name, same_folder
+from ..layouts.kinds import IMAGES, VIDEOS, FileKind
+from ..layouts.layout import AUTO, FolderLayout, LayoutRequest, read_layout
+from ..layouts.pairing import match_controls, match_masks, separate_folders
+from ..layouts.subsets import Example, Subset
+from ..media.clip_windows import Extraction, parse_target_frames
+from ..media.images import HEIF_EXTENSIONS
+from .captions import check_captions_exist, make_variants, read_captions
 from .class_words import check_class_captions, read_class_word
-from .files import VIDEO_EXTENSIONS, file_state, files_in, image_files, list_files, relative_name
 from .options import UNCHANGED, FolderOptions, folder_notes
-from .pairing import match_controls, match_masks, separate_folders
-
-UNREAD_VIDEO_EXTENSIONS = frozenset({".avi", ".wmv", ".flv", ".mpg", ".mpeg", ".m4v", ".ts", ".mts", ".ogv", ".3gp"})
 
 
 @dataclass(frozen=True)
@@ -88,23 +90,62 @@ class Dataset:
 
 
 @dataclass(frozen=True)
-class FileKind:
-    """Kind of files for which a folder is read.
+class Places:
+    """Places that a folder's files may come from.
 
-    noun: one such file in messages.
-    read: file extensions that are read.
-    unread: known file extensions that are not.
-    format: format in which the user should save unread files.
+    layout: one of LAYOUTS, see `read_layout`.
+    may_read: predicate for places outside of the folder that a dataset file names.
+    open_archive: gives the files of an archive in the folder.
     """
 
-    noun: str
-    read: frozenset[str]
-    unread: frozenset[str]
-    format: str
+    layout: str = AUTO
+    may_read: Callable[[Path], bool] = lambda path: False
+    open_archive: Callable[[Path], Unpacked | None] = lambda path: None
+
+    def request(self, folder: Path, kind: FileKind, extension: str, excluded: Sequence[Path] = ()) -> LayoutRequest:
+        """Make the request that `read_layout` answers."""
+        return LayoutRequest(folder, kind, self.layout, extension, tuple(excluded), self.may_read, self.open_archive)
 
 
-IMAGES = FileKind("picture", EXTENSIONS, UNREAD_EXTENSIONS, "PNG or JPEG")
-VIDEOS = FileKind("clip", VIDEO_EXTENSIONS, UNREAD_VIDEO_EXTENSIONS, "MP4 (H.264)")
+@dataclass(frozen=True)
+class _Options:
+    """Options of a folder node.
+
+    repeats: showings of each file per epoch.
+    trigger_words: prepended to each caption.
+    treatment, captions: options of the files and of their captions.
+    extraction: method for clips; None for images.
+    """
+
+    repeats: int
+    trigger_words: str
+    treatment: FolderOptions
+    captions: CaptionOptions
+    extraction: Extraction | None = None
+
+    def of(self, subset: Subset) -> "_Options":
+        """Combine them with what the layout says of a subset, which wins; repeats multiply.
+
+        Regularisation of a layout takes no trigger words, no class word and no preservation, and shows all its files.
+        """
+        treatment = dict(subset.treatment)
+        words = self.trigger_words
+        if treatment.get("regularisation") and not self.treatment.regularisation:
+            treatment |= {"class_word": "", "blank_prompt_preservation": False, "sample_ratio": 1.0}
+            words = ""
+        extraction = self.extraction
+        if extraction is not None and subset.extraction:
+            changes = dict(subset.extraction)
+            if "target_frames" in changes:
+                changes["target_frames"] = parse_target_frames(changes["target_frames"])[0]
+            extraction = replace(extraction, **changes)
+        return _Options(
+            self.repeats * subset.repeats,
+            words,
+            replace(self.treatment, **treatment),
+            replace(self.captions, **subset.captions),
+            extraction,
+        )
 
 
 def scan_images(
@@ -117,6 +158,7 @@ def scan_images(
     mask_folder: Path | None = None,
     options: FolderOptions = UNCHANGED,
     captions: CaptionOptions | None = None,
+    places: Places | None = None,
     interrupted: Interrupted = lambda: None,
 ) -> Dataset:
     """Read a folder of images with its subfolders, sorted by name, without hidden files and folders.
@@ -128,25 +170,22 @@ def scan_images(
     mask_folder: folder of masks, see `match_masks`.
     options: options of the folder.
     captions: caption options; with them a caption may have several variants.
+    places: layout of the folder, and what it may read besides.
     interrupted: called between captions; raises to stop.
 
-    An empty caption file is an empty caption. Image files of formats that are not read are listed in a note.
+    An empty caption file is an empty caption. Files that are not read are listed in notes.
     Raises ValueError if captions are missing, naming up to five images, and for contradicting options.
     """
-
-    def make(path: Path, caption: str, name: str) -> ImageEntry:
-        return ImageEntry(path, caption, repeats, name, options=options)
-
     excluded = separate_folders(folder, control_folder=control_folder, mask_folder=mask_folder)
-    dataset = _scan(folder, IMAGES, make, caption_extension, repeats, trigger_words, captions, interrupted, excluded)
-    dataset = _with_masks(_with_class(dataset, folder, options, trigger_words), mask_folder, options)
+    node_options = _Options(repeats, trigger_words, options, captions or CaptionOptions())
+    request = (places or Places()).request(folder, IMAGES, caption_extension, excluded)
+    dataset = _scan(request, node_options, mask_folder, control_folder is not None, interrupted)
     if control_folder is not None:
         controls, notes = match_controls([entry.name for entry in dataset.entries], control_folder)
         pictures = [entry for entry in dataset.entries if isinstance(entry, ImageEntry)]
         with_controls = (replace(picture, controls=paths) for picture, paths in zip(pictures, controls, strict=True))
-        dataset = Dataset(tuple(with_controls), dataset.notes + notes)
-    extras = {"controls": control_folder is not None, "masks": mask_folder is not None}
-    return _described(dataset, folder, repeats, trigger_words, options, captions, extras)
+        dataset = replace(dataset, entries=tuple(with_controls), notes=dataset.notes + notes)
+    return _described(dataset, folder, node_options, mask_folder is not None)
 
 
 def scan_videos(
@@ -159,37 +198,25 @@ def scan_videos(
     mask_folder: Path | None = None,
     options: FolderOptions = UNCHANGED,
     captions: CaptionOptions | None = None,
+    places: Places | None = None,
     interrupted: Interrupted = lambda: None,
 ) -> Dataset:
     """Read a folder of video files as `scan_images` reads one of images. A mask is an image, applied to all frames.
 
     extraction: method by which clips are taken out of the videos.
     """
-
-    def make(path: Path, caption: str, name: str) -> VideoEntry:
-        return VideoEntry(path, caption, repeats, name, extraction, options=options)
-
-    dataset = _scan(folder, VIDEOS, make, caption_extension, repeats, trigger_words, captions, interrupted)
-    extras = {"masks": mask_folder is not None, "extraction": asdict(extraction)}
-    dataset = _with_masks(_with_class(dataset, folder, options, trigger_words), mask_folder, options)
-    return _described(dataset, folder, repeats, trigger_words, options, captions, extras)
+    node_options = _Options(repeats, trigger_words, options, captions or CaptionOptions(), extraction)
+    excluded = () if mask_folder is None or same_folder(folder, mask_folder) else (mask_folder,)
+    request = (places or Places()).request(folder, VIDEOS, caption_extension, excluded)
+    dataset = _scan(request, node_options, mask_folder, False, interrupted)
+    return _described(dataset, folder, node_options, mask_folder is not None)
 
 
-def _described(
-    dataset: Dataset,
-    folder: Path,
-    repeats: int,
-    trigger_words: str,
-    options: FolderOptions,
-    captions: CaptionOptions | None,
-    extras: Mapping[str, Any],
-) -> Dataset:
-    """Add the folder's options as plain values, and notes on options without effect."""
-    masked = extras["masks"] or options.alpha_mask
-    notes = (*dataset.notes, *folder_notes(folder.name, options, trigger_words, masked))
-    facts = {"files": len(dataset.entries), "repeats": repeats, "trigger_words": trigger_words, **extras}
-    facts |= {"treatment": asdict(options), "captions": asdict(captions or CaptionOptions())}
-    return replace(dataset, notes=notes, folders=(facts,))
+def _described(dataset: Dataset, folder: Path, node_options: _Options, masked: bool) -> Dataset:
+    """Add notes on the options of the node."""
+    masked = masked or node_options.treatment.alpha_mask
+    notes = folder_notes(folder.name, node_options.treatment, node_options.trigger_words, masked)
+    return replace(dataset, notes=(*dataset.notes, *notes))
 
 
 def folder_fingerprint(
@@ -198,19 +225,26 @@ def folder_fingerprint(
     kind: FileKind = IMAGES,
     control_folder: Path | None = None,
     mask_folder: Path | None = None,
+    places: Places | None = None,
 ) -> str:
     """Fingerprint a folder by the state of its files.
 
-    It changes when a file of this kind, a caption, a control image or a mask is added, removed, renamed or written to.
-    Files of unread formats count by name, because a note lists them.
+    It changes when a file of this kind, a caption, a list of captions, a dataset file, an archive, a control image or a
+    mask is added, removed, renamed or written to. Files that are not read count by name, because notes list them.
+    Raises ValueError as `read_layout` does.
     """
-    extension = checked_extension(caption_extension)
+    others = (other for other in (control_folder, mask_folder) if other is not None)
+    excluded = tuple(other for other in others if not same_folder(folder, other))
+    layout = read_layout((places or Places()).request(folder, kind, caption_extension, excluded))
     entries: list[tuple[str, str]] = []
-    excluded = tuple(other for other in (control_folder, mask_folder) if other is not None)
-    for picture in files_in(folder, kind.read, excluded):
-        for file in (picture, caption_file(picture, extension)):
-            entries.append((relative_name(folder, file), file_state(file)))
-    entries += [(relative_name(folder, file), "unread") for file in files_in(folder, kind.unread, excluded)]
+    for example in (example for subset in layout.subsets for example in subset.examples):
+        caption = example.caption
+        files = [example.path, *[example.mask] * (example.mask is not None), *example.controls]
+        files += [caption.file] if caption is not None and caption.file is not None else []
+        entries += [(f"{example.name} {file.name}", file_state(file)) for file in files if file is not None]
+        entries += [(example.name, "without a caption")] * (caption is None)
+    entries += [(file.name, file_state(file)) for file in layout.sources]
+    entries += [(str(file), "unread") for file in (*layout.unread, *layout.rest)]
     for role, other in (("control", control_folder), ("mask", mask_folder)):
         if other is not None:
             entries += [(f"{role} {relative_name(other, file)}", file_state(file)) for file in image_files(other)]
@@ -220,12 +254,17 @@ def folder_fingerprint(
 def _with_class(dataset: Dataset, folder: Path, options: FolderOptions, trigger_words: str) -> Dataset:
     """Add class captions if class_word is set, or empty ones for blank prompt preservation."""
     if options.blank_prompt_preservation:
-        return replace(dataset, entries=tuple(_with_blank(entry) for entry in dataset.entries))
+        blank = (_with_blank(e) if e.options.blank_prompt_preservation else e for e in dataset.entries)
+        return replace(dataset, entries=tuple(blank))
     if not options.class_word.strip():
         return dataset
     rule = read_class_word(options.class_word, trigger_words)
-    entries, unmatched = [], []
+    entries: list[ImageEntry | VideoEntry] = []
+    unmatched: list[str] = []
     for entry in dataset.entries:
+        if not entry.options.class_word.strip():  # regularisation of the layout
+            entries.append(entry)
+            continue
         variants = entry.variants or CaptionVariants((entry.caption,))
         class_texts = tuple(map(rule.caption, variants.texts))
         unmatched += [] if any(class_texts) else [entry.name]
@@ -233,7 +272,7 @@ def _with_class(dataset: Dataset, folder: Path, options: FolderOptions, trigger_
             replace(entry, variants=replace(variants, class_texts=class_texts)) if any(class_texts) else entry
         )
     notes = check_class_captions(rule, folder.name, len(entries) - len(unmatched), unmatched)
-    return Dataset(tuple(entries), dataset.notes + notes)
+    return replace(dataset, entries=tuple(entries), notes=dataset.notes + notes)
 
 
 def _with_blank(entry: ImageEntry | VideoEntry) -> ImageEntry | VideoEntry:
@@ -252,41 +291,92 @@ def _with_masks(dataset: Dataset, mask_folder: Path | None, options: FolderOptio
         )
     masks, notes = match_masks([entry.name for entry in dataset.entries], mask_folder)
     entries = (replace(entry, mask=mask) for entry, mask in zip(dataset.entries, masks, strict=True))
-    return Dataset(tuple(entries), dataset.notes + notes)
+    return replace(dataset, entries=tuple(entries), notes=dataset.notes + notes)
 
 
 def _scan(
-    folder: Path,
-    kind: FileKind,
-    make: Callable[[Path, str, str], ImageEntry | VideoEntry],
-    caption_extension: str,
-    repeats: int,
-    trigger_words: str,
-    caption_options: CaptionOptions | None,
+    request: LayoutRequest,
+    node_options: _Options,
+    mask_folder: Path | None,
+    has_controls: bool,
     interrupted: Interrupted,
-    excluded: Sequence[Path] = (),
 ) -> Dataset:
-    """List the entries of a folder with their captions."""
-    extension = checked_extension(caption_extension)
-    if repeats < 1:
-        raise ValueError(f"repeats is {repeats}; set it to 1 or more.")
-    files, unread = files_in(folder, kind.read, excluded), files_in(folder, kind.unread, excluded)
-    if not files:
-        kinds = ", ".join(sorted(kind.read))
-        unread_hint = f" that can be read (there is {list_files(folder, unread)})" if unread else ""
-        raise ValueError(
-            f"The folder {folder.name!r} holds no {kind.noun}s{unread_hint}; put {kind.noun}s ({kinds}) into it."
-        )
-    caption_options = caption_options or CaptionOptions()
-    check_captions_exist(folder, files, extension, kind.noun)
-    texts, variants = scan_captions(folder, files, extension, caption_options, trigger_words, interrupted)
-    entries = (
-        replace(make(file, caption_variants.texts[0], name), variants=caption_variants)
-        for file, (name, caption_variants) in zip(files, variants.items(), strict=True)
-    )
+    """List the entries of a folder with their captions, class captions and masks, and the options of each part."""
+    folder, kind = request.folder, request.kind
+    if node_options.repeats < 1:
+        raise ValueError(f"repeats is {node_options.repeats}; set it to 1 or more.")
+    layout = read_layout(request)
+    examples = [example for subset in layout.subsets for example in subset.examples]
+    if not examples:
+        raise _no_files(request, layout)
+    check_captions_exist(folder, examples, request.extension, kind.noun)
+    texts = read_captions(layout.subsets, interrupted)
+    parts = [
+        _entries(subset, node_options.of(subset), texts, mask_folder, has_controls, interrupted)
+        for subset in layout.subsets
+    ]
+    dataset = parts[0]
+    for part in parts[1:]:
+        dataset += part
+    heic = ", or install pillow-heif" if any(has_ending(f.name, HEIF_EXTENSIONS) for f in layout.unread) else ""
     left_out = (
-        f"Left out, because these file types can't be read: {list_files(folder, unread)}; save them as {kind.format}."
+        f"Left out, because these file types can't be read: {_names(folder, layout.unread)}; save them as "
+        f"{kind.format}{heic}."
     )
-    return Dataset(
-        tuple(entries), (*[left_out] * bool(unread), *variant_notes(caption_options, folder.name, texts, variants))
+    notes = (*layout.notes, *[left_out] * bool(layout.unread), *dataset.notes)
+    dataset = _with_class(replace(dataset, notes=notes), folder, node_options.treatment, node_options.trigger_words)
+    return _with_masks(dataset, mask_folder, node_options.treatment)
+
+
+def _no_files(request: LayoutRequest, layout: FolderLayout) -> ValueError:
+    kind, kinds = request.kind, ", ".join(sorted(request.kind.read))
+    hint = f" that can be read (there is {_names(request.folder, layout.unread)})" if layout.unread else ""
+    return ValueError(
+        f"The folder {request.folder.name!r} holds no {kind.noun}s{hint}; put {kind.noun}s ({kinds}) into it."
+    )
+
+
+def _names(folder: Path, files: Sequence[Path]) -> str:
+    """Name up to five files; those of an archive by their own name."""
+    inside = all(file.is_relative_to(folder) for file in files)
+    return list_files(folder, files) if inside else list_files(Path(), [Path(file.name) for file in files])
+
+
+def _entries(
+    subset: Subset,
+    options: _Options,
+    texts: Mapping[Path, str],
+    mask_folder: Path | None,
+    has_controls: bool,
+    interrupted: Interrupted,
+) -> Dataset:
+    """Make the entries of a subset, with notes on its captions and its options as plain values."""
+    variants = make_variants(subset, texts, options.captions, options.trigger_words, interrupted)
+    entries = [_entry(example, variants[example.name], options) for example in subset.examples]
+    if mask_folder is not None or options.treatment.alpha_mask:  # what the user chose comes before what lies beside
+        entries = [replace(entry, mask=None) for entry in entries]
+    masked = mask_folder is not None or any(entry.mask is not None for entry in entries)
+    controlled = has_controls or any(isinstance(entry, ImageEntry) and entry.controls for entry in entries)
+    extras: dict[str, Any] = {"controls": controlled, "masks": masked}
+    if options.extraction is not None:
+        extras = {"masks": masked, "extraction": asdict(options.extraction)}
+    facts = {"files": len(entries), "repeats": options.repeats, "trigger_words": options.trigger_words, **extras}
+    facts |= {"treatment": asdict(options.treatment), "captions": asdict(options.captions)}
+    read = [texts[example.path] for example in subset.examples]
+    notes = variant_notes(options.captions, subset.name, read, variants)
+    return Dataset(tuple(entries), notes, (facts,))
+
+
+def _entry(example: Example, variants: CaptionVariants, options: _Options) -> ImageEntry | VideoEntry:
+    text = variants.texts[0]
+    if options.extraction is None:
+        return ImageEntry(
+            *(example.path, text, options.repeats, example.name, example.controls, example.mask),
+            options=options.treatment,
+            variants=variants,
+        )
+    return VideoEntry(
+        *(example.path, text, options.repeats, example.name, options.extraction, example.mask),
+        options=options.treatment,
+        variants=variants,
     )

@@ -1,12 +1,12 @@
 """Pages of a folder's files with their captions, for review before training."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .captions import caption_file, checked_extension, read_caption
-from .dataset import FileKind
-from .files import files_in, has_ending, list_files, relative_name
+from ..layouts.files import list_files
+from ..layouts.layout import LayoutRequest, read_layout
+from ..layouts.subsets import Example, Subset
 
 PER_PAGE = 24
 MOST_CAPTION = 2000  # characters of a caption that are shown
@@ -37,6 +37,7 @@ class FolderPage:
     unread: names of files of kinds that are not read, as text; empty without any.
     page, pages: index of this page, and number of pages.
     entries: files on this page.
+    notes: what the folder was taken for, and what is not read.
     """
 
     count: int
@@ -45,51 +46,42 @@ class FolderPage:
     page: int
     pages: int
     entries: tuple[PageEntry, ...]
+    notes: tuple[str, ...] = ()
 
 
 def read_page(
-    folder: Path,
-    kind: FileKind,
-    caption_extension: str,
-    page: int,
-    *,
-    excluded: Sequence[Path] = (),
-    missing_only: bool = False,
-    may_read: Callable[[Path], bool],
+    request: LayoutRequest, page: int, *, missing_only: bool = False, may_read: Callable[[Path], bool]
 ) -> FolderPage:
     """Read a page of the files that the scan of the folder lists, in its order; the last page if `page` is beyond it.
 
     Captions are read for this page only.
 
-    excluded: companion folders, which are left out.
-    missing_only: list only files without a caption file.
+    missing_only: list only files without a caption.
     may_read: predicate for files that may be read, as links may lead anywhere.
-    Raises ValueError for an invalid caption extension.
+    Raises ValueError as `read_layout` does.
     """
-    extension = checked_extension(caption_extension)
-    all_files = files_in(folder, kind.read | kind.unread, excluded)
-    files = [file for file in all_files if has_ending(file.name, kind.read)]
-    unread = [file for file in all_files if not has_ending(file.name, kind.read)]
-    missing = [file for file in files if not caption_file(file, extension).is_file()]
-    listed = missing if missing_only else files
+    layout = read_layout(request)
+    examples = [(subset, example) for subset in layout.subsets for example in subset.examples]
+    missing = [(subset, example) for subset, example in examples if example.caption is None]
+    listed = missing if missing_only else examples
     pages = max(1, -(-len(listed) // PER_PAGE))
     page = min(max(page, 0), pages - 1)
-    entries = (_entry(folder, file, extension, may_read) for file in listed[page * PER_PAGE : (page + 1) * PER_PAGE])
-    return FolderPage(
-        len(files), len(missing), list_files(folder, unread) if unread else "", page, pages, tuple(entries)
-    )
+    shown = listed[page * PER_PAGE : (page + 1) * PER_PAGE]
+    entries = tuple(_entry(subset, example, may_read) for subset, example in shown)
+    unread = list_files(request.folder, [file for file in layout.unread if file.is_relative_to(request.folder)])
+    return FolderPage(len(examples), len(missing), unread, page, pages, entries, layout.notes)
 
 
-def _entry(folder: Path, file: Path, extension: str, may_read: Callable[[Path], bool]) -> PageEntry:
-    name, caption = relative_name(folder, file), caption_file(file, extension)
-    if not caption.is_file():
-        return PageEntry(file, name, None)
-    if not may_read(caption):
-        return PageEntry(
-            file, name, None, f"The caption file {caption.name!r} is a link to a place outside the allowed folders."
-        )
+def _entry(subset: Subset, example: Example, may_read: Callable[[Path], bool]) -> PageEntry:
+    caption = example.caption
+    if caption is None:
+        return PageEntry(example.path, example.name, None)
+    if caption.file is not None and not may_read(caption.file):
+        problem = f"The caption file {caption.file.name!r} is a link to a place outside the allowed folders."
+        return PageEntry(example.path, example.name, None, problem)
     try:
-        text = read_caption(file, extension).strip()
+        text = subset.caption_text(caption.read()).strip()
     except ValueError as error:
-        return PageEntry(file, name, None, str(error))
-    return PageEntry(file, name, text if len(text) <= MOST_CAPTION else f"{text[:MOST_CAPTION]}…")
+        return PageEntry(example.path, example.name, None, str(error))
+    shown = text if len(text) <= MOST_CAPTION else f"{text[:MOST_CAPTION]}…"
+    return PageEntry(example.path, example.name, shown)

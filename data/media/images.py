@@ -38,7 +38,7 @@ FORMATS = {
     "TIFF": (".tiff", ".tif"),
     "JPEG2000": (".jp2", ".j2k", ".jpf", ".jpx"),
     "TGA": (".tga",),
-    "HEIF": tuple(HEIF_EXTENSIONS) if _HAS_HEIF else (),
+    **({"HEIF": tuple(sorted(HEIF_EXTENSIONS))} if _HAS_HEIF else {}),
 }
 # Formats without a mark in their first bytes, so that anything might be one: read by extension only.
 _UNMARKED = frozenset({"TGA"})

@@ -11,7 +11,8 @@ from typing import Any
 import folder_paths
 
 from ...common.text import quoted
-from ...data.folders.files import is_image, is_video
+from ...data.layouts.archives import is_archive
+from ...data.layouts.files import is_image, is_skipped, is_video
 
 SETTINGS_FILE = "tessera.json"
 # The folders are listed at each request of the node definitions; a network drive or a whole disk must not delay it.
@@ -71,6 +72,11 @@ def read_settings() -> FolderSettings:
 def cache_folder() -> Path:
     """Return the folder of the latent and caption cache."""
     return Path(folder_paths.get_user_directory(), "tessera", "cache")
+
+
+def unpacking_folder() -> Path:
+    """Return the folder of the files of unpacked archives."""
+    return Path(folder_paths.get_user_directory(), "tessera", "unpacked")
 
 
 def list_image_folders() -> list[str]:
@@ -191,7 +197,7 @@ def _readable_roots() -> dict[str, list[Path]]:
 def _folders_with_files(root: Path) -> tuple[set[str], set[str]]:
     """Walk a root for the folders that hold images and those that hold videos, directly or in subfolders.
 
-    Paths are relative; "." is the root.
+    Archives and dataset files count as both. Paths are relative; "." is the root.
     """
     images, videos = set[str](), set[str]()
     for count, (parent, subfolders, names) in enumerate(os.walk(root)):
@@ -200,9 +206,9 @@ def _folders_with_files(root: Path) -> tuple[set[str], set[str]]:
             break
         relative = Path(parent).relative_to(root)
         deepest = len(relative.parts) == LISTED_LEVELS
-        subfolders[:] = [] if deepest else sorted(name for name in subfolders if not name.startswith("."))
+        subfolders[:] = [] if deepest else sorted(name for name in subfolders if not is_skipped(name))
         for holds, folders in ((is_image, images), (is_video, videos)):
-            if any(holds(name) for name in names):
+            if any(holds(name) or is_archive(name) or name.lower().endswith(".toml") for name in names):
                 folders |= {folder.as_posix() for folder in (relative, *relative.parents)}
     return images, videos
 

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...data.folders.files import file_state
+from ...data.layouts.files import file_state
 from ...data.media.frames import Box, Crop, ImagePixels, VideoPixels
 
 MOST_FILES = 50_000

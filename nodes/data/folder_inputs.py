@@ -5,6 +5,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
+from ...data.layouts.layout import AUTO, LAYOUTS
 from ..common.types import DatasetType
 
 
@@ -65,6 +66,19 @@ def trigger_words() -> io.Input:
         optional=True,
         tooltip="Words that are added in front of every caption, with a comma; use them in your prompts later. Leave "
         "it empty if your captions already contain them.",
+    )
+
+
+def layout() -> io.Input:
+    return io.Combo.Input(
+        "layout",
+        options=list(LAYOUTS),
+        default=AUTO,
+        optional=True,
+        advanced=True,
+        tooltip="How the folder is read. auto: captions beside the files, and what other trainers know: folder names "
+        "such as 10_fox, dataset files (TOML, YAML), metadata.jsonl, masks beside pictures, zip and tar archives; a "
+        "note says what was read. plain: only files with a caption beside each. Choose another to insist on it.",
     )
 
 

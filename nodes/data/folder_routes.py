@@ -18,15 +18,17 @@ from typing import Any
 from aiohttp import web
 
 from ...common.untrusted.in_flight import return_freed_memory
-from ...data.folders.dataset import IMAGES, VIDEOS
-from ...data.folders.files import file_below, file_state
 from ...data.folders.pages import FolderPage, PageEntry, read_page
+from ...data.layouts.files import file_below, file_state, has_ending
+from ...data.layouts.kinds import IMAGES, VIDEOS, FileKind
+from ...data.layouts.layout import AUTO
 from ...data.media.thumbnails import image_thumbnail, video_thumbnail
 from ..common.answers import answer, refusal
 from ..common.byte_cache import ByteCache
 from ..common.folder_access import add_to_list, is_allowed_file, resolve_folder
 from .crop_frames import crops_of
 from .image_inputs import NONE
+from .places import is_unpacked, shown_places
 
 MOST_THREADS = 2  # decoding thumbnails at once
 MOST_CACHED = 32 << 20  # bytes of thumbnails in memory, about 3000
@@ -46,10 +48,10 @@ def thumbnail_of(kind: str, folder: str, file: str) -> bytes:
     """
     sort, make = _KINDS[kind]
     name = _name(file)
-    listed_file = file_below(resolve_folder(folder), name, sort.read)
+    listed_file = _outside(name, sort) or file_below(resolve_folder(folder), name, sort.read)
     if listed_file is None:
         raise ValueError(f"There is no {sort.noun} of this name in the folder any more.")
-    if not is_allowed_file(listed_file):
+    if not (is_allowed_file(listed_file) or is_unpacked(listed_file)):
         raise ValueError(f"The {sort.noun} is a link to a place outside the folders that may be read.")
     path = Path(os.path.realpath(listed_file))
     key = (kind, str(path), file_state(path))
@@ -59,6 +61,13 @@ def thumbnail_of(kind: str, folder: str, file: str) -> bytes:
         return_freed_memory()
         _thumbnails.put(key, data)
     return data
+
+
+def _outside(name: str, kind: FileKind) -> Path | None:
+    """Find a file that isn't below the folder: of an archive, or of a place that a dataset file names."""
+    path = Path(name)
+    usable = path.is_absolute() and "\0" not in name and has_ending(path.name, kind.read)
+    return path if usable and (is_allowed_file(path) or is_unpacked(path)) and path.is_file() else None
 
 
 def _id(name: str) -> str:
@@ -85,29 +94,30 @@ def _list(kind: str, query: dict[str, str], page: int) -> dict[str, Any]:
     optional_folders = [query.get(name) for name in ("control_folder", "mask_folder") if kind == "pictures"]
     excluded = [resolve_folder(other) for other in optional_folders if other not in (None, "", NONE)]
     sort, _ = _KINDS[kind]
+    places = shown_places(query.get("layout") or AUTO)
+    layout_request = places.request(folder, sort, query.get("caption_extension", ".txt"), excluded)
     listing = read_page(
-        folder,
-        sort,
-        query.get("caption_extension", ".txt"),
+        layout_request,
         page,
-        excluded=excluded,
         missing_only=query.get("missing") == "1",
-        may_read=is_allowed_file,
+        may_read=lambda file: is_allowed_file(file) or is_unpacked(file),
     )
     if listing.count:
         add_to_list(choice, videos=kind == "clips")
-    return _page(listing)
+    return _page(listing, folder)
 
 
-def _page(listing: FolderPage) -> dict[str, Any]:
-    entries = [_entry(entry) for entry in listing.entries]
-    summary = {"count": listing.count, "missing": listing.missing, "unread": _clean(listing.unread)}
+def _page(listing: FolderPage, folder: Path) -> dict[str, Any]:
+    entries = [_entry(entry, folder) for entry in listing.entries]
+    summary: dict[str, Any] = {"count": listing.count, "missing": listing.missing, "unread": _clean(listing.unread)}
+    summary["notes"] = [_clean(note) for note in listing.notes]
     return summary | {"page": listing.page, "pages": listing.pages, "entries": entries}
 
 
-def _entry(entry: PageEntry) -> dict[str, Any]:
+def _entry(entry: PageEntry, folder: Path) -> dict[str, Any]:
+    below = entry.path == folder / entry.name
     return {
-        "file": _id(entry.name),
+        "file": _id(entry.name if below else str(entry.path)),
         "state": file_state(entry.path),
         "name": _clean(entry.name),
         "caption": entry.caption,

@@ -9,14 +9,17 @@ from comfy.model_management import throw_exception_if_processing_interrupted
 from comfy_api.latest import io
 
 from ...data.captions.options import CaptionOptions
-from ...data.folders.dataset import VIDEOS, Dataset, folder_fingerprint, scan_images, scan_videos
+from ...data.folders.dataset import Dataset, folder_fingerprint, scan_images, scan_videos
 from ...data.folders.options import FolderOptions
+from ...data.layouts.kinds import VIDEOS
+from ...data.layouts.layout import AUTO
 from ...data.media.clip_windows import EXTRACTIONS, HEAD, Extraction, parse_target_frames
 from ..common.folder_access import TRY_IT, list_image_folders, list_video_folders, resolve_folder
 from ..common.types import DatasetType
 from . import folder_inputs, image_inputs
 from .caption_inputs import caption_inputs
 from .image_inputs import NONE
+from .places import fingerprint_places, read_places
 
 
 class TesseraImageFolder(io.ComfyNode):
@@ -35,7 +38,8 @@ class TesseraImageFolder(io.ComfyNode):
                 io.Combo.Input(
                     "folder",
                     **folder_inputs.choices(list_image_folders(), "input/my_pictures", [TRY_IT]),
-                    tooltip="The folder with pictures (jpg, png, webp, avif, bmp, tiff) and captions, subfolders "
+                    tooltip="The folder with pictures (jpg, png, webp, avif, bmp, tiff, jp2, tga) and captions, "
+                    "subfolders "
                     "included. Folders under ComfyUI's input and datasets folders are listed, up to six levels deep; "
                     "allow others in the file tessera.json in ComfyUI's user folder.",
                 ),
@@ -60,6 +64,7 @@ class TesseraImageFolder(io.ComfyNode):
                 *caption_inputs(),
                 *image_inputs.preservation(),
                 folder_inputs.sample_ratio("pictures"),
+                folder_inputs.layout(),
             ],
             outputs=[DatasetType.Output(display_name="dataset", tooltip="The pictures and captions, not encoded yet.")],
         )
@@ -73,8 +78,11 @@ class TesseraImageFolder(io.ComfyNode):
         return _check_readable({"folder": folder} | optional_folders)
 
     @classmethod
-    def fingerprint_inputs(cls, folder, caption_extension=".txt", control_folder=NONE, mask_folder=NONE, **kwargs):
-        if None in (folder, caption_extension, control_folder, mask_folder):  # linked, value unknown: count as changed
+    def fingerprint_inputs(
+        cls, folder, caption_extension=".txt", control_folder=NONE, mask_folder=NONE, layout=AUTO, **kwargs
+    ):
+        # Linked, value unknown: count as changed.
+        if None in (folder, caption_extension, control_folder, mask_folder, layout):
             return float("nan")
         try:
             return folder_fingerprint(
@@ -82,6 +90,7 @@ class TesseraImageFolder(io.ComfyNode):
                 caption_extension,
                 control_folder=_other_folder(control_folder),
                 mask_folder=_other_folder(mask_folder),
+                places=fingerprint_places(layout),
             )
         except ValueError as error:  # execute reports it
             return str(error)
@@ -96,6 +105,7 @@ class TesseraImageFolder(io.ComfyNode):
         dataset: Dataset | None = None,
         control_folder=NONE,
         mask_folder=NONE,
+        layout=AUTO,
         **inputs,
     ) -> io.NodeOutput:
         treatment, captions = _split_options(inputs)
@@ -108,6 +118,7 @@ class TesseraImageFolder(io.ComfyNode):
             mask_folder=_other_folder(mask_folder),
             options=treatment,
             captions=captions,
+            places=read_places(layout),
             interrupted=throw_exception_if_processing_interrupted,
         )
         return io.NodeOutput(scanned if dataset is None else dataset + scanned)
@@ -130,7 +141,8 @@ class TesseraVideoFolder(io.ComfyNode):
                 io.Combo.Input(
                     "folder",
                     **folder_inputs.choices(list_video_folders(), "input/my_clips"),
-                    tooltip="The folder with video files (mp4, webm, mkv, mov, gif) and captions, subfolders "
+                    tooltip="The folder with video files (mp4, webm, mkv, mov, gif, avi, m4v, wmv, ts, mxf and more) "
+                    "and captions, subfolders "
                     "included. Folders under ComfyUI's input and datasets folders are listed, up to six levels deep; "
                     "allow others in the file tessera.json in ComfyUI's user folder.",
                 ),
@@ -202,6 +214,7 @@ class TesseraVideoFolder(io.ComfyNode):
                 *caption_inputs(),
                 *image_inputs.preservation(),
                 folder_inputs.sample_ratio("clips"),
+                folder_inputs.layout(),
             ],
             outputs=[DatasetType.Output(display_name="dataset", tooltip="The clips and captions, not encoded yet.")],
         )
@@ -211,12 +224,17 @@ class TesseraVideoFolder(io.ComfyNode):
         return _check_readable({"folder": folder, "mask_folder": _folder_or_none(mask_folder)})
 
     @classmethod
-    def fingerprint_inputs(cls, folder, caption_extension=".txt", mask_folder=NONE, **kwargs):
-        if None in (folder, caption_extension, mask_folder):  # linked, value unknown: count as changed
+    def fingerprint_inputs(cls, folder, caption_extension=".txt", mask_folder=NONE, layout=AUTO, **kwargs):
+        if None in (folder, caption_extension, mask_folder, layout):  # linked, value unknown: count as changed
             return float("nan")
         try:
-            masks = _other_folder(mask_folder)
-            return folder_fingerprint(resolve_folder(folder), caption_extension, VIDEOS, mask_folder=masks)
+            return folder_fingerprint(
+                resolve_folder(folder),
+                caption_extension,
+                VIDEOS,
+                mask_folder=_other_folder(mask_folder),
+                places=fingerprint_places(layout),
+            )
         except ValueError as error:  # execute reports it
             return str(error)
 
@@ -235,6 +253,7 @@ class TesseraVideoFolder(io.ComfyNode):
         frame_sample=4,
         max_frames=81,
         mask_folder=NONE,
+        layout=AUTO,
         **inputs,
     ) -> io.NodeOutput:
         frames, notes = parse_target_frames(target_frames)
@@ -248,6 +267,7 @@ class TesseraVideoFolder(io.ComfyNode):
             mask_folder=_other_folder(mask_folder),
             options=treatment,
             captions=captions,
+            places=read_places(layout),
             interrupted=throw_exception_if_processing_interrupted,
         )
         scanned = replace(scanned, notes=(*scanned.notes, *notes))

@@ -103,6 +103,7 @@ SURFACE = {
             'class_word? STRING = ""',
             "blank_prompt_preservation? BOOLEAN = false",
             "sample_ratio? FLOAT = 1.0",
+            'layout? COMBO = "auto"',
         ],
         ["TESSERA_DATASET dataset"],
     ),
@@ -139,6 +140,7 @@ SURFACE = {
             'class_word? STRING = ""',
             "blank_prompt_preservation? BOOLEAN = false",
             "sample_ratio? FLOAT = 1.0",
+            'layout? COMBO = "auto"',
         ],
         ["TESSERA_DATASET dataset"],
     ),
@@ -475,6 +477,8 @@ CHOICES = {
     ("TesseraVideoFolder", "extraction"): ["head", "chunk", "slide", "uniform", "full"],
     ("TesseraVideoFolder", "flip"): ["off", "horizontal"],
     ("TesseraImageFolder", "flip"): ["off", "horizontal"],
+    ("TesseraImageFolder", "layout"): ["auto", "plain", "kohya folders", "dataset file", "captions file", "archives"],
+    ("TesseraVideoFolder", "layout"): ["auto", "plain", "kohya folders", "dataset file", "captions file", "archives"],
     ("TesseraLoraNetwork", "algorithm"): ["lora", "loha", "lokr", "dora", "oft"],
     ("TesseraOptimizer", "optimizer"): [
         *("adamw", "adamw8bit", "prodigy", "adafactor", "came", "adamw_schedulefree", "lion", "muon", "custom")

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from tessera.data.captions.options import CaptionOptions
-from tessera.data.folders.captions import read_caption
-from tessera.data.folders.dataset import VIDEOS, Dataset, VideoEntry, folder_fingerprint, scan_images, scan_videos
+from tessera.data.folders.dataset import Dataset, VideoEntry, folder_fingerprint, scan_images, scan_videos
 from tessera.data.folders.options import FolderOptions
+from tessera.data.layouts.captions import read_text
+from tessera.data.layouts.kinds import VIDEOS
 from tessera.data.media.clip_windows import Extraction
 
 
@@ -92,7 +93,8 @@ def test_pictures_of_kinds_that_are_not_read_are_named(folder):
     before = folder_fingerprint(path, ".txt")
     dataset = scan_images(path)
     assert dataset.notes == (
-        "Left out, because these file types can't be read: c.gif, sub/b.HEIC; save them as PNG or JPEG.",
+        "Left out, because these file types can't be read: c.gif, sub/b.HEIC; save them as PNG or JPEG, or "
+        "install pillow-heif.",
     )
     assert (dataset + dataset).notes == dataset.notes * 2
     (path / "c.gif").unlink()
@@ -148,7 +150,7 @@ def test_missing_captions_are_named_up_to_five(folder):
 def test_captions_are_read_by_their_byte_order_mark(tmp_path, encoding):
     mark = "\ufeff" if encoding.endswith("be") else ""
     (tmp_path / "a.txt").write_bytes(f"{mark}ein Fuchs, 狐\r\nim Schnee".encode(encoding))
-    assert read_caption(tmp_path / "a.png", ".txt") == "ein Fuchs, 狐\nim Schnee"
+    assert read_text(tmp_path / "a.txt") == "ein Fuchs, 狐\nim Schnee"
 
 
 @pytest.mark.parametrize(
@@ -157,7 +159,7 @@ def test_captions_are_read_by_their_byte_order_mark(tmp_path, encoding):
         (
             {"readme.md": "x"},
             {},
-            r"The folder 'photos' holds no pictures; put pictures \(.avif, .bmp, .jfif, .jpe, .jpeg",
+            r"The folder 'photos' holds no pictures; put pictures \(.apng, .avif, .bmp, .j2k",
         ),
         ({"a.png": None}, {}, r"The folder 'photos' holds pictures \(1\) but no .txt caption files; put a text file"),
         (
@@ -210,7 +212,7 @@ def films(dataset):
 def test_films_come_with_their_captions_as_pictures_do(folder):
     names = ("b.mp4", "A.WEBM", "sub/c.mkv", "d.mov", "e.gif")
     files = {name: b"not looked at" for name in names} | {f"{name[:-4]}.txt": name for name in names if "A" not in name}
-    path = folder(files | {"A.txt": "first", "old.avi": b"1", "still.png": None})
+    path = folder(files | {"A.txt": "first", "old.ogv": b"1", "still.png": None})
     extraction = Extraction((25, 49), method="slide")
     dataset = scan_videos(path, extraction, repeats=2, trigger_words="ohwx")
     assert list(films(dataset)) == ["A.WEBM", "b.mp4", "d.mov", "e.gif", "sub/c.mkv"]
@@ -218,13 +220,14 @@ def test_films_come_with_their_captions_as_pictures_do(folder):
     assert {type(film) for film in dataset.entries} == {VideoEntry} and {film.repeats for film in dataset.entries} == {
         2
     }
-    assert dataset.notes == ("Left out, because these file types can't be read: old.avi; save them as MP4 (H.264).",)
+    assert dataset.notes == (
+        "Not read here: still.png; Training Images reads them.",
+        "Left out, because these file types can't be read: old.ogv; save them as MP4 (H.264).",
+    )
     (path / "b.txt").unlink()
     with pytest.raises(ValueError, match=r"1 of 5 clips in 'photos' have no .txt caption file: b.mp4; add one next to"):
         scan_videos(path, extraction)
-    with pytest.raises(
-        ValueError, match=r"The folder 'sub2' holds no clips; put clips \(.gif, .mkv, .mov, .mp4, .webm"
-    ):
+    with pytest.raises(ValueError, match=r"The folder 'sub2' holds no clips; put clips \(.3gp, .apng, .asf, .avi"):
         (path / "sub2").mkdir()
         scan_videos(path / "sub2", extraction)
 

@@ -11,7 +11,7 @@ import { acceptDrops, catchDrops } from './upload.js'
 
 const KINDS = { TesseraImageFolder: 'pictures', TesseraVideoFolder: 'clips' }
 const WIDGET = 'tessera_gallery'
-const ASKED = ['folder', 'caption_extension', 'control_folder', 'mask_folder']
+const ASKED = ['folder', 'caption_extension', 'control_folder', 'mask_folder', 'layout']
 const LEAST_HEIGHT = { row: 225, rows: 345 } // of the gallery: one row, or two; a taller node shows more of them
 const IN_A_ROW = 3 // of the least width
 const LEAST_WIDTH = 380

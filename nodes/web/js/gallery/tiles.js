@@ -85,6 +85,7 @@ export function drawPage(gallery, found, { kind, missing, framed, url }) {
   tell(said, [
     !found.count && t(EMPTY_WORDS[kind]),
     found.unread && t('Files of other types, which are not read: {count}.', { count: found.unread }),
+    ...found.notes,
     frames && t('Orange frame: the part that is trained on.'),
   ])
   gallery.stop()

@@ -5,6 +5,7 @@ import json
 import os
 import struct
 import time
+import zipfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
@@ -12,6 +13,7 @@ from urllib.parse import urlencode
 
 import pytest
 from PIL import Image
+from tessera.data.layouts.archives import unpack
 from tiny.data.films import write_film
 from tiny.nodes.routes import ask
 
@@ -260,6 +262,29 @@ def test_a_thumbnail_is_made_anew_of_a_changed_file(server, home):
     assert opened(thumbnail(server, "input/shown", named(changed.name))[1]).getpixel((9, 9))[0] > 200
     put(changed.parent, changed.name, size=(65, 48), colour="blue")
     assert opened(thumbnail(server, "input/shown", named(changed.name))[1]).getpixel((9, 9))[2] > 200
+
+
+def test_a_folder_of_another_trainer_is_shown_as_it_will_be_read(server, home):
+    folder = server.base / "input" / "kohya"
+    put(folder / "10_fox", caption=None)
+    with zipfile.ZipFile(folder / "more.zip", "w") as packed:
+        packed.write(put(server.base / "input" / "source", "b.png"), "b.png")
+        packed.writestr("b.txt", "packed")
+    page = page_of(server, "input/kohya")
+    assert [(e["name"], e["caption"]) for e in page["entries"]] == [("10_fox/a.png", "fox")]
+    assert any("10_fox (10 x)" in note for note in page["notes"])
+    assert page_of(server, "input/kohya", layout="plain")["missing"] == 1
+    unpack(folder / "more.zip", server.base / "user" / "tessera" / "unpacked", lambda: None)
+    found = entries(server, "input/kohya")
+    assert {name: entry["caption"] for name, entry in found.items()} == {
+        "10_fox/a.png": "fox",
+        "more.zip/b.png": "packed",
+    }
+    for entry in found.values():
+        status, data = thumbnail(server, "input/kohya", entry["file"])
+        assert status == 200 and opened(data).size == (64, 48)
+    secret = put(server.base / "elsewhere", "secret.png")
+    assert thumbnail(server, "input/kohya", named(str(secret)))[0] == 400
 
 
 def test_a_byte_cache_holds_the_last_used_within_its_bound():

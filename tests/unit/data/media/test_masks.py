@@ -9,7 +9,7 @@ from PIL import Image
 from tessera.data.buckets.grids import Grid, Placement
 from tessera.data.folders.dataset import scan_images, scan_videos
 from tessera.data.folders.options import FolderOptions
-from tessera.data.folders.pairing import match_masks
+from tessera.data.layouts.pairing import match_masks
 from tessera.data.media.clip_windows import Extraction
 from tessera.data.media.images import inspect_image, load_image, load_mask
 from tessera.data.media.masks import area_mean, find_mask, token_weights

@@ -1,7 +1,7 @@
 """Pairing of images with their control images and masks, by file name."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...common.text import shortlist
@@ -20,11 +20,7 @@ def match_controls(names: Sequence[str], folder: Path) -> tuple[list[tuple[Path,
     """
     stems = [stem_of(name) for name in names]
     files = _by_stem(folder, "control folder", "control picture")
-    numbered: dict[str, list[tuple[int, str]]] = {}
-    for stem in files.keys() - set(stems):
-        if match := re.fullmatch(r"(.*)_(\d+)", stem, re.DOTALL):
-            numbered.setdefault(match[1], []).append((int(match[2]), stem))
-    matched = [[stem] * (stem in files) + [other for _, other in sorted(numbered.get(stem, []))] for stem in stems]
+    matched = _control_stems(stems, files)
     missing = [name for name, control_stems in zip(names, matched, strict=True) if not control_stems]
     if missing:
         stem = stem_of(missing[0])
@@ -39,6 +35,28 @@ def match_controls(names: Sequence[str], folder: Path) -> tuple[list[tuple[Path,
         f"{list_files(folder, [files[s] for s in spare])}.",
     )
     return [tuple(files[stem] for stem in control_stems) for control_stems in matched], notes if spare else ()
+
+
+def _control_stems(stems: Sequence[str], files: Mapping[str, Path]) -> list[list[str]]:
+    """List the stems of the control images of each image, in their order."""
+    numbered: dict[str, list[tuple[int, str]]] = {}
+    for stem in files.keys() - set(stems):
+        if match := re.fullmatch(r"(.*)_(\d+)", stem, re.DOTALL):
+            numbered.setdefault(match[1], []).append((int(match[2]), stem))
+    return [[stem] * (stem in files) + [other for _, other in sorted(numbered.get(stem, []))] for stem in stems]
+
+
+def optional_controls(names: Sequence[str], folder: Path) -> list[tuple[Path, ...]]:
+    """Match control images as `match_controls` does; an image may have none."""
+    files = _by_stem(folder, "control folder", "control picture")
+    matched = _control_stems([stem_of(name) for name in names], files)
+    return [tuple(files[stem] for stem in stems) for stems in matched]
+
+
+def optional_masks(names: Sequence[str], folder: Path) -> list[Path | None]:
+    """Match masks as `match_masks` does; an image or video may have none."""
+    files = _by_stem(folder, "mask folder", "mask")
+    return [files.get(stem_of(name)) for name in names]
 
 
 def match_masks(names: Sequence[str], folder: Path) -> tuple[list[Path], tuple[str, ...]]:

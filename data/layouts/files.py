@@ -1,6 +1,7 @@
 """Files of a folder and its subfolders, and their names in messages."""
 
 import os
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,7 +9,15 @@ from ...common.text import shortlist
 from ...common.untrusted import regular_files
 from ..media.images import EXTENSIONS
 
-VIDEO_EXTENSIONS = frozenset({".mp4", ".webm", ".mkv", ".mov", ".gif"})
+VIDEO_EXTENSIONS = frozenset(
+    {".mp4", ".webm", ".mkv", ".mov", ".gif", ".apng", ".avi", ".m4v", ".f4v", ".3gp", ".flv", ".wmv", ".asf"}
+    | {".ts", ".mts", ".m2ts", ".mpg", ".mpeg", ".vob", ".mxf"}
+)
+# Folders that systems and programs make beside pictures, in lower case: thumbnails, resource forks, recycle bins.
+SYSTEM_FOLDERS = frozenset(
+    {"@eadir", "__macosx", "#recycle", "@recycle", "$recycle.bin", "recycler", "lost+found"}
+    | {"system volume information"}
+)
 
 
 def image_files(folder: Path) -> list[Path]:
@@ -32,10 +41,15 @@ def has_ending(name: str, endings: frozenset[str]) -> bool:
 
 
 def files_in(folder: Path, endings: frozenset[str], excluded: Sequence[Path] = ()) -> list[Path]:
-    """List the files with one of these extensions, sorted by their path below the folder.
+    """List the files of `all_files` with one of these extensions (lower case, with the dot)."""
+    return [file for file in all_files(folder, excluded) if has_ending(file.name, endings)]
 
-    Hidden files and folders, and the folders `excluded`, are left out. Links to folders are followed last, unless they
-    lead to a folder that was already read or to one of their own parents.
+
+def all_files(folder: Path, excluded: Sequence[Path] = ()) -> list[Path]:
+    """List the files of a folder and its subfolders, sorted by their path below it.
+
+    Hidden files and folders, those of the system (SYSTEM_FOLDERS), and the folders `excluded` are left out. Links to
+    folders are followed last, unless they lead to a folder that was already read or to one of their own parents.
     """
     visited = {os.path.realpath(other) for other in excluded}
     matches: list[Path] = []
@@ -49,8 +63,8 @@ def files_in(folder: Path, endings: frozenset[str], excluded: Sequence[Path] = (
                     names.clear()
                     continue
                 visited.add(real_parent)
-                matches += [Path(parent, name) for name in files if has_ending(name, endings)]
-                names[:] = [name for name in names if not name.startswith(".")]
+                matches += [Path(parent, name) for name in files if not name.startswith(".")]
+                names[:] = [name for name in names if not is_skipped(name)]
                 # Links come last, so a file that is reachable both ways is listed under its own path.
                 linked = [
                     name for name in names if os.path.realpath(Path(parent, name)) != os.path.join(real_parent, name)
@@ -61,6 +75,11 @@ def files_in(folder: Path, endings: frozenset[str], excluded: Sequence[Path] = (
     return sorted(matches, key=lambda path: relative_name(folder, path))
 
 
+def is_skipped(folder: str) -> bool:
+    """Return True for the name of a folder that is hidden, or one of the system."""
+    return folder.startswith(".") or folder.lower() in SYSTEM_FOLDERS
+
+
 def file_below(folder: Path, name: str, endings: frozenset[str]) -> Path | None:
     """Find a file by its path below the folder, if its name is one that `files_in` would list; None otherwise.
 
@@ -69,7 +88,7 @@ def file_below(folder: Path, name: str, endings: frozenset[str]) -> Path | None:
     parts = name.split("/")
     # On Windows these would start another folder, a drive or a stream of a file.
     stray = "\0" in name or (os.name == "nt" and any(mark in name for mark in "\\:"))
-    if stray or any(not part or part.startswith(".") for part in parts) or not has_ending(parts[-1], endings):
+    if stray or any(not part or is_skipped(part) for part in parts) or not has_ending(parts[-1], endings):
         return None
     file = folder.joinpath(*parts)
     return file if file.is_file() else None
@@ -91,8 +110,8 @@ def relative_name(folder: Path, file: Path) -> str:
 
 
 def stem_of(name: str) -> str:
-    """Remove the extension of a name."""
-    return os.path.splitext(name)[0]
+    """Remove the extension of a name, and compose its letters: macOS writes é as e and an accent (NFD)."""
+    return unicodedata.normalize("NFC", os.path.splitext(name)[0])
 
 
 def list_files(folder: Path, files: Sequence[Path]) -> str:

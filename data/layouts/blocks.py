@@ -1,0 +1,277 @@
+"""Blocks of a dataset file as subsets: which field means what here."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .caption_lists import CaptionRow, ListedCaptions, match_lists, read_list
+from .captions import CaptionFiles, CaptionSource, checked_extension
+from .dataset_files import AI_TOOLKIT, KOHYA, DatasetBlock, DatasetFile, missing_place, resolve_place, unused_note
+from .files import all_files, has_ending, relative_name
+from .kinds import VIDEOS, FileKind
+from .pairing import optional_controls, optional_masks
+from .subsets import Example, Subset
+
+# The field of FolderOptions or CaptionOptions that a field of another trainer sets.
+_SWITCHES = {
+    "is_reg": "regularisation",
+    "alpha_mask": "alpha_mask",
+    "shuffle_caption": "shuffle_tags",
+    "shuffle_tokens": "shuffle_tags",
+    "enable_wildcard": "wildcards",
+}
+_NUMBERS = {
+    "keep_tokens": "keep_tokens",
+    "caption_dropout_rate": "caption_dropout",
+    "caption_tag_dropout_rate": "tag_dropout",
+    "token_dropout_rate": "tag_dropout",
+    "loss_multiplier": "loss_weight",
+    "mask_min_value": "unmasked_weight",
+    "frame_stride": "frame_stride",
+    "frame_sample": "frame_sample",
+    "max_frames": "max_frames",
+}
+_TREATMENT = frozenset({"regularisation", "alpha_mask", "flip", "loss_weight", "unmasked_weight"})
+_EXTRACTION = frozenset({"frame_stride", "frame_sample", "max_frames", "target_frames", "method"})
+_WHOLE = frozenset({"keep_tokens", "frame_stride", "frame_sample", "max_frames"})
+_PLACES = ("image_dir", "image_directory", "video_directory", "image_jsonl_file", "video_jsonl_file", "folder_path")
+
+
+@dataclass
+class _Words:
+    """Fields of a block that were understood: the name of the input for each."""
+
+    block: DatasetBlock
+    used: dict[str, str] = field(default_factory=dict)
+
+    def take(self, name: str, meaning: str) -> Any:
+        """Return the value of a field, None without it, and note that it is used."""
+        value = self.block.values.get(name)
+        if value not in (None, ""):
+            self.used[name] = meaning
+        return value if value != "" else None
+
+
+def read_blocks(
+    file: DatasetFile, root: Path, kind: FileKind, extension: str, may_read: Callable[[Path], bool]
+) -> tuple[tuple[Subset, ...], tuple[str, ...], tuple[Path, ...]]:
+    """Make the subsets of a dataset file; returns them, notes, and the files that they depend on.
+
+    root: the chosen folder, below which examples are named.
+    kind: kind of files that are read; blocks of the other kind are left out, with a note.
+    extension: of captions where a block names none.
+    may_read: predicate for places outside of the file's folder.
+    Raises ValueError for a place that can't be read, and for values that mean nothing here.
+    """
+    subsets, used, unused, others = [], dict[str, str](), dict[str, None](), 0
+    sources: list[Path] = [file.path]
+    for block in file.blocks:
+        words = _Words(block)
+        subset, files = _subset(file, words, root, kind, extension, may_read)
+        sources += files
+        if subset is None:
+            others += 1
+            continue
+        subsets.append(subset)
+        used |= words.used
+        unused |= dict.fromkeys(name for name in block.values if name not in words.used)
+    notes = [unused_note(file, used, [name for name in unused if name not in used])] if subsets else []
+    if others:
+        notes.append(
+            f"{others} folders of {file.path.name!r} hold no {kind.noun}s and are left out; chain {kind.node} for them."
+        )
+    return tuple(subsets), tuple(notes), tuple(sources)
+
+
+def has_place(file: DatasetFile, block: DatasetBlock, may_read: Callable[[Path], bool]) -> bool:
+    """Return True if the folder or the list of a block is here."""
+    names = (*_PLACES, "dataset_path", "metadata_file")
+    places = (resolve_place(block.text(name), file.path.parent, may_read) for name in names if block.text(name))
+    return any(place is not None for place in places)
+
+
+def _subset(
+    file: DatasetFile, words: _Words, root: Path, kind: FileKind, extension: str, may_read: Callable[[Path], bool]
+) -> tuple[Subset | None, list[Path]]:
+    block, base = words.block, file.path.parent
+
+    def place(name: str, meaning: str) -> Path | None:
+        text = words.take(name, meaning)
+        if text is None:
+            return None
+        found = resolve_place(text, base, may_read) if isinstance(text, str) else None
+        if found is None:
+            raise missing_place(file, name, str(text))
+        return found
+
+    if any(name.startswith("image_" if kind is VIDEOS else "video_") for name in block.values if name in _PLACES[1:5]):
+        return None, []
+    lists = [place(name, "captions") for name in ("image_jsonl_file", "video_jsonl_file", "metadata_file")]
+    folder = next(
+        (at for name in (*_PLACES[:3], *_PLACES[5:], "dataset_path") if (at := place(name, "folder")) is not None), None
+    )
+    own_extension = words.take("caption_extension", "caption_extension") or words.take(
+        "caption_ext", "caption_extension"
+    )
+    extension = checked_extension(str(own_extension)) if own_extension else extension
+    everything, files = _files(folder, kind, block.trainer == AI_TOOLKIT)
+    captions = CaptionFiles(everything, extension)
+    default = str(words.take("class_tokens", "caption where there is none") or "")
+    default = default or str(words.take("default_caption", "caption where there is none") or "")
+    listed = ListedCaptions()
+    used_lists = [each for each in lists if each is not None]
+    if used_lists:
+        files, listed = _listed(file, used_lists, files, may_read)
+    if not files and block.trainer == AI_TOOLKIT:
+        return None, [*([folder] if folder else []), *used_lists]
+    controls = [at for name in ("control_directory", "control_path") for at in _places(place, words, name)]
+    # In the training of a LoRA, sd-scripts reads this folder for masked loss.
+    masks = [at for name in ("mask_path", "conditioning_data_dir") for at in _places(place, words, name)]
+    if words.take("invert_mask", "masks"):
+        raise ValueError(
+            f"{file.path.name!r} has invert_mask on, and masks are never inverted here; invert the pictures of the "
+            "masks, and take invert_mask out."
+        )
+    top = folder or base
+    examples = _examples(root, top, files, captions, listed, default)
+    examples = _with_companions(examples, top, masks, controls, listed, file, may_read)
+    repeats = words.take("num_repeats", "repeats")
+    subset = Subset(
+        top.name,
+        examples,
+        repeats=int(repeats) if isinstance(repeats, int | float) and repeats >= 1 else 1,
+        trigger=str(words.take("trigger_word", "trigger word") or ""),
+        prefix=str(words.take("caption_prefix", "before captions") or ""),
+        suffix=str(words.take("caption_suffix", "after captions") or ""),
+        **_options(words, kind),
+    )
+    return subset, [*used_lists, *(e.caption.file for e in examples if e.caption is not None and e.caption.file)]
+
+
+def _places(place: Callable[[str, str], Path | None], words: _Words, name: str) -> list[Path]:
+    """Resolve the one or several folders of a field."""
+    value = words.block.values.get(name)
+    if not isinstance(value, list):
+        single = place(name, "mask_folder" if name in ("mask_path", "conditioning_data_dir") else "control_folder")
+        return [single] if single is not None else []
+    inner = []
+    for text in value:
+        words.block = DatasetBlock(words.block.trainer, {**words.block.values, name: text})
+        inner += _places(place, words, name)
+    return inner
+
+
+def _files(folder: Path | None, kind: FileKind, recursive: bool) -> tuple[list[Path], list[Path]]:
+    """List all files of a block's folder, and those of the kind. recursive: with its subfolders."""
+    if folder is None or not folder.is_dir():
+        return [], []
+    everything = all_files(folder)
+    if not recursive:
+        everything = [file for file in everything if file.parent == folder]
+    return everything, [file for file in everything if has_ending(file.name, kind.read)]
+
+
+def _listed(
+    file: DatasetFile, lists: Sequence[Path], files: Sequence[Path], may_read: Callable[[Path], bool]
+) -> tuple[list[Path], ListedCaptions]:
+    """Read the captions of lists; without a folder of its own, a block has the files that the lists name."""
+    read = [read_list(path) for path in lists]
+    if not files:
+        found = []
+        for each in read:
+            for row in each.rows:
+                picture = resolve_place(row.file, each.path.parent, may_read)
+                if picture is None or not picture.is_file():
+                    raise missing_place(file, f"a file of {each.path.name!r}", row.file)
+                found.append(picture)
+        files = list(dict.fromkeys(found))
+        read = [_renamed(each, found) for each in read] if len(read) == 1 else read
+    return list(files), match_lists(read, files)
+
+
+def _renamed(each: Any, files: Sequence[Path]) -> Any:
+    """Put the files that were found in place of the paths that a list has."""
+    rows = tuple(CaptionRow(str(file), row.text, row.controls) for row, file in zip(each.rows, files, strict=True))
+    return type(each)(each.path, rows, each.text, each.unused)
+
+
+def _examples(
+    root: Path,
+    top: Path,
+    files: Iterable[Path],
+    captions: CaptionFiles,
+    listed: ListedCaptions,
+    default: str,
+) -> tuple[Example, ...]:
+    fallback = CaptionSource(text=default) if default else None
+    return tuple(
+        Example(file, _name(root, top, file), listed.texts.get(file) or captions.find(file) or fallback)
+        for file in files
+    )
+
+
+def _name(root: Path, top: Path, file: Path) -> str:
+    """Name a file in messages: below the chosen folder, or else with its own."""
+    for base in (root, top.parent):
+        if file.is_relative_to(base):
+            return relative_name(base, file)
+    return f"{file.parent.name}/{file.name}"
+
+
+def _with_companions(
+    examples: tuple[Example, ...],
+    top: Path,
+    masks: Sequence[Path],
+    controls: Sequence[Path],
+    listed: ListedCaptions,
+    file: DatasetFile,
+    may_read: Callable[[Path], bool],
+) -> tuple[Example, ...]:
+    """Add masks and control images: a picture of several control folders takes one of each."""
+    names = [relative_name(top, e.path) if e.path.is_relative_to(top) else e.path.name for e in examples]
+    found_masks = [optional_masks(names, folder) for folder in masks]
+    found_controls = [optional_controls(names, folder) for folder in controls]
+    result = []
+    for index, example in enumerate(examples):
+        mask = next((each[index] for each in found_masks if each[index] is not None), None)
+        own = tuple(path for each in found_controls for path in each[index])
+        for text in listed.controls.get(example.path, ()):
+            place = resolve_place(text, file.path.parent, may_read)
+            if place is None:
+                raise missing_place(file, "control_path", text)
+            own += (place,)
+        result.append(Example(example.path, example.name, example.caption, mask, own))
+    return tuple(result)
+
+
+def _options(words: _Words, kind: FileKind) -> dict[str, Mapping[str, Any]]:
+    """Map the options of a block to fields of FolderOptions, CaptionOptions and Extraction."""
+    values: dict[str, Any] = {}
+    for name, own in _SWITCHES.items():
+        if (value := words.block.values.get(name)) is not None and isinstance(value, bool):
+            values[own] = words.take(name, own)
+    for name, own in _NUMBERS.items():
+        value = words.block.values.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            values[own] = int(value) if own in _WHOLE else float(value)
+            words.take(name, own)
+    if words.block.values.get("enable_wildcard") is True and words.block.trainer == KOHYA:
+        values["caption_per_line"] = True  # sd-scripts has one switch for both
+    for name in ("flip_aug", "flip_x"):
+        if words.take(name, "flip") is True:
+            values["flip"] = "horizontal"
+    if isinstance(separator := words.take("keep_tokens_separator", "keep_tokens_separator"), str):
+        values["keep_tokens_separator"] = separator
+    if kind is VIDEOS:
+        frames = words.take("target_frames", "target_frames")
+        if isinstance(frames, list) and frames and all(isinstance(n, int) and n > 0 for n in frames):
+            values["target_frames"] = ", ".join(map(str, frames))
+        if isinstance(method := words.take("frame_extraction", "extraction"), str):
+            values["method"] = method
+    values = {name: value for name, value in values.items() if kind is VIDEOS or name not in _EXTRACTION}
+    return {
+        "treatment": {name: value for name, value in values.items() if name in _TREATMENT},
+        "captions": {name: v for name, v in values.items() if name not in _TREATMENT | _EXTRACTION},
+        "extraction": {name: value for name, value in values.items() if name in _EXTRACTION},
+    }

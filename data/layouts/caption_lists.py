@@ -1,0 +1,217 @@
+"""Captions of many pictures in one file: metadata.jsonl, metadata.csv, captions.json, captions.txt and their like."""
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ...common.text import cut, shortlist
+from ...common.untrusted.budgets import CAPTION_LINE, CAPTION_LIST, check_size
+from ...common.untrusted.json_text import parse_json
+from ...common.untrusted.regular_files import file_state, read_regular
+from .captions import TAG_FIELDS, TEXT_FIELDS, CaptionSource, caption_in, decoded
+from .files import stem_of
+
+_LISTS = re.compile(r"(?:metadata|captions?|prompts?)\.(?:jsonl|json|csv|tsv|txt)", re.IGNORECASE)
+_FILE_FIELDS = (
+    *("file_name", "filename", "image_path", "video_path", "image", "file", "path", "video", "name", "image_file"),
+)
+_CONTROL = re.compile(r"control_path(?:_(\d+))?")
+
+
+@dataclass(frozen=True)
+class CaptionRow:
+    """One line of a list.
+
+    file: name or path of a picture, as written.
+    text: its caption; None if the line has none.
+    controls: paths of its control images, as written.
+    """
+
+    file: str
+    text: str | None
+    controls: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class CaptionList:
+    """A file with captions.
+
+    path: the file.
+    rows: its lines that name a picture.
+    text: the text of a file that names none, which is the caption of all pictures beside it.
+    unused: names of fields that mean nothing here.
+    """
+
+    path: Path
+    rows: tuple[CaptionRow, ...]
+    text: str = ""
+    unused: tuple[str, ...] = ()
+
+
+@dataclass
+class ListedCaptions:
+    """Captions of the lists of a folder.
+
+    texts: by file.
+    controls: paths of control images, as written, by file.
+    missing: names in lines that name no file of the folder.
+    per_line: a text for all files has a caption on each line.
+    """
+
+    texts: dict[Path, CaptionSource] = field(default_factory=dict)
+    controls: dict[Path, tuple[str, ...]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    per_line: bool = False
+
+
+def is_list(name: str) -> bool:
+    """Return True for the name of a file that lists captions."""
+    return _LISTS.fullmatch(name) is not None
+
+
+def read_list(path: Path) -> CaptionList:
+    """Read a list of captions. Raises ValueError, naming the file and the line, if it isn't readable."""
+    try:
+        return _read(path, file_state(path))
+    except OSError as error:
+        raise ValueError(
+            f"The file {path.name!r} can't be read ({error.strerror or error}); check its access rights."
+        ) from error
+
+
+@lru_cache(maxsize=16)
+def _read(path: Path, state: tuple[int, ...]) -> CaptionList:
+    try:
+        text = decoded(read_regular(path, CAPTION_LIST))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"The file {path.name!r} is not UTF-8 text; save it as UTF-8.") from error
+    kind = path.suffix.lower()
+    if kind == ".txt":
+        return _read_lines(path, text)
+    records = {".jsonl": _json_lines, ".json": _json_records}.get(kind, _table)(path, text)
+    rows, fields = [], dict[str, None]()
+    for record in records:
+        row = row_of(record)
+        fields |= dict.fromkeys(record)
+        if row is not None:
+            rows.append(row)
+            check_size(CAPTION_LIST, path.name, items=len(rows))
+    known = {*_FILE_FIELDS, *TEXT_FIELDS, *TAG_FIELDS}
+    unused = tuple(name for name in fields if name not in known and not _CONTROL.fullmatch(name))
+    return CaptionList(path, tuple(rows), unused=unused)
+
+
+def row_of(record: Mapping[str, Any]) -> CaptionRow | None:
+    """Find file, caption and control images in an object of a list; None if it names no file."""
+    file = next((record[name] for name in _FILE_FIELDS if isinstance(record.get(name), str) and record[name]), None)
+    if file is None:
+        return None
+    numbered = [(int(match[1] or 0), name) for name in record if (match := _CONTROL.fullmatch(name))]
+    controls = [record[name] for _, name in sorted(numbered) if isinstance(record[name], str) and record[name]]
+    return CaptionRow(file, caption_in(dict(record)), tuple(controls))
+
+
+def _json_lines(path: Path, text: str) -> Iterator[Mapping[str, Any]]:
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            record = parse_json(line, CAPTION_LINE, f"Line {number} of {path.name!r}")
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(
+                f"Line {number} of {path.name!r} is not JSON ({cut(line)}); write one object per line, such as "
+                '{"file_name": "a.jpg", "text": "a fox"}.'
+            ) from error
+        if isinstance(record, dict):
+            yield record
+
+
+def _json_records(path: Path, text: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the objects of a JSON file: a list of them, or captions (or objects) by file name, as sd-scripts has it."""
+    try:
+        value = parse_json(text, CAPTION_LIST, path.name)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"The file {path.name!r} is not JSON; correct it or take it out of the folder.") from error
+    if isinstance(value, list):
+        yield from (record for record in value if isinstance(record, dict))
+    elif isinstance(value, dict):
+        for name, content in value.items():
+            caption = caption_in(content)
+            if caption is not None:
+                yield {"file_name": name, "text": caption}
+
+
+def _table(path: Path, text: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a table whose first line names its columns."""
+    separator = "\t" if path.suffix.lower() == ".tsv" else ","
+    try:
+        yield from (
+            {k: v for k, v in row.items() if k} for row in csv.DictReader(io.StringIO(text), delimiter=separator)
+        )
+    except csv.Error as error:
+        raise ValueError(f"The table {path.name!r} can't be read ({error}); save it as CSV.") from error
+
+
+def _read_lines(path: Path, text: str) -> CaptionList:
+    """Read `a.jpg: a fox`, with a tab, a comma or a colon between; a text without such lines is for all pictures."""
+    rows = []
+    for line in text.split("\n"):
+        if match := re.match(r"\s*([^\t,:|]{1,300}\.\w{2,5})\s*[\t,:|]\s*(\S.*)", line):
+            rows.append(CaptionRow(match[1].strip(), match[2].strip()))
+    return CaptionList(path, tuple(rows)) if rows else CaptionList(path, (), text.strip())
+
+
+def match_lists(lists: Iterable[CaptionList], files: Sequence[Path]) -> ListedCaptions:
+    """Match the lines of lists to files, by their path below the folder of the list, or by their name alone if one file
+    has it; sd-scripts leaves the extension out.
+    """
+    listed = ListedCaptions()
+    by_path = {str(file): file for file in files}
+    by_stem: dict[str, list[Path]] = {}
+    for file in files:
+        for key in (str(file.with_suffix("")), file.name, file.stem):
+            by_stem.setdefault(stem_of(f"{key}.x"), []).append(file)
+    for each in lists:
+        for row in each.rows:
+            match = _match(each.path.parent, row.file, by_path, by_stem)
+            if match is None:
+                listed.missing.append(row.file)
+            elif row.text is not None:
+                listed.texts.setdefault(match, CaptionSource(text=row.text, list=each.path))
+                listed.controls |= {match: row.controls} if row.controls else {}
+        if each.text:
+            source = CaptionSource(text=each.text, list=each.path)
+            listed.per_line |= "\n" in each.text
+            for file in files:
+                if file.is_relative_to(each.path.parent):
+                    listed.texts.setdefault(file, source)
+    return listed
+
+
+def _match(folder: Path, name: str, by_path: Mapping[str, Path], by_stem: Mapping[str, list[Path]]) -> Path | None:
+    plain = name.replace("\\", "/")
+    if (file := by_path.get(str(folder / plain))) is not None:
+        return file
+    for key in (str(folder / plain), plain.rsplit("/", 1)[-1]):
+        matches = by_stem.get(stem_of(f"{key}.x"), [])
+        if len(matches) == 1:
+            return matches[0]
+    return None
+
+
+def list_notes(lists: Sequence[CaptionList], listed: ListedCaptions) -> Iterator[str]:
+    """Yield notes on what was read of the lists."""
+    used = {source.list for source in listed.texts.values()}
+    names = [each.path.name for each in lists if each.path in used]
+    if names:
+        unused = dict.fromkeys(name for each in lists if each.path in used for name in each.unused)
+        rest = f"; these fields aren't used: {shortlist(list(unused))}" if unused else ""
+        yield f"{len(listed.texts)} captions come from {shortlist(list(dict.fromkeys(names)))}{rest}."
+    if names and listed.missing:
+        yield f"These files of the list are not in the folder: {shortlist(listed.missing)}."

@@ -1,0 +1,264 @@
+"""Layout of a folder: the trainer that it was made for, and the files that are read of it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ...common.text import cut
+from .archives import Unpacked, is_archive
+from .blocks import has_place, read_blocks
+from .caption_lists import CaptionList, ListedCaptions, is_list, list_notes, match_lists, read_list
+from .captions import CaptionFiles, CaptionSource, checked_extension, text_files
+from .companions import Sorted, sort_companions
+from .dataset_files import find_dataset_files
+from .files import all_files, has_ending, relative_name, stem_of
+from .folder_names import split_by_names
+from .kinds import FileKind
+from .subsets import Pictures, Subset, own_captions
+
+AUTO, PLAIN, FOLDER_NAMES, DATASET_FILE, CAPTION_LIST, ARCHIVES = LAYOUTS = (
+    *("auto", "plain", "kohya folders", "dataset file", "captions file", "archives"),
+)
+_MOST_NAMED = 20  # files that a note lists
+# Files that systems and authors leave beside pictures, which nobody expects to be read.
+_IGNORED = frozenset({"thumbs.db", "desktop.ini", "license", "readme"})
+
+
+@dataclass(frozen=True)
+class LayoutRequest:
+    """Request to read the layout of a folder.
+
+    folder: the chosen folder.
+    kind: kind of files that are read.
+    choice: one of LAYOUTS.
+    extension: extension of captions.
+    excluded: folders of masks and control images that the user chose; they are left out.
+    may_read: predicate for places outside of the folder that a dataset file names.
+    open_archive: gives an archive's files; None for one that isn't unpacked.
+    """
+
+    folder: Path
+    kind: FileKind
+    choice: str = AUTO
+    extension: str = ".txt"
+    excluded: tuple[Path, ...] = ()
+    may_read: Callable[[Path], bool] = lambda path: False
+    open_archive: Callable[[Path], Unpacked | None] = lambda path: None
+
+
+@dataclass(frozen=True)
+class FolderLayout:
+    """Result of reading the layout of a folder.
+
+    subsets: parts that are read alike; those without files are left out.
+    notes: what the folder was taken for, and what is not read.
+    sources: files that this depends on, besides examples and their captions.
+    unread: files of the kind in formats that are not read.
+    rest: other files that are not read.
+    """
+
+    subsets: tuple[Subset, ...]
+    notes: tuple[str, ...] = ()
+    sources: tuple[Path, ...] = ()
+    unread: tuple[Path, ...] = ()
+    rest: tuple[Path, ...] = ()
+
+
+def read_layout(request: LayoutRequest) -> FolderLayout:
+    """Find out what a folder holds and how it is to be read.
+
+    `auto` takes a folder of pictures with a caption beside each as such. It unpacks archives, follows a dataset file of
+    kohya's scripts, musubi-tuner or ai-toolkit, takes captions that are missing from lists and from the names of
+    folders, repeats from `10_name`, and masks and control images from the names that other trainers give them.
+    Raises ValueError for a layout that isn't there, and as its readers do.
+    """
+    if request.choice not in LAYOUTS:
+        raise ValueError(f"layout is {cut(request.choice)!r}; choose one of {', '.join(LAYOUTS)}.")
+    request = replace(request, extension=checked_extension(request.extension))
+    everything = all_files(request.folder, request.excluded)
+    archives = [file for file in everything if is_archive(file.name)] if request.choice in (AUTO, ARCHIVES) else []
+    packed = [_read_archive(request, archive) for archive in archives]
+    if request.choice == ARCHIVES:
+        if not archives:
+            raise _absent(request, "holds no archive (.zip, .tar, .tar.gz)")
+        return _joined(packed)
+    if request.choice in (AUTO, DATASET_FILE):
+        layout = _by_dataset_file(request, everything)
+        if layout is not None:
+            return _joined([layout, *packed])
+    in_archives = set(archives)
+    return _joined([_read_folder(request, [f for f in everything if f not in in_archives]), *packed])
+
+
+def _joined(layouts: Sequence[FolderLayout]) -> FolderLayout:
+    return FolderLayout(
+        tuple(subset for layout in layouts for subset in layout.subsets if subset.examples),
+        tuple(note for layout in layouts for note in layout.notes),
+        tuple(file for layout in layouts for file in layout.sources),
+        tuple(file for layout in layouts for file in layout.unread),
+        tuple(file for layout in layouts for file in layout.rest),
+    )
+
+
+def _absent(request: LayoutRequest, cause: str) -> ValueError:
+    return ValueError(
+        f"layout is {request.choice!r}, but the folder {request.folder.name!r} {cause}; set layout to auto."
+    )
+
+
+def _read_archive(request: LayoutRequest, archive: Path) -> FolderLayout:
+    """Read an archive as a folder of its own."""
+    unpacked = request.open_archive(archive)
+    if unpacked is None:
+        return FolderLayout((), (), (archive,))
+    inner = read_layout(
+        replace(request, folder=unpacked.folder, choice=AUTO, excluded=(), open_archive=lambda path: None)
+    )
+    name = relative_name(request.folder, archive)
+    subsets = tuple(
+        replace(subset, examples=tuple(replace(e, name=f"{name}/{e.name}") for e in subset.examples))
+        for subset in inner.subsets
+    )
+    left_out = f" Left out of it: {unpacked.left_out}." if unpacked.left_out else ""
+    note = f"The archive {name!r} was unpacked into the cache, {sum(len(s.examples) for s in subsets)} files.{left_out}"
+    return FolderLayout(subsets, (note, *inner.notes), (archive,), inner.unread, inner.rest)
+
+
+def _by_dataset_file(request: LayoutRequest, everything: Sequence[Path]) -> FolderLayout | None:
+    """Read the folder as a dataset file in it says; None without one."""
+    files = find_dataset_files(request.folder, everything)
+    forced = request.choice == DATASET_FILE
+    if len(files) != 1:
+        if forced:
+            cause = f"holds {len(files)} of them" if files else "holds no dataset file (.toml, .yaml) that is known"
+            raise _absent(request, cause)
+        return None
+    if not forced and not any(has_place(files[0], block, request.may_read) for block in files[0].blocks):
+        return None  # of another machine; it is listed as not used
+    subsets, notes, sources = read_blocks(files[0], request.folder, request.kind, request.extension, request.may_read)
+    return FolderLayout(subsets, notes, sources) if subsets or forced else None
+
+
+def _read_folder(request: LayoutRequest, everything: Sequence[Path]) -> FolderLayout:
+    """Read a folder without dataset file and archives."""
+    folder, kind, choice = request.folder, request.kind, request.choice
+    captions = CaptionFiles(everything, request.extension)
+    files = [file for file in everything if has_ending(file.name, kind.read)]
+    beside = {file: source for file in files if (source := captions.find(file)) is not None}
+    if choice == PLAIN:
+        subset = Subset(folder.name, Pictures(tuple(files)).examples(folder, beside.get))
+        return _with_rest(request, everything, (subset,), (), [], Sorted(Pictures(())))
+    lists, texts = _lists(request, everything, files, beside)
+    sorted_files = sort_companions(
+        folder, files, everything, lambda file: (captions.find(file) or texts.texts.get(file)) is not None
+    )
+    pictures = sorted_files.pictures
+    subsets, note = split_by_names(folder, pictures, captions) if choice != CAPTION_LIST else ((), "")
+    if choice == FOLDER_NAMES and not subsets:
+        raise _absent(request, "holds no folder with a name such as 10_fox")
+    if not subsets:
+        subsets = (Subset(folder.name, pictures.examples(folder, own_captions(captions))),)
+    subsets = tuple(_with_texts(subset, texts, choice == CAPTION_LIST) for subset in subsets)
+    notes = (*list_notes(lists, texts), *[note] * bool(note), *_companion_notes(pictures))
+    return _with_rest(request, everything, subsets, notes, lists, sorted_files)
+
+
+def _lists(
+    request: LayoutRequest, everything: Sequence[Path], files: Sequence[Path], beside: dict[Path, CaptionSource]
+) -> tuple[list[CaptionList], ListedCaptions]:
+    """Read the lists of captions in a folder, for files without a caption of their own; all files if it is chosen."""
+    forced = request.choice == CAPTION_LIST
+    needy = list(files) if forced else [file for file in files if file not in beside]
+    own = {source.file for source in beside.values()}
+    paths = [file for file in everything if is_list(file.name) and file not in own]
+    if forced and not paths:
+        raise _absent(request, "holds no list such as metadata.jsonl, metadata.csv or captions.txt")
+    lists = [read_list(path) for path in paths] if needy else []
+    listed = match_lists(lists, needy)
+    names = {name for file in files for name in (file.name, file.stem)}
+    listed.missing = [row for row in listed.missing if row.replace("\\", "/").rsplit("/", 1)[-1] not in names]
+    return lists, listed
+
+
+def _with_texts(subset: Subset, listed: ListedCaptions, forced: bool) -> Subset:
+    """Give the captions of lists to the files that have none of their own, or to all."""
+    examples = []
+    for example in subset.examples:
+        text = listed.texts.get(example.path)
+        own = example.caption is not None and example.caption.file is not None
+        examples.append(replace(example, caption=text) if text is not None and (forced or not own) else example)
+    # OneTrainer takes one line of a text for all pictures each time.
+    captions = {**subset.captions, "caption_per_line": True} if listed.per_line else subset.captions
+    return replace(subset, examples=tuple(examples), captions=captions)
+
+
+def _companion_notes(pictures: Pictures) -> Iterator[str]:
+    examples = {
+        "masks": [*pictures.masks.values()],
+        "control pictures": [file for files in pictures.controls.values() for file in files],
+    }
+    for noun, files in examples.items():
+        if files:
+            count = len(pictures.masks if noun == "masks" else pictures.controls)
+            yield (
+                f"{count} of {len(pictures.files)} have {noun} beside them by name, such as {files[0].name!r}; set "
+                "layout to plain if these are to be learnt."
+            )
+
+
+def _with_rest(
+    request: LayoutRequest,
+    everything: Sequence[Path],
+    subsets: tuple[Subset, ...],
+    notes: tuple[str, ...],
+    lists: Sequence[CaptionList],
+    sorted_files: Sorted,
+) -> FolderLayout:
+    """Add what is not read of a folder, by name."""
+    examples = [example for subset in subsets for example in subset.examples]
+    used = {example.path for example in examples} | {each.path for each in lists}
+    used |= {example.caption.file for example in examples if example.caption is not None and example.caption.file}
+    used |= {file for example in examples for file in (example.mask, *example.controls) if file is not None}
+    loose = [file for file in everything if file not in used and not _is_ignored(file)]
+    unread = [file for file in loose if has_ending(file.name, request.kind.unread)]
+    stems = {stem_of(str(example.path)) for example in examples}
+    spare = set(sorted_files.spare)
+    other = [
+        file
+        for file in loose
+        if has_ending(file.name, request.kind.other)
+        and file not in spare
+        and stem_of(str(file)) not in stems  # the mask or the first frame of a clip
+    ]
+    named = stems | {stem_of(str(file)) for file in (*unread, *other)}
+    alone = [file for file in text_files(loose, request.extension) if stem_of(str(file)) not in named]
+    known = {*unread, *other, *alone, *spare}
+    others = {stem_of(str(file)) for file in (*unread, *other)}
+    rest = [file for file in loose if file not in known and stem_of(str(file)) not in others]
+    names = _namer(request.folder)
+    usual = CaptionFiles((), request.extension).usual
+    unusual = [e.caption.file for e in examples if e.caption and e.caption.file and not usual(e.path, e.caption.file)]
+    found = [
+        (unusual, f"Captions are read from other files than {request.extension}: {{}}."),
+        (other, f"Not read here: {{}}; {request.kind.node} reads them."),
+        (sorted_files.spare, "These masks and control pictures belong to no picture and are ignored: {}."),
+        (alone, f"These captions belong to no {request.kind.noun}: {{}}."),
+        (rest, "Not used, as nothing here reads them: {}."),
+    ]
+    more = tuple(text.format(names(files)) for files, text in found if files)
+    return FolderLayout(
+        subsets, (*notes, *more), tuple(each.path for each in lists), tuple(unread), (*other, *alone, *rest)
+    )
+
+
+def _is_ignored(file: Path) -> bool:
+    return file.name.lower() in _IGNORED or file.stem.lower() in _IGNORED or file.suffix.lower() == ".md"
+
+
+def _namer(folder: Path) -> Callable[[Sequence[Path]], str]:
+    def names(files: Sequence[Path]) -> str:
+        rest = len(files) - _MOST_NAMED
+        listed = ", ".join(cut(relative_name(folder, file)) for file in files[:_MOST_NAMED])
+        return listed + (f" and {rest} more" if rest > 0 else "")
+
+    return names
