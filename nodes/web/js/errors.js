@@ -4,6 +4,7 @@ import { app } from '../../../scripts/app.js'
 import { api } from '../../../scripts/api.js'
 import { isElsewhere, ourNodes, placeOf } from './common/nodes.js'
 import { setError } from './report_widget.js'
+import { every } from './common/poll.js'
 import { stateOf } from './common/state.js'
 import { after, sourceWidget, widgetOf } from './common/widgets.js'
 import { t } from './common/words.js'
@@ -107,7 +108,7 @@ app.registerExtension({
         showRefused()
       }
     }
-    setInterval(() => document.visibilityState === 'visible' && [...marked.values()].some(Boolean) && markFolders(), EVERY)
+    every(EVERY, () => [...marked.values()].some(Boolean) && markFolders())
   },
   nodeCreated(node) {
     const folder = folderOf(node)

@@ -3,6 +3,7 @@
 // from the name of the file that the loader in front has; with another model the preset fills in that one's values.
 import { app } from '../../../../scripts/app.js'
 import { ourNodes } from '../common/nodes.js'
+import { every } from '../common/poll.js'
 import { setHint } from '../report_widget.js'
 import { after, sourceWidget, widgetOf } from '../common/widgets.js'
 import { t } from '../common/words.js'
@@ -38,7 +39,7 @@ app.registerExtension({
     }
   },
   setup() {
-    setInterval(() => document.visibilityState === 'visible' && lookAround(), EVERY)
+    every(EVERY, lookAround)
   },
   afterConfigureGraph() {
     for (const { node, hosts } of trainNodes()) tell(node, hosts)

@@ -4,6 +4,7 @@ import { app } from '../../../../scripts/app.js'
 import { api } from '../../../../scripts/api.js'
 import { addComparison } from './compare_loras.js'
 import { nodeAt, ourNodes } from '../common/nodes.js'
+import { every } from '../common/poll.js'
 import { change, previewAddress, read, RUNS_CHANGED } from './ask.js'
 import { draw, makePanel } from './run_panel.js'
 import { setError, setNotes, setPanel } from '../report_widget.js'
@@ -227,7 +228,7 @@ app.registerExtension({
     api.addEventListener('tessera.train', throttle(SOON, () => visible() && refreshAll(() => true)))
     window.addEventListener(RUNS_CHANGED, () => refreshAll(() => true))
     document.addEventListener('visibilitychange', () => visible() && refreshAll(() => true))
-    setInterval(() => visible() && refreshAll(isDue), EVERY)
+    every(EVERY, () => refreshAll(isDue))
     queued = (await ask('/prompt'))?.exec_info?.queue_remaining ?? 0 // its first message came before this
   },
   afterConfigureGraph() {

@@ -3,6 +3,7 @@ import { app } from '../../../../scripts/app.js'
 import { api } from '../../../../scripts/api.js'
 import { button, part } from '../common/elements.js'
 import { read } from '../run/ask.js'
+import { every } from '../common/poll.js'
 import { throttle } from '../common/throttle.js'
 import { COLOURS, drawChart, makeChart } from './chart.js'
 import { deletion, makeTrash } from './deletion.js'
@@ -252,7 +253,7 @@ function pressed(event) {
 }
 
 function lookAtRunning() {
-  if (!visible()) return
+  if (!view) return
   for (const [id, row] of view.rows) if (row.detail?.running || runs.get(id)?.running) row.isOld = true
   askForSeen()
   for (const id of chosen.keys()) if (runs.get(id)?.running) extend(id).catch(() => {}) // asked again soon
@@ -289,6 +290,6 @@ app.registerExtension({
     api.addEventListener('status', reloadSoon)
     api.addEventListener('tessera.train', ({ detail }) => ['begin', 'end'].includes(detail.kind) && reloadSoon())
     document.addEventListener('visibilitychange', reloadSoon)
-    setInterval(lookAtRunning, EVERY)
+    every(EVERY, lookAtRunning)
   },
 })
