@@ -39,7 +39,7 @@ function compiledAgain(regions) {
 
 function table(regions) {
   const element = document.createElement('table')
-  Object.assign(element.style, { borderCollapse: 'collapse', font: 'inherit', whiteSpace: 'nowrap' })
+  element.className = 'tessera-table'
   const head = element.createTHead().insertRow()
   for (const name of Object.keys(COLUMNS)) head.append(cell('th', name))
   const body = element.createTBody()
@@ -47,13 +47,11 @@ function table(regions) {
     const row = body.insertRow()
     for (const value of Object.values(COLUMNS)) row.append(cell('td', value(region)))
   }
-  for (const row of element.rows) row.cells[0].style.textAlign = 'left'
   return element
 }
 
 function cell(tag, value) {
   const element = document.createElement(tag)
   element.textContent = value
-  Object.assign(element.style, { padding: '0 12px 0 0', textAlign: 'right', fontVariantNumeric: 'tabular-nums' })
   return element
 }

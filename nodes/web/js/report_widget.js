@@ -4,7 +4,7 @@ import { addSubgraphWidget, removeSubgraphWidget, seat } from './subgraph_widget
 import { widgetOf } from './common/widgets.js'
 
 const WIDGET = 'tessera_report'
-const LINE_HEIGHT = 15
+const LINE_HEIGHT = 15 // of tessera.css, as is the padding, and what a picture has at most
 const PADDING = 6
 const MARGIN = 10 // the frontend's own, around every DOM widget
 const MOST_LINES = 12
@@ -18,11 +18,6 @@ function reportOf(node) {
   const element = document.createElement('div')
   element.className = 'tessera-report'
   element.setAttribute('role', 'status')
-  Object.assign(element.style, {
-    boxSizing: 'border-box', width: '100%', height: '100%', overflow: 'auto', padding: `${PADDING}px`,
-    fontSize: '11px', lineHeight: `${LINE_HEIGHT}px`, whiteSpace: 'pre-wrap', overflowWrap: 'anywhere',
-    userSelect: 'text', color: 'var(--input-text)', background: 'var(--comfy-input-bg)', borderRadius: '4px',
-  })
   const options = {
     serialize: false, // out of the prompt, and below out of the saved workflow
     hideOnZoom: false,
@@ -40,17 +35,14 @@ function reportOf(node) {
 export function monospaced(text) {
   const element = document.createElement('div')
   element.textContent = text
-  element.style.fontFamily = 'monospace'
+  element.className = 'tessera-monospaced'
   return element
 }
 
 /** A picture as wide as the node; `loaded` is called when its size is known. */
 export function picture(url, text, loaded) {
   const image = document.createElement('img')
-  Object.assign(image, { src: url, alt: text, onload: loaded })
-  Object.assign(image.style, {
-    display: 'block', maxWidth: '100%', maxHeight: `${MOST_PIXELS_OF_A_PICTURE}px`, margin: '0 auto',
-  })
+  Object.assign(image, { className: 'tessera-picture', src: url, alt: text, onload: loaded })
   return image
 }
 
@@ -68,7 +60,7 @@ function height(node, element) {
   const shown = pictures.reduce((sum, image) => sum + pictureHeight(node, image), 0) +
     fixed.reduce((sum, part) => sum + Number(part.dataset.height), 0)
   const texts = [...element.childNodes].filter((part) => !pictures.includes(part) && !fixed.includes(part))
-  const most = texts.some((part) => part.rows || part.style?.fontFamily) ? MOST_LINES_OF_A_TABLE : MOST_LINES
+  const most = texts.some((part) => part.rows || part.className === 'tessera-monospaced') ? MOST_LINES_OF_A_TABLE : MOST_LINES
   const lines = texts.reduce((sum, part) => sum + (part.rows?.length ?? folded(part.textContent)), 0)
   return Math.min(lines, most) * LINE_HEIGHT + shown + 2 * (PADDING + MARGIN)
 }
@@ -93,7 +85,6 @@ function hintLine(text) {
   const element = document.createElement('div')
   element.className = 'tessera-hint'
   element.textContent = text
-  element.style.color = 'var(--descrip-text)'
   return element
 }
 
@@ -119,9 +110,6 @@ function errorLine(text) {
   element.className = 'tessera-error'
   element.setAttribute('role', 'alert')
   element.textContent = text
-  Object.assign(element.style, {
-    color: 'var(--error-text)', fontWeight: '600', borderLeft: '3px solid var(--error-text)', paddingLeft: '6px',
-  })
   return element
 }
 

@@ -44,3 +44,10 @@ def test_what_the_code_imports_is_there_where_it_is_checked(tmp_path):
 def test_a_tool_is_one_of_the_packages(name):
     package = check.COMMANDS[name][0].partition("/")[0]
     assert f"node_modules/{package}" in (check.HERE / "package-lock.json").read_text(encoding="utf-8")
+
+
+def test_every_class_of_the_style_sheet_is_used_and_every_class_has_a_rule():
+    rules = set(re.findall(r"\.(tessera-[\w-]+)", (ROOT / "nodes" / "web" / "tessera.css").read_text(encoding="utf-8")))
+    code = "".join(file.read_text(encoding="utf-8") for file in (ROOT / check.CHECKED).rglob("*.js"))
+    used = set(re.findall(r"(?<![\w/]\.)\b(tessera-[\w-]+)", code))
+    assert len(rules) > 50 and used - rules == {"tessera-tile"} and rules <= used  # by which tests find a tile

@@ -1,15 +1,16 @@
 // Elements of what is drawn on a node.
 
 /**
- * Puts a new element at the end of another one.
+ * Puts a new element at the end of another one. `name`: its classes, of tessera.css.
  * @template {keyof HTMLElementTagNameMap} [T='div']
  * @param {ParentNode} parent
- * @param {T} tag
+ * @param {string} [name]
+ * @param {T} [tag]
  * @returns {HTMLElementTagNameMap[T]}
  */
-export function part(parent, style, tag = /** @type {T} */ ('div'), fields = {}) {
+export function part(parent, name = '', tag = /** @type {T} */ ('div'), fields = {}) {
   const element = document.createElement(tag)
-  Object.assign(element.style, style)
+  if (name) element.className = name
   Object.assign(element, fields)
   parent.append(element)
   return element
@@ -20,12 +21,9 @@ export function keepFromCanvas(element, ...events) {
   for (const event of events) element.addEventListener(event, (happened) => happened.stopPropagation())
 }
 
-/** A button as they look on a node. `press` is called when it is clicked. */
-export function button(parent, text, title, press, style = {}) {
-  const element = part(parent, {
-    flex: 'none', font: 'inherit', lineHeight: '18px', padding: '0 7px', cursor: 'pointer', borderRadius: '4px',
-    color: 'var(--input-text)', background: 'var(--comfy-menu-bg)', border: '1px solid var(--border-color)', ...style,
-  }, 'button', { type: 'button', textContent: text, title })
+/** A button as they look on a node. `press` is called when it is clicked; `name`: further classes. */
+export function button(parent, text, title, press, name = '') {
+  const element = part(parent, `tessera-button ${name}`.trim(), 'button', { type: 'button', textContent: text, title })
   keepFromCanvas(element, 'pointerdown')
   element.addEventListener('click', press)
   return element
@@ -40,12 +38,12 @@ export function enable(pressed, isOn) {
 const SVG = 'http://www.w3.org/2000/svg'
 
 /** A drawing of so many units, stretched to the width of its parent. */
-export function drawing(parent, [width, height], style) {
+export function drawing(parent, [width, height], name) {
   const svg = document.createElementNS(SVG, 'svg')
   svg.setAttribute('viewBox', `0 0 ${width} ${height}`)
   svg.setAttribute('preserveAspectRatio', 'none')
   svg.setAttribute('role', 'img')
-  Object.assign(svg.style, { display: 'block', width: '100%', boxSizing: 'border-box', overflow: 'visible', ...style })
+  svg.setAttribute('class', `tessera-drawing ${name}`)
   parent.append(svg)
   return svg
 }

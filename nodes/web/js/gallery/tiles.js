@@ -3,33 +3,22 @@
 import { button, enable, part } from '../common/elements.js'
 import { t } from '../common/words.js'
 
-const THUMB = 84 // pixels a tile's picture is high
 const AT_ONCE = 3 // thumbnails asked for; a browser has six connections to a server, and others need some
-const FRAME = '#f59e0b'
-const ASIDE = 'var(--descrip-text)'
 
 /** Makes an empty gallery; `drawPage` fills it. `turn(page, missing)` asks for another page. */
 export function makeGallery(turn) {
   const element = document.createElement('div')
   element.className = 'tessera-gallery'
-  Object.assign(element.style, {
-    boxSizing: 'border-box', width: '100%', height: '100%', display: 'flex', flexDirection: 'column', gap: '4px',
-    padding: '6px', fontSize: '11px', lineHeight: '14px', color: 'var(--input-text)', overflow: 'hidden',
-    background: 'var(--comfy-input-bg)', borderRadius: '4px', userSelect: 'text',
-  })
-  const head = part(element, { display: 'flex', gap: '6px', alignItems: 'center', flex: 'none', minHeight: '20px' })
-  const count = part(head, { flex: '1', overflow: 'hidden', textOverflow: 'ellipsis', whiteSpace: 'nowrap' })
-  const lacking = button(head, '', '', () => turn(0, !gallery.view.missing))
-  lacking.style.color = 'var(--error-text)'
+  const head = part(element, 'tessera-gallery-head')
+  const count = part(head, 'tessera-grow tessera-cut')
+  const lacking = button(head, '', '', () => turn(0, !gallery.view.missing), 'tessera-lacking')
   const back = button(head, '‹', t('Previous page'), () => turn(gallery.view.page - 1, gallery.view.missing))
   const on = button(head, '›', t('Next page'), () => turn(gallery.view.page + 1, gallery.view.missing))
-  const said = part(element, { flex: 'none', color: ASIDE, overflowWrap: 'anywhere', display: 'none' })
-  const news = part(element, { flex: 'none', fontWeight: '600', overflowWrap: 'anywhere', display: 'none' })
+  const said = part(element, 'tessera-gallery-said')
+  const news = part(element, 'tessera-gallery-news')
+  for (const each of [said, news]) each.style.display = 'none'
   news.setAttribute('role', 'status')
-  const tiles = part(element, {
-    flex: '1 1 0', minHeight: 0, overflowY: 'auto', display: 'grid', gap: '6px', alignContent: 'start',
-    gridTemplateColumns: 'repeat(auto-fill, minmax(84px, 1fr))',
-  })
+  const tiles = part(element, 'tessera-tiles')
   tiles.tabIndex = 0
   tiles.dataset.captureWheel = 'true' // it scrolls, where the canvas would zoom
   tiles.addEventListener('wheel', (event) => {
@@ -108,18 +97,15 @@ function tile(parent, entry, framed, url) {
   const element = document.createElement('div')
   element.className = 'tessera-tile'
   element.title = [entry.name, entry.problem || (entry.caption ?? t('no caption'))].join('\n\n')
-  const stage = part(element, { height: `${THUMB}px`, display: 'flex', alignItems: 'center', justifyContent: 'center' })
-  const shown = part(stage, { position: 'relative', overflow: 'hidden', maxWidth: '100%', lineHeight: 0, borderRadius: '2px' })
-  const caption = part(element, {
-    height: '28px', marginTop: '2px', overflow: 'hidden', overflowWrap: 'anywhere', display: '-webkit-box',
-    webkitLineClamp: 2, webkitBoxOrient: 'vertical',
-  })
+  const stage = part(element, 'tessera-tile-stage')
+  const shown = part(stage, 'tessera-tile-shown')
+  const caption = part(element, 'tessera-tile-caption')
   const wrong = entry.problem || entry.caption == null
   caption.textContent = wrong
     ? entry.problem ? t('caption can’t be read') : t('no caption')
     : entry.caption || t('(empty)')
-  if (wrong) Object.assign(caption.style, { color: 'var(--error-text)', fontWeight: '600' })
-  else if (!entry.caption) caption.style.color = ASIDE
+  if (wrong) caption.classList.add('tessera-wrong')
+  else if (!entry.caption) caption.classList.add('tessera-aside')
   return { element, shown, url, crops: framed ? entry.crops : [], name: entry.name }
 }
 
@@ -132,7 +118,7 @@ async function load({ element, shown, url, crops, name }, signal) {
   try {
     const answer = await fetch(url, { signal })
     if (!answer.ok) throw new Error((await answer.json()).error)
-    const image = part(shown, { display: 'block', maxWidth: '100%', maxHeight: `${THUMB}px` }, 'img')
+    const image = part(shown, '', 'img')
     image.alt = name
     image.draggable = false
     image.src = URL.createObjectURL(await answer.blob())
@@ -142,17 +128,14 @@ async function load({ element, shown, url, crops, name }, signal) {
   } catch (error) {
     if (signal.aborted) return
     element.title += `\n\n${error.message}`
-    Object.assign(shown.style, { lineHeight: '14px', color: 'var(--error-text)', textAlign: 'center' })
+    shown.classList.add('tessera-unread')
     shown.textContent = t('can’t be shown')
   }
 }
 
 function frame(shown, [left, top, right, bottom], dims) {
   const percent = (value) => `${(100 * value).toFixed(2)}%`
-  const element = part(shown, {
-    position: 'absolute', boxSizing: 'border-box', left: percent(left), top: percent(top), width: percent(right - left),
-    height: percent(bottom - top), border: `1.5px solid ${FRAME}`, pointerEvents: 'none',
-    boxShadow: dims ? '0 0 0 999px rgb(0 0 0 / 55%)' : 'none',
+  Object.assign(part(shown, `tessera-frame${dims ? ' tessera-alone' : ''}`).style, {
+    left: percent(left), top: percent(top), width: percent(right - left), height: percent(bottom - top),
   })
-  element.className = 'tessera-frame'
 }

@@ -4,17 +4,14 @@
 import { button, keepFromCanvas, part } from '../common/elements.js'
 import { t } from '../common/words.js'
 
-const HEIGHT = 84 // of the strip, in pixels
-const THUMBNAIL = 60
+const HEIGHT = 84 // of the strip, in pixels, as tessera.css has it
 
 /** Makes an empty strip; `addressOf(preview, isSmall)` is where the server gives a preview. */
 export function makeStrip(addressOf) {
   const element = document.createElement('div')
-  Object.assign(element.style, { display: 'none', height: `${HEIGHT}px`, boxSizing: 'border-box', gap: '6px', paddingTop: '4px' })
-  const pictures = part(element, {
-    display: 'flex', flex: 1, minWidth: 0, gap: '6px', overflowX: 'auto', overflowY: 'hidden', scrollbarWidth: 'thin',
-    overscrollBehavior: 'contain',
-  }, 'div', { className: 'tessera-previews' })
+  element.className = 'tessera-strip'
+  element.style.display = 'none'
+  const pictures = part(element, 'tessera-previews')
   keepFromCanvas(element, 'pointerdown', 'wheel')
   pictures.addEventListener('wheel', (event) => {
     pictures.scrollLeft += event.deltaY || event.deltaX
@@ -51,23 +48,14 @@ function rowButton(strip, previews, rows) {
     drawStrip(strip, previews)
   }
   const [text, hint] = [t('{at} of {all}', { at: at + 1, all: rows.length }), t('{title}: click for the next prompt', { title })]
-  return button(document.createDocumentFragment(), `${text} ▾`, hint, next, {
-    width: '64px', height: `${THUMBNAIL}px`, whiteSpace: 'normal', overflow: 'hidden', overflowWrap: 'anywhere',
-    padding: '2px', lineHeight: '13px',
-  })
+  return button(document.createDocumentFragment(), `${text} ▾`, hint, next, 'tessera-prompt')
 }
 
 function thumbnail(strip, preview, previews) {
   const text = t('{title}, step {step}', preview)
-  const element = part(document.createDocumentFragment(), {
-    flex: 'none', padding: 0, border: 'none', background: 'none', cursor: 'zoom-in', font: 'inherit', lineHeight: '14px',
-    fontSize: '10px', color: 'var(--descrip-text)',
-  }, 'button', { type: 'button', title: t('{title}: click to open large', { title: text }) })
-  part(element, {
-    display: 'block', height: `${THUMBNAIL}px`, width: `${THUMBNAIL}px`, objectFit: 'cover',
-    borderRadius: '4px', background: 'var(--comfy-menu-bg)',
-  }, 'img', { loading: 'lazy', draggable: false, alt: text, src: strip.addressOf(preview, true) })
-  part(element, {}, 'span', { textContent: preview.step })
+  const element = part(document.createDocumentFragment(), 'tessera-thumbnail', 'button', { type: 'button', title: t('{title}: click to open large', { title: text }) })
+  part(element, '', 'img', { loading: 'lazy', draggable: false, alt: text, src: strip.addressOf(preview, true) })
+  part(element, '', 'span', { textContent: preview.step })
   element.addEventListener('click', () => open(strip, preview, previews, element))
   return element
 }
@@ -75,20 +63,13 @@ function thumbnail(strip, preview, previews) {
 /** Opens a preview over the page. Arrows go along the steps and the prompts; Escape and a click close it. */
 function open(strip, first, previews, from) {
   let shown = first
-  const overlay = part(document.body, {
-    position: 'fixed', inset: 0, zIndex: 10000, display: 'flex', flexDirection: 'column', alignItems: 'center',
-    justifyContent: 'center', gap: '12px', padding: '24px', boxSizing: 'border-box', cursor: 'zoom-out',
-    background: 'rgb(0 0 0 / 85%)', color: '#fff', font: '16px sans-serif', outline: 'none',
-  }, 'div', { className: 'tessera-large', tabIndex: -1 })
+  const overlay = part(document.body, 'tessera-large', 'div', { tabIndex: -1 })
   overlay.setAttribute('role', 'dialog')
   overlay.setAttribute('aria-modal', 'true')
   overlay.setAttribute('aria-label', t('Preview'))
-  const image = part(overlay, {
-    minWidth: '40vmin', minHeight: 0, flex: '0 1 auto', maxWidth: '100%', maxHeight: 'calc(100% - 72px)',
-    objectFit: 'contain', imageRendering: 'auto', borderRadius: '4px',
-  }, 'img')
-  const caption = part(overlay, { textAlign: 'center', maxWidth: '100%', overflowWrap: 'anywhere' })
-  const hint = part(overlay, { fontSize: '13px', opacity: 0.75, textAlign: 'center' })
+  const image = part(overlay, '', 'img')
+  const caption = part(overlay, 'tessera-large-caption')
+  const hint = part(overlay, 'tessera-large-keys')
   const steps = () => previews.filter(({ row }) => row === shown.row)
   const rows = [...new Set(previews.map(({ row }) => row))].sort((a, b) => a - b)
   hint.textContent = rows.length > 1 ? t('← → steps, ↑ ↓ prompts, Esc closes') : t('← → steps, Esc closes')

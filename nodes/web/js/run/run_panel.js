@@ -26,32 +26,28 @@ const CURVE_WORDS = ['loss', 'mean', 'validation', 'saves']
 export function makePanel(ask, { copy, compare, goOn }, addressOf) {
   const element = document.createElement('div')
   element.className = 'tessera-run'
-  Object.assign(element.style, {
-    boxSizing: 'border-box', overflow: 'hidden', whiteSpace: 'nowrap', paddingBottom: '6px',
-    fontVariantNumeric: 'tabular-nums',
-  })
-  const head = part(element, { display: 'flex', justifyContent: 'space-between', gap: '12px', font: '600 20px/28px sans-serif' })
-  const [step, left] = [part(head, {}), part(head, { textAlign: 'right' })]
-  const facts = part(element, { lineHeight: '18px', overflow: 'hidden', textOverflow: 'ellipsis' })
-  const plot = part(element, { height: '112px', margin: '4px' })
-  const svg = drawing(plot, [WIDTH, DEPTH], { height: '100%', borderBottom: '1px solid var(--border-color)' })
+  const head = part(element, 'tessera-run-head')
+  const [step, left] = [part(head), part(head, 'tessera-right')]
+  const facts = part(element, 'tessera-run-facts')
+  const plot = part(element, 'tessera-run-plot')
+  const svg = drawing(plot, [WIDTH, DEPTH], 'tessera-run-curve')
   const paths = {
     saves: curveIn(svg, COLOURS.saves, 2), loss: curveIn(svg, COLOURS.loss, 1), mean: curveIn(svg, COLOURS.mean, 2),
     validation: curveIn(svg, COLOURS.validation, 7),
   }
   paths.loss.style.opacity = '0.6'
-  const legend = part(element, { lineHeight: '17px', display: 'flex', gap: '10px', overflow: 'hidden' })
+  const legend = part(element, 'tessera-run-legend')
   const keys = {}
   for (const name of CURVE_WORDS) {
-    keys[name] = part(legend, { display: 'flex', alignItems: 'center', gap: '4px' })
-    part(keys[name], { width: '12px', height: '3px', borderRadius: '2px', background: COLOURS[name] })
-    keys[name].text = part(keys[name], {}, 'span', { textContent: t(name) })
+    keys[name] = part(legend, 'tessera-run-key')
+    part(keys[name], 'tessera-swatch').style.background = COLOURS[name]
+    keys[name].text = part(keys[name], '', 'span', { textContent: t(name) })
   }
   const strip = makeStrip(addressOf)
   element.append(strip.element)
-  const foot = part(element, { display: 'flex', flexDirection: 'column', height: '43px' })
-  const said = part(foot, { flex: '1', lineHeight: '15px', whiteSpace: 'normal', overflow: 'hidden' })
-  const buttons = part(foot, { display: 'flex', gap: '6px' })
+  const foot = part(element, 'tessera-run-foot')
+  const said = part(foot, 'tessera-run-said')
+  const buttons = part(foot, 'tessera-run-buttons')
   const asks = {}
   for (const [what, [text, title]] of Object.entries(ASK_WORDS)) {
     asks[what] = button(buttons, t(text), t(title), async () => {
@@ -63,7 +59,8 @@ export function makePanel(ask, { copy, compare, goOn }, addressOf) {
     panel.told = { at: panel.at, text }
     said.textContent = said.title = text
   }
-  const over = part(foot, { display: 'none', gap: '4px' })
+  const over = part(foot, 'tessera-run-over')
+  over.style.display = 'none'
   const once = (does) => async () => {
     wait(over, true)
     try {

@@ -19,7 +19,7 @@ function curve(points, shown, ends) {
 
 /** Makes an empty sparkline. */
 export function makeSparkline(parent) {
-  const svg = drawing(parent, [WIDTH, HEIGHT], { height: '26px' })
+  const svg = drawing(parent, [WIDTH, HEIGHT], 'tessera-sparkline')
   return { svg, path: curveIn(svg, 'var(--descrip-text)', 1.5) }
 }
 
@@ -32,24 +32,19 @@ export function drawSparkline({ svg, path }, points, { step, steps }, colour) {
 
 /** Makes the chart of several runs. `clear` takes all out, `remove(id)` one. */
 export function makeChart(parent, clear, remove) {
-  const element = part(parent, { display: 'none', flex: 'none', padding: '0 10px 8px' })
-  element.className = 'tessera-runs-chart'
-  const head = part(element, { display: 'flex', alignItems: 'center', gap: '6px', minHeight: '22px' })
-  part(head, { flex: 1, color: 'var(--descrip-text)' }, 'span', { textContent: t(WORDS.chart) })
+  const element = part(parent, 'tessera-runs-chart')
+  element.style.display = 'none'
+  const head = part(element, 'tessera-chart-head')
+  part(head, 'tessera-grow tessera-aside', 'span', { textContent: t(WORDS.chart) })
   button(head, t(WORDS.clear), '', clear)
-  const plot = part(element, { display: 'flex', gap: '6px' })
-  const losses = part(plot, {
-    height: '130px', display: 'flex', flexDirection: 'column', justifyContent: 'space-between', textAlign: 'right',
-    color: 'var(--descrip-text)', fontVariantNumeric: 'tabular-nums',
-  })
-  const [high, low] = [part(losses, {}), part(losses, {})]
-  const right = part(plot, { flex: 1, minWidth: 0 })
-  const svg = drawing(right, [WIDTH, HEIGHT], {
-    height: '130px', borderLeft: '1px solid var(--border-color)', borderBottom: '1px solid var(--border-color)',
-  })
-  const steps = part(right, { display: 'flex', justifyContent: 'space-between', color: 'var(--descrip-text)' })
-  const [first, last] = [part(steps, {}), part(steps, {})]
-  const legend = part(element, { marginTop: '4px', maxHeight: '96px', overflowY: 'auto' })
+  const plot = part(element, 'tessera-chart-plot')
+  const losses = part(plot, 'tessera-chart-losses')
+  const [high, low] = [part(losses), part(losses)]
+  const right = part(plot, 'tessera-chart-right')
+  const svg = drawing(right, [WIDTH, HEIGHT], 'tessera-chart-curves')
+  const steps = part(right, 'tessera-chart-steps')
+  const [first, last] = [part(steps), part(steps)]
+  const legend = part(element, 'tessera-chart-legend')
   return { element, svg, high, low, first, last, legend, remove }
 }
 
@@ -73,12 +68,12 @@ export function drawChart(chart, runs) {
   svg.setAttribute('aria-label', t(WORDS.chartOf, { names: runs.map(({ name }) => name).join(', ') }))
   legend.replaceChildren()
   for (const { id, name, colour, points } of runs) {
-    const row = part(legend, { display: 'flex', alignItems: 'center', gap: '6px', lineHeight: '18px' })
-    part(row, { flex: 'none', width: '12px', height: '3px', borderRadius: '2px', background: colour }, 'span')
-    part(row, { flex: 1, overflow: 'hidden', textOverflow: 'ellipsis', whiteSpace: 'nowrap' }, 'span', { textContent: name, title: name })
+    const row = part(legend, 'tessera-chart-run')
+    part(row, 'tessera-swatch', 'span').style.background = colour
+    part(row, 'tessera-grow tessera-cut', 'span', { textContent: name, title: name })
     const value = points.length ? points.at(-1)[MEAN].toPrecision(3) : t(WORDS.noCurve)
-    part(row, { fontVariantNumeric: 'tabular-nums' }, 'span', { textContent: value })
-    const out = button(row, '×', '', () => remove(id), { border: 'none', background: 'none', padding: '0 4px' })
+    part(row, 'tessera-numbers', 'span', { textContent: value })
+    const out = button(row, '×', '', () => remove(id), 'tessera-plain')
     out.setAttribute('aria-label', `${t(WORDS.clear)}: ${name}`)
   }
 }

@@ -13,12 +13,11 @@ const size = (bytes) => (bytes < 1e9 ? `${(bytes / 1e6).toFixed(1)} MB` : `${(by
 
 /** The trash, closed at first. */
 export function makeTrash(parent) {
-  const box = part(parent, { flex: 'none', borderTop: '1px solid var(--border-color)' }, 'details')
-  box.className = 'tessera-runs-trash'
+  const box = part(parent, 'tessera-runs-trash', 'details')
   box.style.display = 'none'
-  const summary = part(box, { padding: '8px 10px', cursor: 'pointer', color: 'var(--descrip-text)' }, 'summary')
-  const list = part(box, { maxHeight: '30vh', overflowY: 'auto', padding: '0 10px' })
-  const foot = part(box, { padding: '8px 10px' })
+  const summary = part(box, '', 'summary')
+  const list = part(box, 'tessera-trash-list')
+  const foot = part(box, 'tessera-trash-foot')
   return Object.assign(box, { parts: { summary, list, foot } })
 }
 
@@ -41,8 +40,7 @@ export function deletion({ place, trash, attempt, tell, takeOut, load }) {
       sentence(place(), last?.text)
       if (!last) return
       button(place(), t(WORDS.undo), '', () => attempt(() => undo(last)))
-      const style = { border: 'none', background: 'none', padding: '0 4px' }
-      button(place(), '×', t(WORDS.forget), () => forget(last), style).setAttribute('aria-label', t(WORDS.forget))
+      button(place(), '×', t(WORDS.forget), () => forget(last), 'tessera-plain').setAttribute('aria-label', t(WORDS.forget))
     })
   }
 
@@ -100,9 +98,9 @@ export function deletion({ place, trash, attempt, tell, takeOut, load }) {
       list.replaceChildren()
       foot.replaceChildren()
       for (const run of runs) {
-        const row = part(list, { display: 'flex', gap: '6px', padding: '4px 0', alignItems: 'center' })
+        const row = part(list, 'tessera-trash-run')
         const text = `${run.folder} · ${run.day} · ${size(run.bytes)}`
-        part(row, { flex: 1, minWidth: 0, overflowWrap: 'anywhere' }, 'span', { textContent: text })
+        part(row, 'tessera-fit', 'span', { textContent: text })
         press(row, t(WORDS.bringBack), t(WORDS.bringBackTitle), () => undo(run))
         row.lastElementChild.setAttribute('aria-label', `${t(WORDS.bringBack)}: ${run.folder}`)
       }

@@ -7,8 +7,6 @@ import { t } from '../common/words.js'
 import { WORDS } from './sentences.js'
 
 const STATES = ['finished', 'stopped', 'cancelled', 'failed', 'unsaved']
-const CUT = { overflow: 'hidden', textOverflow: 'ellipsis', whiteSpace: 'nowrap' }
-const ASIDE = 'var(--descrip-text)'
 
 /** Makes a row. `does` holds what its parts do: choose, open, add, remove, and `dragged(event)`. */
 export function makeRow(does) {
@@ -16,22 +14,16 @@ export function makeRow(does) {
   element.className = 'tessera-runs-row'
   Object.assign(element, { tabIndex: 0, draggable: true })
   element.setAttribute('role', 'listitem')
-  Object.assign(element.style, {
-    padding: '8px 10px', borderTop: '1px solid var(--border-color)', cursor: 'grab', display: 'grid', gap: '2px 8px',
-    gridTemplateColumns: '56px minmax(0, 1fr)', alignItems: 'start', outlineOffset: '-2px',
-  })
-  const head = part(element, { gridColumn: '1 / 3', display: 'flex', gap: '6px', alignItems: 'center' }, 'label')
-  const box = part(head, { margin: 0, flex: 'none', cursor: 'pointer' }, 'input', { type: 'checkbox' })
-  const name = part(head, { ...CUT, fontWeight: '600', fontSize: '13px', flex: 1 }, 'span')
-  const picture = part(element, {
-    width: '56px', height: '56px', borderRadius: '4px', background: 'var(--comfy-input-bg)', overflow: 'hidden',
-  })
-  const none = part(picture, { display: 'block', textAlign: 'center', lineHeight: '56px', opacity: 0.3 }, 'i', { className: 'pi pi-image' })
+  const head = part(element, 'tessera-row-head', 'label')
+  const box = part(head, '', 'input', { type: 'checkbox' })
+  const name = part(head, 'tessera-cut', 'span')
+  const picture = part(element, 'tessera-row-picture')
+  const none = part(picture, 'pi pi-image', 'i')
   none.setAttribute('aria-hidden', 'true')
-  const text = part(element, { minWidth: 0 })
-  const [state, model] = [part(text, CUT), part(text, { ...CUT, color: ASIDE })]
+  const text = part(element, 'tessera-row-text')
+  const [state, model] = [part(text, 'tessera-cut'), part(text, 'tessera-cut tessera-aside')]
   const sparkline = makeSparkline(text)
-  const buttons = part(element, { gridColumn: '1 / 3', display: 'flex', gap: '6px', marginTop: '4px', flexWrap: 'wrap' })
+  const buttons = part(element, 'tessera-row-buttons')
   const open = button(buttons, t(WORDS.open), t(WORDS.openTitle), does.open)
   const add = button(buttons, t(WORDS.add), t(WORDS.addTitle), does.add)
   const remove = button(buttons, t(WORDS.delete), t(WORDS.deleteTitle), does.remove)
@@ -83,7 +75,6 @@ export function drawDetail(row, detail, colour) {
   enable(add, detail.last_lora)
   add.title = detail.last_lora ? t(WORDS.addTitle) : t(WORDS.noLora)
   row.draggable = !add.disabled
-  row.style.cursor = add.disabled ? '' : 'grab'
 }
 
 /** Shows the last preview of a run; none for a run without previews. */
@@ -95,7 +86,7 @@ export function drawPreview(row, preview) {
   }
   const text = t(WORDS.preview, { step: preview.step })
   picture.replaceChildren()
-  part(picture, { width: '100%', height: '100%', objectFit: 'cover' }, 'img', {
+  part(picture, '', 'img', {
     draggable: false, alt: text, title: text, src: previewAddress({ id: row.dataset.run, ...preview }, true),
   })
 }

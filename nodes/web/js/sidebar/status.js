@@ -3,7 +3,7 @@ import { part } from '../common/elements.js'
 
 /** A place for a sentence. It is made before there is one: screen readers tell what comes into it. */
 export function statusPlace(parent) {
-  const element = part(parent, { flex: 'none', display: 'flex', gap: '6px', alignItems: 'start' })
+  const element = part(parent, 'tessera-status')
   element.setAttribute('role', 'status')
   return element
 }
@@ -11,6 +11,6 @@ export function statusPlace(parent) {
 /** Shows a sentence in a status place; none for an empty text. */
 export function sentence(element, text, color = '') {
   element.replaceChildren()
-  element.style.padding = text ? '0 10px 8px' : '0'
-  if (text) part(element, { flex: 1, minWidth: 0, overflowWrap: 'anywhere', color }, 'span', { textContent: text })
+  element.classList.toggle('tessera-said', Boolean(text))
+  if (text) part(element, 'tessera-fit', 'span', { textContent: text }).style.color = color
 }

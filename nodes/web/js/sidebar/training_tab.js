@@ -30,19 +30,11 @@ let view // what is on the page; none while the tab is closed
 const visible = () => view && document.visibilityState === 'visible'
 
 function build(host) {
-  const root = part(host, {
-    display: 'flex', flexDirection: 'column', height: '100%', minHeight: 0, fontSize: '12px', lineHeight: '17px',
-    color: 'var(--fg-color)', overflow: 'hidden',
-  })
-  root.className = 'tessera-runs'
-  Object.assign(root, { tabIndex: -1 }).style.outline = 'none' // takes the focus where nothing else is left
+  const root = part(host, 'tessera-runs', 'div', { tabIndex: -1 }) // takes the focus where nothing else is left
   root.addEventListener('keydown', pressed)
-  const head = part(root, { flex: 'none', padding: '10px', display: 'flex', flexDirection: 'column', gap: '6px' })
-  part(head, { margin: 0, fontSize: '15px', lineHeight: '20px', fontWeight: '600' }, 'h2', { textContent: t(WORDS.title) })
-  const search = part(head, {
-    font: 'inherit', width: '100%', boxSizing: 'border-box', padding: '5px 8px', borderRadius: '4px',
-    color: 'var(--input-text)', background: 'var(--comfy-input-bg)', border: '1px solid var(--border-color)',
-  }, 'input', { type: 'search', placeholder: t(WORDS.filter), value: filter })
+  const head = part(root, 'tessera-runs-head')
+  part(head, '', 'h2', { textContent: t(WORDS.title) })
+  const search = part(head, '', 'input', { type: 'search', placeholder: t(WORDS.filter), value: filter })
   search.setAttribute('aria-label', t(WORDS.filter))
   let typing
   let isLeft = true
@@ -60,13 +52,13 @@ function build(host) {
       if (view?.root === root) load(1) // the tab may be closed by now
     }, TYPING)
   })
-  const count = part(head, { color: 'var(--descrip-text)' })
+  const count = part(head, 'tessera-aside')
   const [said, gone] = [statusPlace(root), statusPlace(root)]
   const chart = makeChart(root, () => [...chosen.keys()].forEach(takeOut), takeOut)
-  const list = part(root, { flex: '1 1 0', minHeight: 0, overflowY: 'auto' })
+  const list = part(root, 'tessera-runs-list')
   list.setAttribute('role', 'list')
   list.setAttribute('aria-label', t(WORDS.tooltip))
-  const foot = part(list, { padding: '10px', borderTop: '1px solid var(--border-color)' })
+  const foot = part(list, 'tessera-runs-foot')
   const trash = makeTrash(root)
   const watch = new IntersectionObserver((entries) => {
     for (const { target, isIntersecting } of entries) Object.assign(target, { isSeen: isIntersecting })
