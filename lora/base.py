@@ -4,17 +4,16 @@ The base LoRA counts as part of the model. The training adapter is active only d
 removes the distillation, so that the trained LoRA does not learn to.
 """
 
-from collections.abc import Iterator
-from typing import Any
-
-import comfy.utils
 from comfy.model_patcher import ModelPatcher
 
-from ..models.blocks import linear_shapes
+from ..common.text import shortlist
 from ..models.family import Family
 from ..models.registry import family_of
+from .files.comfyui_loader import read_otherwise
+from .files.coverage import check_finite, no_layer_met, reading_notes
+from .files.fit import fitting_patches
 from .files.patches import DoesNotFit, Patch
-from .files.reader import Patches, layer_of, name_of, read_patches
+from .files.reader import read_patches
 from .options import NetworkOptions
 from .source import LoraSource
 
@@ -54,48 +53,33 @@ def _apply(patcher: ModelPatcher, source: LoraSource, default: str, strength: fl
     default: name of the input in messages, if the source does not name it.
     """
     name, input_name = source.name, source.input(default)
+    lora = source.tensors()
+    check_finite(lora, f"{input_name}: {name}")
     try:
-        patches, unknown = read_patches(source.tensors(), family, patcher.model)
-        missing = list(_check_patches(patches, patcher.model))
+        read = read_patches(lora, family.names, patcher.model)
+        fitting, missing = fitting_patches(read, patcher.model)
     except DoesNotFit as error:
         raise ValueError(
             f"{input_name}: {name} does not fit this model ({error}); choose a LoRA of this model."
         ) from error
-    if len(missing) == len(patches):
-        raise ValueError(
-            f"{input_name}: {name} has no update for {family.title}; choose a LoRA that was trained on this model."
-        )
-    patcher.add_patches(patches, strength)
+    if not any(fitting):
+        raise ValueError(no_layer_met(f"{input_name}: {name}", read.other_layers, missing, family, patcher.model))
+    for group in fitting:
+        patcher.add_patches(group, strength)
     notes = []
     if missing:
         notes.append(
             f"{input_name} also changes parts that this model doesn't have, such as {missing[0]}; they are ignored."
         )
-    if unknown:
-        notes.append(f"{input_name} has {len(unknown)} keys that match no layer of this model, such as {unknown[0]}.")
+    notes += reading_notes(input_name, read)
+    if differing := read_otherwise(lora, read, patcher.model):
+        count = len({Patch.from_entry(*entry)[0] for entry in read.entries()})
+        notes.append(
+            f"ComfyUI's LoRA loaders read {name} otherwise: {len(differing)} of {count} weights that {input_name} "
+            f"changes here differ ({shortlist(differing)}). Convert it with Load LoRA File and Save LoRA, and use "
+            "that file here and when you sample."
+        )
     return notes
-
-
-def _check_patches(patches: Patches, model: Any) -> Iterator[str]:
-    """Yield the patched weights that the model does not have. Raises DoesNotFit if ComfyUI would leave an existing one
-    unchanged and only log it."""
-    linears = linear_shapes(model)
-    for target, content in patches.items():
-        key, patch = Patch.from_entry(target, content)
-        linear = linears.get(layer_of(key)) if key.endswith(".weight") else None
-        if (shape := linear or _shape(model, key)) is None:
-            yield name_of(key)
-            continue
-        patch.check(layer_of(key), shape)
-
-
-def _shape(model: Any, key: str) -> tuple[int, ...] | None:
-    """Return the shape of a weight of the model; None if it has none of that name."""
-    try:
-        weight = comfy.utils.get_attr(model, key)
-    except AttributeError:
-        return None
-    return None if weight is None else tuple(weight.shape)
 
 
 def with_base(model: ModelPatcher, options: NetworkOptions) -> ModelPatcher:

@@ -47,6 +47,11 @@ def match_targets(
     assert names and include, (len(names), include)
     for pattern in (*include, *exclude):
         if not any(fnmatchcase(name, pattern) for name in (*names, *second)):
+            if "," in pattern:
+                raise ValueError(
+                    f"The pattern {quoted(pattern)} in targets matches no layer, because it has a comma; write one "
+                    "pattern per line."
+                )
             raise ValueError(
                 f"The pattern {quoted(pattern)} in targets matches no layer of this model; its layers have "
                 f"names such as {examples(names)}."

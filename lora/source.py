@@ -11,6 +11,16 @@ from ..common.files import read_tensors
 from ..common.fingerprint import fingerprint
 
 
+def read_lora_file(path: Path, input_name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read the tensors and metadata of a safetensors file. Raises ValueError, naming the input, if it is damaged."""
+    try:
+        return read_tensors(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"{input_name}: {path.name} can't be read as safetensors ({error}); choose another."
+        ) from error
+
+
 @dataclass(frozen=True)
 class LoraSource:
     """A LoRA as an option of a run.
@@ -46,12 +56,7 @@ class LoraSource:
         """Make a source from a safetensors file. Raises ValueError if it is damaged."""
 
         def read() -> Mapping[str, Tensor]:
-            try:
-                return read_tensors(path)[0]
-            except (OSError, SafetensorError) as error:
-                raise ValueError(
-                    f"{input_name}: {path.name} can't be read as safetensors ({error}); choose another."
-                ) from error
+            return read_lora_file(path, input_name)[0]
 
         return cls(path.name, fingerprint(read()), read, input_name)
 

@@ -20,9 +20,11 @@ from ..models.adapters.lora import LoraAdapter
 from ..models.adapters.registry import ADAPTERS
 from ..models.convolutions import WeightShape, as_matrix, weight_shapes
 from ..models.family import Family
-from .files.lora_model import ALPHA, LowRank, low_rank
+from .files.coverage import check_finite, no_layer_met
+from .files.lora_model import LowRank, low_rank
 from .files.patches import EMPTY, DoesNotFit, Patch, delta_of, truncate_to_rank
 from .files.reader import Parts, ReadLora, read_lora
+from .files.spellings import ALPHA
 from .options import NetworkOptions
 from .plan import adapter_specs
 from .source import LoraSource
@@ -150,20 +152,18 @@ def read_warm_start(
         return None, []
     name, shapes = f"{options.start_from.input(OWN)}: {options.start_from.name}", weight_shapes(model)
     try:
-        lora = read_lora(options.start_from.tensors(), family, model)
+        tensors = options.start_from.tensors()
+        check_finite(tensors, name)
+        lora = read_lora(tensors, family, model)
     except DoesNotFit as error:
-        raise ValueError(
-            f"{name} does not fit this model ({error}); choose a LoRA that was trained on this model."
-        ) from error
+        raise ValueError(f"{name} does not fit this model ({error}); choose a LoRA of this model.") from error
     if not lora.patches and lora.other_weights:
         raise ValueError(
             f"{name} changes {_first_names(lora.other_weights)} in a way that training can't start from; choose one "
             "that changes the weights of Linear layers, or put it on the MODEL with a LoRA loader."
         )
     if not lora.patches:
-        raise ValueError(
-            f"{name} has no update for a layer of {family.title}; choose a LoRA that was trained on this model."
-        )
+        raise ValueError(no_layer_met(name, lora.other_layers, (), family, model))
     specs = adapter_specs(options, targets)
     trained = {layer: patches for layer, patches in lora.patches.items() if layer in specs}
     if not trained:
@@ -196,8 +196,6 @@ def _check_layer(
             f"{name} is a {kind} ({layer} has {suffixes}) and the network trains {spec.algorithm}; set "
             f"algorithm to {algorithm}, or choose another LoRA."
         )
-    if not all(tensor.float().isfinite().all() for patch in patches for tensor in patch.tensors().values()):
-        raise ValueError(f"{name} holds NaN or infinite values ({layer}); choose an earlier save of it.")
     try:
         if spec.algorithm != "lora" and parts is not None:
             _check_same(spec, layer, parts, *as_matrix(shape))
@@ -253,6 +251,8 @@ def _start_notes(
         yield f"{input_name} also has {lora.text_encoder} keys for the text encoder, which are ignored."
     if lora.unknown:
         yield f"{input_name} has keys that match no layer of this model and are ignored: {_first_names(lora.unknown)}."
+    if lora.doubled:
+        yield f"{input_name} has several updates of one layer, which are added up: {_first_names(lora.doubled)}."
     if fresh := [layer for layer in targets if layer not in trained]:
         yield (
             f"{len(fresh)} of the {len(targets)} trained layers are not in {input_name} and start from zero: "

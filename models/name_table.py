@@ -39,9 +39,10 @@ Shape = tuple[int, int]
 """Rows and columns of a native weight."""
 
 
-def equal_rows(name: str, parts: int, rows: int, columns: int) -> list[int]:
-    """Split the rows of a fused module into equal parts."""
-    return [rows // parts] * parts
+def fused_rows(name: str, parts: int, rows: int, columns: int) -> list[int]:
+    """Split the rows of a fused module: four parts are q, k and v of the hidden size, which is the module's input size,
+    and then the MLP; others are equal."""
+    return [columns] * 3 + [rows - 3 * columns] if parts == 4 else [rows // parts] * parts
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class NameTable:
 
     to_diffusers: Mapping[str, tuple[str, ...]]
     extra_modules: tuple[str, ...] = ()
-    rows: Callable[[str, int, int, int], list[int]] = equal_rows
+    rows: Callable[[str, int, int, int], list[int]] = fused_rows
     halves_swapped: frozenset[str] = frozenset()
     proportions: Mapping[str, Shape] = field(default_factory=dict)
     gaps: tuple[Gap, ...] = ()
@@ -190,6 +191,7 @@ class NameTable:
                 "unet": self.unet,
                 "kohya_by_diffusers": self.kohya_by_diffusers,
                 **({"cut": sorted(self.cut)} if self.cut else {}),
+                **({"gaps": [[gap.program, gap.format, gap.names] for gap in self.gaps]} if self.gaps else {}),
             }
         )
 
@@ -202,6 +204,7 @@ def read_recorded(text: str) -> NameTable | None:
         modules, swapped = tuple(map(str, recorded["modules"])), frozenset(map(str, recorded["halves_swapped"]))
         unet, by_diffusers = bool(recorded["unet"]), bool(recorded["kohya_by_diffusers"])
         cut = frozenset(map(str, recorded.get("cut", ())))
+        gaps = tuple(Gap(str(p), str(f), tuple(map(str, names))) for p, f, names in recorded.get("gaps", ()))
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
     if any(part.count("{}") != name.count("{}") for name, parts in diffusers.items() for part in parts):
@@ -209,5 +212,12 @@ def read_recorded(text: str) -> NameTable | None:
     if not cut <= diffusers.keys():
         return None
     return NameTable(
-        diffusers, modules, halves_swapped=swapped, by_rule=True, unet=unet, kohya_by_diffusers=by_diffusers, cut=cut
+        diffusers,
+        modules,
+        halves_swapped=swapped,
+        gaps=gaps,
+        by_rule=True,
+        unet=unet,
+        kohya_by_diffusers=by_diffusers,
+        cut=cut,
     )

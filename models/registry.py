@@ -14,6 +14,7 @@ from .latents import LatentPolicy, policy_of_format
 from .name_table import NameTable, Shape
 from .native.facts.lookup import NAMED, facts_of, named_facts
 from .native.family import NativeFamily
+from .native.names import native_names
 from .native.text import CoreText
 from .native.transformer import NativeTransformer
 from .native.verify.core_forward import CoreForward
@@ -95,6 +96,17 @@ def related_family(model: Any) -> Family | None:
 def known_family(model: Any) -> Family | None:
     """Return the family with our own forward for this model; None if there is none."""
     return next((family for family in FAMILIES if family.matches(model)), None)
+
+
+def names_of_model(model: Any) -> NameTable:
+    """Return the name table of a ComfyUI BaseModel, trainable or not; an empty one for a model with two layers of one
+    name in kohya's keys."""
+    if (family := known_family(model)) is not None:
+        return family.names
+    try:
+        return native_names(model)
+    except ValueError:
+        return NameTable({})
 
 
 def model_latents(model: Any) -> LatentPolicy:

@@ -13,6 +13,7 @@ from ..models.layers.attention import settle_kernel_order
 from .common.types import refuse_literals
 from .data import folder_routes, prepare
 from .loras import average, compare, save
+from .loras import load as load_lora
 from .model import block_swap, compile, load, try_it, tune
 from .options import memory, network, objective, optimizer, preview, validation
 from .train import run_deletion, run_files, run_routes, train_lora
@@ -33,6 +34,7 @@ NODES: list[type[io.ComfyNode]] = [
     *validation.NODES,
     *train_lora.NODES,
     *save.NODES,
+    *load_lora.NODES,
     *compare.NODES,
     *average.NODES,
     *try_it.NODES,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import comfy.model_management
+import torch
 
 from ..compile.region import CompileFailed, over_the_limit
 
@@ -100,12 +101,28 @@ def error_sentence(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or f"{type(error).__name__}."
 
 
-def not_finite(name: str, step: int) -> CannotContinue:
+def broken_weight(diffusion_model: torch.nn.Module) -> str:
+    """Return the name of the first weight of a model that holds NaN or infinite values; empty if none does."""
+    for name, weight in diffusion_model.named_parameters():
+        if weight.is_floating_point() and not weight.is_meta:
+            values = weight.detach()
+            if not torch.isfinite(values.float() if values.element_size() == 1 else values).all():
+                return name
+    return ""
+
+
+def not_finite(name: str, step: int, weight: str = "") -> CannotContinue:
     """Make the error of a NaN or infinite value.
 
     name: name of the value.
     step: last complete step.
+    weight: name of a frozen weight that is broken itself.
     """
+    if weight:
+        return CannotContinue(
+            f"The {name} is NaN or infinite at step {step + 1}, because the model's file holds such values "
+            f"({weight}); load another copy of the model."
+        )
     if step:
         return CannotContinue(f"The {name} became NaN or infinite at step {step + 1}; lower learning_rate.")
     return CannotContinue(

@@ -311,7 +311,8 @@ class Trainer:
         self.sync.check(from_ranks)
         for quantity, is_finite in (("loss", math.isfinite(loss)), ("gradient", self.learner.may_step(norm))):
             if not is_finite:
-                raise errors.not_finite(quantity, self.progress.step)
+                weight = errors.broken_weight(self.placed.patcher.model.diffusion_model)
+                raise errors.not_finite(quantity, self.progress.step, weight)
         return loss
 
     def optimizer_step(self) -> None:

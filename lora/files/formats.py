@@ -12,7 +12,8 @@ from ...common.files import write_atomically
 from ...common.text import quoted
 from ...models.name_table import NameTable
 from .header import for_file
-from .lora_model import ALPHA, CUT, DORA, DOWN, PREFIX, UP, LoraModel, low_rank, normalised
+from .lora_model import CUT, PREFIX, LoraModel, low_rank, normalised
+from .spellings import ALPHA, DORA, DOWN, UP, is_text_encoder
 
 FORMATS = ("kohya", "comfyui", "diffusers")
 Layout = Callable[[LoraModel, str, Mapping[str, Tensor]], dict[str, Tensor]]
@@ -46,6 +47,11 @@ def convert(lora: Mapping[str, Tensor], format: str = "kohya", dtype: str = "fp3
     for flat, parts in model.parts().items():
         halves = _cut(table, model, flat, parts, format)
         tensors.update(halves or layout(model, flat, parts))
+    if format == "diffusers" and (part := next((key for key in model.verbatim if not is_text_encoder(key)), None)):
+        raise ValueError(
+            f"format diffusers carries plain LoRA pairs only, and {quoted(part)} is none; choose kohya or comfyui."
+        )
+    tensors |= {key: model[key] for key in model.verbatim}
     return {key: _cast(key, tensor, dtype) for key, tensor in tensors.items()}
 
 
@@ -145,6 +151,7 @@ def _native(model: LoraModel, flat: str, format: str) -> str:
 def _cast(key: str, tensor: Tensor, dtype: str) -> Tensor:
     if not tensor.is_floating_point():
         return tensor.to("cpu", copy=True).contiguous()
+    tensor = tensor.float() if tensor.element_size() == 1 else tensor  # torch compares no float8
     if not tensor.isfinite().all():
         raise ValueError(f"lora holds NaN or infinite values ({key}); go back to an earlier save of the training.")
     # 16 bits would round a length by more than training changes it.

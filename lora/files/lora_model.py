@@ -12,18 +12,14 @@ from ...common.untrusted.budgets import METADATA
 from ...common.untrusted.json_text import parse_json
 from ...models.name_table import NameTable, flat_name, read_recorded, uncompiled
 from ...models.registry import native_name, table_of
+from .spellings import ALPHA, DORA, DOWN, UP, is_text_encoder, split_key, without_containers
 
 PREFIX = "lora_unet_"
 CUT = "transformer."
 """Prefix of the modules that files hold in place of a fused one."""
-DOWN, UP, ALPHA = "lora_down.weight", "lora_up.weight", "alpha"
-DORA = "dora_scale"
 MODULES = "tessera_modules"
 """Metadata key for the module names of a model that no family has a table for."""
 _AGAIN = "train or load it again"
-_SYNONYMS = {"lora_A.weight": DOWN, "lora_B.weight": UP, "lora_A.default.weight": DOWN, "lora_B.default.weight": UP}
-# Longest first: "lora_down.weight" is one suffix, though it has a dot in it.
-_SUFFIXES = (*_SYNONYMS, DOWN, UP, "lora_mid.weight")
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,8 @@ class LoraModel(dict[str, Tensor]):
     """A LoRA as ComfyUI's LORA_MODEL: contiguous tensors in kohya's keys, with the metadata for its file.
 
     Keys are `lora_unet_<module, dots as underscores>` with `.lora_down.weight` (rank, in), `.lora_up.weight`
-    (out, rank) and `.alpha` (scalar). `names` maps flat names to module names, as far as known.
+    (out, rank) and `.alpha` (scalar). `names` maps flat names to module names, as far as known. `verbatim` are keys of
+    other kinds, of text encoders and of parts of layers, that every format has as they are.
     """
 
     def __init__(
@@ -59,10 +56,12 @@ class LoraModel(dict[str, Tensor]):
         tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] = (),
         metadata: Mapping[str, str] | None = None,
         names: Mapping[str, str] | None = None,
+        verbatim: Iterable[str] = (),
     ):
         super().__init__(tensors)
         self.metadata: dict[str, str] = dict(metadata or {})
         self.names: dict[str, str] = dict(names or {})
+        self.verbatim = frozenset(verbatim)
 
     @classmethod
     def from_modules(cls, modules: Mapping[str, LowRank], metadata: Mapping[str, str] | None = None) -> "LoraModel":
@@ -79,7 +78,7 @@ class LoraModel(dict[str, Tensor]):
             return model
         updates: dict[str, dict[str, dict[str, Tensor]]] = {}
         for key in [key for key in model if key.startswith(CUT)]:
-            module, suffix = _split(key.removeprefix(CUT))
+            module, _, suffix = split_key(key.removeprefix(CUT))
             if (fused := table.cut_from(module)) is not None:
                 updates.setdefault(fused, {}).setdefault(module, {})[suffix] = model.pop(key)
         for fused, by_module in updates.items():
@@ -104,6 +103,8 @@ class LoraModel(dict[str, Tensor]):
         """Return the tensors by flat module name and then by suffix."""
         by_module: dict[str, dict[str, Tensor]] = {}
         for key, tensor in self.items():
+            if key in self.verbatim:
+                continue
             flat, _, suffix = key.removeprefix(PREFIX).partition(".")
             by_module.setdefault(flat, {})[suffix] = tensor
         return by_module
@@ -164,12 +165,17 @@ def normalised(lora: Mapping[str, Tensor]) -> LoraModel:
         raise ValueError("lora is empty; connect the LORA_MODEL of a training node.")
     tensors: dict[str, Tensor] = {}
     names: dict[str, str] = dict(lora.names) if isinstance(lora, LoraModel) else {}
+    verbatim: set[str] = set(lora.verbatim) if isinstance(lora, LoraModel) else set()
     for key, tensor in lora.items():
         if not isinstance(tensor, Tensor):
             raise ValueError(f"lora holds a {type(tensor).__name__} as {quoted(key)}; {_AGAIN}.")
-        module, suffix = _split(uncompiled(key))
+        if key in verbatim or is_text_encoder(key):
+            verbatim.add(key)
+            tensors[key] = tensor.detach().contiguous()
+            continue
+        module, _, suffix = split_key(without_containers(uncompiled(key)))
         if module.startswith("diffusion_model."):
-            native = module.removeprefix("diffusion_model.")
+            native = without_containers(module.removeprefix("diffusion_model."))
             module = PREFIX + flat_name(native)
             names[flat_name(native)] = native
         elif not module.startswith(PREFIX):
@@ -178,7 +184,9 @@ def normalised(lora: Mapping[str, Tensor]) -> LoraModel:
                 "the LORA_MODEL of a training node."
             )
         tensors[f"{module}.{suffix}"] = tensor.detach().contiguous()
-    result = LoraModel(tensors, getattr(lora, "metadata", None), names)
+    if len(verbatim) == len(tensors):
+        raise ValueError(f"lora holds {quoted(next(iter(tensors)))} and no key of a diffusion model; {_AGAIN}.")
+    result = LoraModel(tensors, getattr(lora, "metadata", None), names, verbatim)
     for flat, parts in result.parts().items():
         if (DOWN in parts) != (UP in parts):
             raise ValueError(f"lora holds only half of the pair for {flat}; {_AGAIN}.")
@@ -193,11 +201,3 @@ def normalised(lora: Mapping[str, Tensor]) -> LoraModel:
         if DOWN in parts and ALPHA not in parts:
             result[f"{PREFIX}{flat}.{ALPHA}"] = torch.tensor(float(parts[DOWN].shape[0]))
     return result
-
-
-def _split(key: str) -> tuple[str, str]:
-    for suffix in _SUFFIXES:
-        if key.endswith("." + suffix):
-            return key[: -len(suffix) - 1], _SYNONYMS.get(suffix, suffix)
-    module, _, suffix = key.rpartition(".")
-    return module, suffix

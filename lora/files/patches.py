@@ -21,7 +21,7 @@ from comfy.weight_adapter.oft import OFTAdapter
 from torch import Tensor
 
 from ...models.adapters.pissa import largest_parts
-from .lora_model import ALPHA, DORA, DOWN, UP
+from .spellings import ALPHA, DORA, DOWN, UP
 
 Place = tuple[int, int, int]
 Change = Callable[[Tensor], Tensor]

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from ...common.text import joined, shortlist
 from .formats import FORMATS
-from .lora_model import ALPHA, DOWN, UP, normalised
+from .lora_model import normalised
+from .spellings import ALPHA, DOWN, UP, is_text_encoder
 
 PROGRAMS = ("ComfyUI", "diffusers")
 _PAIR = {DOWN, UP, ALPHA}
@@ -20,7 +21,10 @@ def reader_notes(lora: Mapping[str, Tensor], format: str) -> list[str]:
     model = normalised(lora)
     table, parts = model.table(), model.parts()
     if table is None:
-        return ["It's not known which programs read this file, because its model can't be trained here."]
+        return [
+            "It's not known which programs read this file, because nothing in it names its model; load it by Load LoRA "
+            "File with the model connected, and save that."
+        ]
     names = [name for flat in parts if (name := model.name(flat))]
     # On other tensors diffusers' converters fail, or drop the layers that have them.
     extra_suffixes = sorted({suffix for tensors in parts.values() for suffix in tensors} - _PAIR)
@@ -32,6 +36,10 @@ def reader_notes(lora: Mapping[str, Tensor], format: str) -> list[str]:
     }
     readers = [program for program, by_format in left_out.items() if not by_format[format]]
     notes = [f"{joined(readers)} read{'s' if len(readers) == 1 else ''} this file."] if readers else []
+    if encoder := [key for key in model.verbatim if is_text_encoder(key)]:
+        notes.append(f"It also holds {len(encoder)} keys of text encoders, under the names that they had.")
+    if len(encoder) < len(model.verbatim):
+        notes.append("Parts of layers that no format can join keep names that ComfyUI reads.")
     for program, by_format in left_out.items():
         if missing := by_format[format]:
             extent = "nothing of it" if len(missing) == len(names) else f"it without {shortlist(missing)}"

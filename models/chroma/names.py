@@ -21,4 +21,4 @@ _TO_DIFFUSERS: dict[str, tuple[str, ...]] = {
     f"{_LAYER}.out_layer": (f"{_LAYER}.linear_2",),
 }
 _NORMS = (*FLUX1_NAMES.extra_modules, f"{_APPROXIMATOR}.norms.{{}}")
-CHROMA_NAMES = NameTable(_TO_DIFFUSERS, _NORMS, FLUX1_NAMES.rows, proportions=FLUX1_NAMES.proportions, gaps=FLUX1_GAPS)
+CHROMA_NAMES = NameTable(_TO_DIFFUSERS, _NORMS, proportions=FLUX1_NAMES.proportions, gaps=FLUX1_GAPS)

@@ -58,12 +58,6 @@ _NORMS = (
 )
 
 
-def _rows(name: str, parts: int, rows: int, columns: int) -> list[int]:
-    """Split the rows: the single blocks' `linear1` is q, k and v of the hidden size (its input size) and then the MLP;
-    the double blocks' `qkv` is three equal parts."""
-    return [columns] * 3 + [rows - 3 * columns] if parts == 4 else [rows // parts] * parts
-
-
 # The native modulation of the last layer gives (shift, scale), diffusers' gives (scale, shift).
 _HALVES_SWAPPED = frozenset({"final_layer.adaLN_modulation.1"})
 _FLUX1_PROPORTIONS = {
@@ -76,7 +70,7 @@ _FLUX1_PROPORTIONS = {
 }
 # diffusers expects its own names after ComfyUI's prefix.
 FLUX1_GAPS = (Gap("diffusers", "comfyui", ("*",)),)
-FLUX1_NAMES = NameTable(_FLUX1, _NORMS, _rows, _HALVES_SWAPPED, _FLUX1_PROPORTIONS, FLUX1_GAPS)
+FLUX1_NAMES = NameTable(_FLUX1, _NORMS, halves_swapped=_HALVES_SWAPPED, proportions=_FLUX1_PROPORTIONS, gaps=FLUX1_GAPS)
 
 _FLUX2_EMBEDDER = "time_guidance_embed"
 

@@ -16,7 +16,8 @@ import comfy.utils
 
 from ..blocks import linear_shapes
 from ..family import Origin
-from ..name_table import NameTable, filled, flat_name
+from ..name_table import Gap, NameTable, filled, flat_name
+from . import hunyuan_video_names
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _TRANSFORMERS = (
@@ -28,6 +29,8 @@ _TRANSFORMERS = (
 # Fused in ComfyUI's files, and two layers in diffusers' and in split ones, in row order. In a fused model ComfyUI has a
 # name for each half, in a split one none for the whole (comfy/lora.py, model_lora_keys_unet, QwenImage).
 _QWEN_IMAGE_2_1 = (".img_mlp.gate_up", (".img_mlp.gate_layer", ".img_mlp.proj"))
+# ComfyUI has no table of diffusers' names for it.
+_HUNYUAN_VIDEO_GAPS = (Gap("ComfyUI", "diffusers", ("*",)),)
 _Parts = Mapping[str, tuple[str, ...]]
 _STABILITY = "https://github.com/Stability-AI/generative-models"
 _COMFYUI = "https://github.com/comfyanonymous/ComfyUI"
@@ -68,6 +71,11 @@ def native_names(model: Any) -> NameTable:
             for name in names
         )
         return _table(names, name_parts, cut=frozenset(name for name in names if name.endswith(fused)))
+    if isinstance(model, comfy.model_base.HunyuanVideo):
+        is_newer = isinstance(model, getattr(comfy.model_base, "HunyuanVideo15", ()))
+        hunyuan_parts = dict(hunyuan_video_names.diffusers_parts(names, is_newer))
+        swapped = frozenset(hunyuan_video_names.HALVES_SWAPPED & hunyuan_parts.keys())
+        return _table(names, tuple(hunyuan_parts.items()), swapped, gaps=_HUNYUAN_VIDEO_GAPS)
     if kind in _TRANSFORMERS or (kind is comfy.model_base.Lumina2 and config.get("z_image_modulation")):
         rows = dict.fromkeys(names, 0) | {name: rows for name, (rows, _) in linear_shapes(model).items()}
         parts, swapped = _turned_round(comfy.lora.model_lora_keys_unet(model, {}), rows)
@@ -144,6 +152,7 @@ def _table(
     unet: bool = False,
     kohya_by_diffusers: bool = False,
     cut: frozenset[str] = frozenset(),
+    gaps: tuple[Gap, ...] = (),
 ) -> NameTable:
     by_flat: dict[str, str] = {}
     for name in names:
@@ -166,6 +175,7 @@ def _table(
             unet=unet,
             kohya_by_diffusers=kohya_by_diffusers,
             cut=frozenset(templates_of.values()),
+            gaps=gaps,
         )
 
     table = make_table(templates)

@@ -148,7 +148,8 @@ def resolve_folder(choice: str) -> Path:
     if not isinstance(choice, str):
         raise ValueError(f"The folder is {quoted(choice)}, which is not text; choose one from the list.")
     if os.path.isabs(choice):
-        roots = read_settings().allowed_folders
+        own_roots = [root for roots in _readable_roots().values() for root in roots]
+        roots = (*read_settings().allowed_folders, *(root for root in own_roots if root != Path(choice)))
         candidates = [(root, Path(choice)) for root in roots if _drive(str(root)) == _drive(choice)]
     else:
         name, _, subpath = choice.replace("\\", "/").partition("/")

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePosixPath
 
-import comfy.utils
 from torch import Tensor
 
 from ...common.text import quoted
+from ...lora.source import read_lora_file
 from ...train.preview.compare import AppliedLora, Column
 from .expert_pairs import Pair, without_side
 from .lora_list import ENDING, path_of
@@ -150,4 +150,4 @@ def _file(name: str | None) -> Source | None:
 
 
 def _read(name: str) -> dict[str, Tensor]:
-    return comfy.utils.load_torch_file(str(path_of(name)), safe_load=True)
+    return read_lora_file(path_of(name), "loras")[0]

@@ -36,7 +36,7 @@ def lora_source(
         return LoraSource.from_lora(connected, input_name)
     if name == NONE:
         return None
-    return LoraSource.from_file(_path(input_name, name), input_name)
+    return LoraSource.from_file(lora_path(input_name, name), input_name)
 
 
 def low_noise_source(input_name: str, name: str, connected: Mapping[str, Tensor] | None = None) -> LoraSource | str:
@@ -53,12 +53,13 @@ def lora_file_fingerprint(*names: str | None) -> object:
     states = []
     for name in names:
         if name != NONE and name in lora_files():
-            stat = _path("", name).stat()
+            stat = lora_path("", name).stat()
             states.append((name, stat.st_size, stat.st_mtime_ns))
     return states
 
 
-def _path(input_name: str, name: str) -> Path:
+def lora_path(input_name: str, name: str) -> Path:
+    """Return the file of a listed LoRA. Raises ValueError for any other name."""
     path = folder_paths.get_full_path("loras", name) if name in lora_files() else None
     if path is None:
         raise ValueError(

@@ -25,7 +25,8 @@ from ...common.core import loaded_from
 from ...common.untrusted.tensor_files import metadata_field, open_tensors
 from ...data.samples import TrainingData, data_facts, shown_per_epoch
 from ...lora.files.header import for_file, last_part, without_paths
-from ...lora.files.lora_model import ALPHA, DOWN, MODULES, LoraModel
+from ...lora.files.lora_model import MODULES, LoraModel
+from ...lora.files.spellings import ALPHA, DOWN
 from ...lora.options import NetworkOptions
 from ...lora.plan import base_spec
 from ...memory.low_bit.quantize import AS_STORED, quantize_of

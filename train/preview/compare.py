@@ -8,9 +8,14 @@ from PIL import Image
 from torch import Tensor
 
 from ...common.core import held_models
+from ...common.text import shortlist
+from ...lora.files.comfyui_loader import read_otherwise
+from ...lora.files.coverage import check_finite, reading_notes
+from ...lora.files.patches import DoesNotFit
+from ...lora.files.reader import read_patches
 from ...memory.host.flat_weights import restore_inference_mode
 from ...memory.weights.frozen import unload
-from ...models.registry import known_family
+from ...models.registry import known_family, names_of_model
 from ..expert_pair import SAME_WEIGHTS, meeting_sigma
 from .contact_sheet import Cell, render_frames, render_sheet
 from .sampling import Sampling, Stages, check_fits, check_text, decode, sample_latents, titled, with_lora
@@ -50,10 +55,12 @@ class Comparison:
 
     grid: the contact sheet; one image per moment if it is animated.
     pictures: samples row by row, each (frames, H, W, 3), 0 to 1.
+    notes: sentences on LoRAs that were not read as a whole, or that ComfyUI's own loaders read otherwise.
     """
 
     grid: list[Image.Image]
     pictures: list[Tensor]
+    notes: list[str]
 
 
 def compare(
@@ -64,7 +71,8 @@ def compare(
     check: Callable[[], None],
     frames_shown: int = 1,
 ) -> Comparison:
-    """Sample every prompt and seed with every LoRA, as core's Load LoRA, KSampler and VAE Decode do.
+    """Sample every prompt and seed with every LoRA, as core's Load LoRA, KSampler and VAE Decode do with a LoRA that
+    core reads as a whole.
 
     Two experts are sampled like two KSampler (Advanced) that share the steps. On return and on error the models are
     unloaded with their own weights. Call it under inference mode.
@@ -83,6 +91,7 @@ def compare(
     for column in columns:
         check()
         _with_loras(stages, column)
+    notes = _notes(stages, columns)
     rows = titled(samplings)
     # Column by column, so that each LoRA is patched once; the VAE last, so that it is loaded once.
     latents: dict[Cell, Tensor] = {}
@@ -97,7 +106,7 @@ def compare(
     for cells in render_frames(pictures, frames_shown):
         check()
         sheets.append(render_sheet([row[0] for row in rows], [column.title for column in columns], *cells))
-    return Comparison(sheets, list(pictures.values()))
+    return Comparison(sheets, list(pictures.values()), notes)
 
 
 def two_experts(high: ModelPatcher, low: ModelPatcher, boundary: float = 0.0, switch_step: int = 0) -> Stages:
@@ -167,11 +176,32 @@ def _model_of(model: ModelPatcher, lora: AppliedLora | None) -> ModelPatcher:
         return model
     try:
         patched, changed = with_lora(model, lora.read(), lora.strength)
-    except (KeyError, RuntimeError) as error:  # from ComfyUI's own reader, which names a key or a tensor
-        raise ValueError(f"loras: {lora.name} cannot be read by ComfyUI ({error}); take it out.") from error
+    except DoesNotFit as error:
+        raise ValueError(f"loras: {lora.name} does not fit this model ({error}); take it out.") from error
     if not changed:
         raise ValueError(
-            f"loras: {lora.name} doesn't change this model, so it belongs to another one; take it out, or connect the "
-            "model that it was trained on."
+            f"loras: {lora.name} doesn't change this model, because none of its layers is in it; take it out, or "
+            "connect the model that it was trained on."
         )
     return patched
+
+
+def _notes(stages: Stages, columns: Sequence[Column]) -> list[str]:
+    """Return a sentence for each part of a LoRA that was left out or that ComfyUI's own loaders read otherwise."""
+    applied: dict[str, tuple[ModelPatcher, AppliedLora]] = {}
+    for column in columns:
+        for model, lora in ((stages.model, column.lora), (stages.low_noise, column.low_noise)):
+            if model is not None and lora is not None:
+                applied.setdefault(lora.name, (model, lora))
+    notes: list[str] = []
+    for name, (model, lora) in applied.items():
+        tensors = lora.read()
+        check_finite(tensors, f"loras: {name}")
+        read = read_patches(tensors, names_of_model(model.model), model.model)
+        notes += reading_notes(name, read)
+        if differing := read_otherwise(tensors, read, model.model):
+            notes.append(
+                f"ComfyUI's LoRA loaders read {name} otherwise ({shortlist(differing)}); this grid shows all of it. "
+                "Convert it by Load LoRA File and Save LoRA."
+            )
+    return notes

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-import comfy.lora
-import comfy.lora_convert
 import comfy.sample
 import comfy.samplers
 import comfy.sd
@@ -18,8 +16,9 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from ...common.core import end_of_node
-from ...models.name_table import uncompiled
-from ...models.registry import model_latents, related_family
+from ...lora.files.fit import fitting_patches
+from ...lora.files.reader import read_patches
+from ...models.registry import model_latents, names_of_model, related_family
 from .latents import check_latent, check_latent_fits, empty_latent, pictures_of
 
 Conditioning = list[list[Any]]
@@ -132,12 +131,16 @@ class Stages:
 
 
 def with_lora(model: ModelPatcher, lora: Mapping[str, Tensor], strength: float = 1.0) -> tuple[ModelPatcher, int]:
-    """Clone the MODEL with the LoRA on it, like Load LoRA. Returns the clone and the number of weights it changes."""
-    keys = comfy.lora.model_lora_keys_unet(model.model, {})
-    plain = {uncompiled(key): tensor for key, tensor in lora.items()}
-    loaded = comfy.lora.load_lora(comfy.lora_convert.convert_lora(plain), keys)
+    """Clone the MODEL with the LoRA on it, like Load LoRA. Returns the clone and the number of weights it changes.
+
+    Raises DoesNotFit if an update is incomplete, unknown or of another shape than its layer.
+    """
+    read = read_patches(lora, names_of_model(model.model), model.model)
     clone = model.clone()
-    return clone, len(clone.add_patches(loaded, strength))
+    changed: set[Any] = set()
+    for group in fitting_patches(read, model.model)[0]:
+        changed.update(clone.add_patches(group, strength))
+    return clone, len(changed)
 
 
 def check_fits(sampling: Sampling, model: ModelPatcher) -> None:

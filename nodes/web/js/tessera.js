@@ -18,6 +18,8 @@ const describe = {
     `${format}, ${dtype}`,
     ...notes,
   ],
+  TesseraLoadLora: ({ notes }) => notes,
+  TesseraCompareLoras: ({ notes = [] }) => notes,
   TesseraLoadDiffusionModel: ({ notes }) => notes,
   TesseraBlockSwap: ({ notes }) => notes,
   TesseraCompileModel: ({ notes }) => notes,

@@ -402,6 +402,12 @@ SURFACE = {
         ["loss LOSS_MAP", "smoothing FLOAT = 0.9", "log_scale BOOLEAN = false"],
         ["IMAGE plot"],
     ),
+    "TesseraLoadLora": (
+        "Load LoRA File (Tessera)",
+        False,
+        ["lora_file COMBO", "model MODEL"],
+        ["LORA_MODEL lora", "STRING report"],
+    ),
     "TesseraAverageStates": (
         "Average States",
         False,
@@ -457,6 +463,7 @@ CONTRACT = {
     "scheduler seed seeds negative latent_image frames label more_prompts lora_models model_low_noise "
     "lora_models_low_noise expert_boundary switch_step clips fps",
     "TesseraLossPlot": "loss smoothing log_scale",
+    "TesseraLoadLora": "lora_file model",
     "TesseraAverageStates": "run profile decay width last_part",
     "TesseraValidation": "part every_n_steps at_start keep_best seed min_sigma max_sigma data sigmas",
     "TesseraTryItModels": "",

@@ -156,6 +156,14 @@ def test_folders_that_the_settings_allow_are_offered_and_open(home):
         folder_access.resolve_folder((home / "elsewhere" / ".." / "user").as_posix())
 
 
+def test_an_absolute_path_inside_input_is_taken(home):
+    put_pictures(home / "input" / "set")
+    place = home / "input" / "set"
+    assert folder_access.resolve_folder(place.as_posix()) == place
+    with pytest.raises(ValueError, match="can't be used"):
+        folder_access.resolve_folder((home / "input").as_posix())
+
+
 def test_any_other_folder_is_refused_whether_it_is_there_or_not(home):
     put_pictures(home / "elsewhere")
     put_pictures(home / "input" / "set")

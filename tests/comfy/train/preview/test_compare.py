@@ -124,6 +124,27 @@ def test_a_lora_of_the_graph_is_compared_too_and_the_model_is_as_it_was(tiny_flu
     comfy.model_management.unload_all_models()
 
 
+def test_a_file_that_core_reads_in_part_is_shown_as_a_whole_and_said(tiny_flux, tiny_vae, files, lora_folder):
+    lora = lora_of(5)
+    save_lora(lora_folder / "plain.safetensors", lora)
+    save_file(
+        {key.replace("lora_unet_", "lycoris_module_"): tensor for key, tensor in lora.items()},
+        lora_folder / "strange.safetensors",
+    )
+    folder_paths.filename_list_cache.clear()
+    inputs = {"run": "none", "strengths": "1", "without_lora": False, **SAMPLER, "seeds": 1}
+    with torch.inference_mode():
+        positive = conditioning("flux", 16)
+        shown = TesseraCompareLoras.execute(tiny_flux, tiny_vae, positive, loras="strange", **inputs)
+    assert torch.equal(shown.result[1][0], of_core(tiny_flux, tiny_vae, "plain.safetensors", 1.0, 4))
+    ((note,),) = (entry["notes"] for entry in shown.ui["tessera"])
+    assert "ComfyUI's LoRA loaders read strange.safetensors otherwise (double_blocks.0.img_attn.qkv.weight)" in note
+    for name in ("plain", "strange"):
+        (lora_folder / f"{name}.safetensors").unlink()
+    folder_paths.filename_list_cache.clear()
+    comfy.model_management.unload_all_models()
+
+
 def test_a_run_is_in_the_order_of_its_steps_and_lines_stand_for_what_is_listed(files):
     assert listed_runs() == [RUN] and loras_named("", RUN) == files
     assert loras_named(f"{RUN}/film\n\n{RUN}/*", "none") == [files[2], files[0], files[1]]
@@ -143,7 +164,10 @@ def test_a_run_is_in_the_order_of_its_steps_and_lines_stand_for_what_is_listed(f
         ({"loras": "../secret"}, "loras: '../secret' isn't a LoRA that ComfyUI lists"),
         ({"loras": "/etc/*"}, "isn't a LoRA that ComfyUI lists"),
         ({"loras": "of_wan"}, "loras: of_wan.safetensors doesn't change this model"),
-        ({"loras": "broken"}, "loras: broken.safetensors cannot be read by ComfyUI .*4 elements.*; take it out"),
+        (
+            {"loras": "broken"},
+            "loras: broken.safetensors does not fit this model .*has 4 numbers in place of one.*; take it",
+        ),
         ({"run": RUN, "strengths": "0"}, "strengths is '0'; give one or more numbers other than 0"),
         ({"run": RUN, "strengths": "strong"}, "strengths is 'strong'"),
         ({"run": RUN, "height": 44}, "height is 44; the model takes multiples of 8, such as 40"),

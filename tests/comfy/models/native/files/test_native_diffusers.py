@@ -50,6 +50,11 @@ def pixart(d: Any, conditions: bool = True) -> Any:
     )
 
 
+def hunyuan_video(d: Any, **sizes: Any) -> Any:
+    sizes = {"num_layers": 2, "num_refiner_layers": 2, "num_attention_heads": 2, "attention_head_dim": 32} | sizes
+    return getattr(d, sizes.pop("kind", "HunyuanVideoTransformer3DModel"))(**sizes, mlp_ratio=2.0)
+
+
 THEIRS: dict[str, Callable[[Any], Any]] = {
     "z-image": z_image,
     "krea-2": krea_2,
@@ -57,6 +62,8 @@ THEIRS: dict[str, Callable[[Any], Any]] = {
     "auraflow": auraflow,
     "pixart-alpha": pixart,
     "pixart-sigma": lambda d: pixart(d, conditions=False),
+    "hunyuan-video": lambda d: hunyuan_video(d, num_single_layers=2, text_embed_dim=48, pooled_projection_dim=24),
+    "hunyuan-video-1.5": lambda d: hunyuan_video(d, kind="HunyuanVideo15Transformer3DModel", text_embed_dim=48),
 }
 
 
@@ -71,9 +78,9 @@ def test_the_names_are_all_those_of_diffusers_linears(name):
         if isinstance(linear, nn.Linear):
             parts = table.diffusers(module)
             named += parts
-            if len(parts) > 1:  # q, k and v are of one size there too
-                assert len({theirs[part] for part in parts}) == 1, module
-                assert theirs[parts[0]][0] * len(parts) * linear.in_features == len(linear.weight) * theirs[parts[0]][1]
+            rows = table.diffusers_rows(module, *linear.weight.shape) if len(parts) > 1 else ()
+            for part, size in zip(parts, rows, strict=bool(rows)):
+                assert theirs[part][0] * linear.in_features == size * theirs[part][1], part
     assert sorted(named) == sorted(theirs)
 
 
@@ -122,3 +129,26 @@ def test_diffusers_loads_every_key_of_a_u_net_and_gets_the_same_update(name, lay
     assert there.keys() == wanted.keys()
     for module, expected in wanted.items():
         assert (there[module].double() - expected).norm() <= 1e-5 * expected.norm(), module
+
+
+def test_diffusers_loads_every_key_of_hunyuan_video_and_gets_the_same_update(tmp_path, caplog):
+    diffusers = pytest.importorskip("diffusers")
+    transformer = THEIRS["hunyuan-video"](diffusers)
+    model = build(BY_NAME["hunyuan-video"])
+    table, updates = native_names(model.model), random_updates(model)
+    lora = LoraModel.from_modules(updates, {MODULES: table.recorded()})
+    save_file(convert(lora, "diffusers"), tmp_path / "a.safetensors")
+    state = diffusers.loaders.HunyuanVideoLoraLoaderMixin.lora_state_dict(str(tmp_path / "a.safetensors"))
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        transformer.load_lora_adapter(state, adapter_name="a")
+    assert [record.getMessage() for record in caplog.records if "diffusers" in record.name] == []
+    modules = {name: module for name, module in transformer.named_modules() if hasattr(module, "get_delta_weight")}
+    there = {name: module.get_delta_weight("a").double() for name, module in modules.items()}
+    assert len(there) == len(state) // 2 == sum(len(table.diffusers(name)) for name in updates)
+    for name, update in updates.items():
+        together = torch.cat([there[part] for part in table.diffusers(name)])
+        expected = delta(update)
+        if name in table.halves_swapped:
+            expected = torch.cat(expected.chunk(2)[::-1])
+        assert (together - expected).norm() <= 1e-5 * expected.norm(), name

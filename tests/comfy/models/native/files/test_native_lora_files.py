@@ -22,6 +22,7 @@ from tiny.train.runs import train
 from torch import Tensor
 
 OFFERED = {"z-image", "krea-2", "sd3.5", "sdxl", "sd1.5", "sd2", "auraflow", "pixart-alpha", "pixart-sigma"}
+OFFERED |= {"hunyuan-video", "hunyuan-video-1.5"}  # which ComfyUI doesn't read
 BY_NAME = {row.name: row for row in ROWS}
 
 
@@ -48,11 +49,13 @@ def test_comfyui_loads_every_key_and_so_do_we_with_the_same_update(row, caplog):
     assert bool(table.to_diffusers) == (row.name in OFFERED)
     for layout in formats_of(table):
         tensors = convert(lora_of(updates, table), layout)
-        patched = loaded_in_comfyui(model, tensors, caplog)
-        assert_same_deltas(patched_deltas(model, patched), updates, 1e-5)
         ours = read_lora(tensors, family_of(table), model.model)
         assert (ours.other_weights, ours.unknown, ours.text_encoder) == ((), (), 0)
         assert_same_deltas(deltas({n: low_rank(parts) for n, parts in ours.modules.items()}), updates, 1e-5)
+        if table.left_out("ComfyUI", layout, list(updates)):
+            continue
+        patched = loaded_in_comfyui(model, tensors, caplog)
+        assert_same_deltas(patched_deltas(model, patched), updates, 1e-5)
 
 
 SOME = ["z-image", "sd1.5", "sd3.5", "hunyuan-video", "anima", "minimax-h3"]
@@ -95,7 +98,7 @@ def test_metadata_that_tells_no_table_is_passed_over(said):
 
 
 def test_save_lora_says_what_is_known_and_refuses_names_that_are_not():
-    kept, known = (build(BY_NAME[name]) for name in ("hunyuan-video", "z-image"))
+    kept, known = (build(BY_NAME[name]) for name in ("anima", "z-image"))
     lora = lora_of(random_updates(kept), native_names(kept.model))
     assert reader_notes(lora, "kohya") == reader_notes(lora, "comfyui") == ["ComfyUI reads this file."]
     with pytest.raises(ValueError, match="format diffusers is not known for this model; choose kohya or comfyui"):

@@ -1,0 +1,137 @@
+"""Every spelling that a known trainer writes is read as the same update of the same layer."""
+
+from functools import lru_cache
+
+import pytest
+import tiny
+import torch
+from tessera.lora.files.lora_model import low_rank
+from tessera.lora.files.reader import read_lora, read_patches
+from tessera.models.convolutions import layer_shapes
+from tessera.models.registry import family_of
+from tiny.lora.lora_files import delta, random_update
+from tiny.lora.spellings import KOHYA, NAMED, PEFT, SPELLINGS, Spelling
+from tiny.models.chroma import load_chroma, write_chroma
+from tiny.native import ROWS, build
+
+ROW_BY_NAME = {row.name: row for row in ROWS}
+OWN = ("flux", "flux2", "qwen_image", "wan")
+
+
+@pytest.fixture(scope="module")
+def models(tiny_files, tmp_path_factory):
+    @lru_cache
+    def load(name):
+        if name == "chroma":
+            return load_chroma(write_chroma(tmp_path_factory.mktemp("chroma") / "chroma.safetensors"))
+        return tiny.load_model(name, tiny_files[name]) if name in OWN else build(ROW_BY_NAME[name])
+
+    return load
+
+
+def tensors_of(row, update):
+    values = (update.down, update.up, torch.tensor(update.alpha))
+    return {key.format(row.name): value for key, value in zip(row.tensors, values, strict=False)}
+
+
+def change(parts):
+    module = low_rank(parts)
+    return module.scaled_up.double() @ module.down.double()
+
+
+def test_there_are_as_many_as_are_promised():
+    assert len(set(SPELLINGS)) == len(SPELLINGS) > 60
+
+
+@pytest.mark.parametrize("row", SPELLINGS, ids=lambda row: f"{row.model}: {row.name.format('')}")
+def test_a_spelling_is_the_layer_s_update(row, models):
+    model = models(row.model)
+    rows, columns = layer_shapes(model.model)[row.layer]
+    start, size = row.rows or (0, rows)
+    update = random_update(size, columns, 3)
+    read = read_lora(tensors_of(row, update), family_of(model), model.model)
+    assert (read.unknown, read.other_layers, read.doubled, list(read.modules)) == ((), (), (), [row.layer])
+    expected = torch.zeros(rows, columns, dtype=torch.float64)
+    scale = 1 if len(row.tensors) == 3 else 4 / update.alpha  # without an alpha it is the rank
+    expected[start : start + size] = scale * delta(update)
+    assert (change(read.modules[row.layer]) - expected).norm() <= 1e-6 * expected.norm()
+
+
+NESTED = Spelling(
+    "flux", "", "pipe.module.transformer.base_model.model.diffusion_model.double_blocks.0.img_attn.qkv", PEFT, ""
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "there"),
+    [
+        (NESTED.name, True),
+        ("lycoris_diffusion_model_double_blocks_0_img_attn_qkv", True),
+        ("other.double_blocks.0.img_attn.qkv", False),
+        ("transformer.refiner.double_blocks.0.img_attn.qkv", False),
+        ("pipe.dit2.double_blocks.0.img_attn.qkv", False),
+        ("transformer_2.double_blocks.0.img_attn.qkv", False),
+        ("model." * 300 + "double_blocks.0.img_attn.qkv", False),
+    ],
+)
+def test_wrappers_nest_and_another_prefix_is_another_module(name, there, tiny_flux):
+    update = random_update(384, 128, 1)
+    tensors = tensors_of(NESTED._replace(name=name), update)
+    read = read_lora(tensors, family_of(tiny_flux), tiny_flux.model)
+    assert list(read.modules) == (["double_blocks.0.img_attn.qkv"] if there else [])
+    assert (read.other_layers, len(read.unknown)) == (((), 0) if there else ((name,), 2))
+
+
+def test_a_module_whose_name_ends_like_one_of_the_main_model_is_left_alone(models):
+    model = models("ltx-2")
+    name = "connectors.audio_connector.transformer_blocks.0.attn1.to_q"
+    tensors = tensors_of(Spelling("", "", f"transformer.{name}", PEFT, ""), random_update(48, 48, 1))
+    read = read_lora(tensors, family_of(model), model.model)
+    assert (read.modules, read.other_layers) == ({}, (f"transformer.{name}",))
+
+
+def test_one_layer_that_is_fused_in_the_file_is_cut(models):
+    model = models("wan")
+    shapes = layer_shapes(model.model)
+    parts = [f"blocks.0.self_attn.{part}" for part in "qkv"]
+    update = random_update(sum(shapes[part][0] for part in parts), shapes[parts[0]][1], 2)
+    row = Spelling("wan", "", "blocks.0.self_attn.qkv", KOHYA, "")
+    read = read_lora(tensors_of(row, update), family_of(model), model.model)
+    assert list(read.modules) == parts and not read.other_layers
+    together = torch.cat([change(read.modules[part]) for part in parts])
+    assert (together - delta(update)).norm() <= 1e-6 * together.norm()
+
+
+def test_two_updates_of_one_layer_are_added_and_named(tiny_flux):
+    """Under two names, by two adapters, and a whole difference beside a pair."""
+    layer, other = "double_blocks.0.img_attn.qkv", "double_blocks.0.img_attn.proj"
+    first, second = random_update(384, 128, 1), random_update(384, 128, 2)
+    tensors = tensors_of(Spelling("", "", f"diffusion_model.{layer}", KOHYA, ""), first)
+    tensors |= tensors_of(Spelling("", "", f"lora_unet_{layer.replace('.', '_')}", KOHYA, ""), second)
+    difference = torch.randn(128, 128, generator=torch.Generator().manual_seed(4))
+    pair = random_update(128, 128, 3)
+    tensors |= tensors_of(Spelling("", "", f"diffusion_model.{other}", KOHYA, ""), pair)
+    tensors[f"diffusion_model.{other}.diff"] = difference
+    read = read_lora(tensors, family_of(tiny_flux), tiny_flux.model)
+    assert read.doubled == (f"{layer}.weight", f"{other}.weight")
+    assert (change(read.modules[layer]) - delta(first) - delta(second)).norm() < 1e-5
+    assert low_rank(read.modules[layer]).rank == 8
+    assert sorted(patch.kind for patch in read.patches[other]) == ["full difference", "lora"]
+    twice = tensors_of(Spelling("", "", layer, NAMED, ""), first)
+    twice |= tensors_of(Spelling("", "", layer, ("{}.lora_A.b.weight", "{}.lora_B.b.weight"), ""), second)
+    read = read_lora(twice, family_of(tiny_flux), tiny_flux.model)
+    assert read.doubled == (f"{layer}.weight",) and low_rank(read.modules[layer]).rank == 8
+
+
+def test_text_encoders_are_counted(tiny_flux):
+    names = [
+        "lora_te1_text_model_encoder_layers_0_mlp_fc1",
+        "text_encoder_2.encoder.block.0.layer.0.SelfAttention.q",
+        "base_model.model.text_encoder.x",
+        "text_encoders.t5xxl.transformer.encoder.block.0.x",
+        "clip_l.transformer.text_model.x",
+    ]
+    tensors = {f"{name}.lora_up.weight": torch.zeros(2, 2) for name in names}
+    family = family_of(tiny_flux)
+    read = read_patches(tensors, family.names, tiny_flux.model)
+    assert len(read.text_encoder) == len(names) and not read.other_layers and not read.unknown
