@@ -6,7 +6,7 @@ from typing import Any
 
 from ..common.text import quoted, shortlist
 from ..models.latents import WAN21, WAN22, LatentPolicy
-from ..models.text import EDIT_PROMPTS, FIRST_EDIT, PLUS, TextPolicy
+from ..models.text import AS_COMFYUI, EDIT_PROMPTS, FIRST_EDIT, PLUS, TextPolicy
 from .buckets.grids import RAGGED_EDGE, WHOLE_GRIDS
 from .buckets.planner import BucketPlan
 from .encode.clip_vision import check_vision
@@ -14,13 +14,14 @@ from .encode.text import ItemCaptions
 from .folders.items import Item
 from .samples import GraphKey, Sample, shown_per_epoch
 
+TEXT_LIMITS = (512, 256)  # choices of max_text_length besides AS_COMFYUI
 FEW_LENGTHS = 8  # of captions, which a note lists one by one and which do not take long to compile
 
 
 def check_options(
     text: TextPolicy,
     latents: LatentPolicy,
-    max_text_length: int,
+    max_text_length: int | None,
     clip_vision: Any,
     image_to_video: bool,
     edit_prompt: str,
@@ -29,8 +30,9 @@ def check_options(
 
     Raises ValueError for a value out of its list and for options that contradict the model family.
     """
-    if text.lengths and max_text_length not in text.lengths:
-        raise ValueError(f"max_text_length is {max_text_length}; choose one of {', '.join(map(str, text.lengths))}.")
+    if max_text_length not in (None, *TEXT_LIMITS):
+        choices = ", ".join(map(str, (AS_COMFYUI, *TEXT_LIMITS)))
+        raise ValueError(f"max_text_length is {max_text_length}; choose one of {choices}.")
     if edit_prompt not in EDIT_PROMPTS:
         raise ValueError(f"edit_prompt is {quoted(edit_prompt)}; choose one of {', '.join(EDIT_PROMPTS)}.")
     if image_to_video and text.pictures_only:
@@ -116,6 +118,11 @@ def plan_notes(
     if cut:
         listed = shortlist([f"{name} ({caption.dropped} tokens)" for name, caption in cut])
         yield f"These captions are longer than {cut[0][1].longest} tokens, so their end is cut off: {listed}."
+
+
+def text_limit(text: TextPolicy, max_text_length: int | None) -> int | None:
+    """Return the tokens at which the captions of these encoders are cut, None for never."""
+    return None if max_text_length is None or not text.lengths else max(max_text_length, text.lengths[0])
 
 
 def fit_to_models(fit: str, text: TextPolicy, latents: LatentPolicy) -> tuple[str, tuple[str, ...]]:

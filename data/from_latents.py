@@ -324,6 +324,5 @@ def _notes(
             f"There are {len(counts)} token counts ({listed}), the fewest for pictures and clips of these lengths; "
             f"each is compiled."
         )
-    # Of the families here only FLUX.1, with pooled captions, uses each text length as it is; others pad to a few.
-    if policy.whole_grids or all("pooled_output" in sample.conditioning for sample in samples):
+    if policy.whole_grids:  # other models pad texts to a few lengths
         yield from length_notes(samples)

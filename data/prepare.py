@@ -12,7 +12,7 @@ from ..common.fingerprint import changed_fields, fingerprint
 from ..common.progress import Interrupted, Progress
 from ..models.latents import WAN21, WAN22, latent_policy
 from ..models.registry import text_policy
-from ..models.text import PLUS, TextPolicy, check_pair
+from ..models.text import AS_COMFYUI, PLUS, TextPolicy, check_pair
 from .buckets.grids import Placement
 from .buckets.planner import BucketPlan, plan_buckets
 from .buckets.plot import describe_plan
@@ -28,6 +28,7 @@ from .checks import (
     regularisation_notes,
     shapes_text,
     start_notes,
+    text_limit,
 )
 from .encode.augmentation import view_notes
 from .encode.clip_vision import HIDDEN_STATES, vision_output
@@ -76,7 +77,8 @@ class PrepareOptions:
     """Options of Prepare Dataset.
 
     megapixels, max_graphs, fit: see `plan_buckets`.
-    max_text_length: text length in tokens of families that let the user choose it.
+    max_text_length: tokens at which captions are cut, of families that let the user choose it; None for ComfyUI's own
+        lengths.
     image_to_video: use each video's first frame as its start image, as the Wan model of this VAE does; with a CLIP
         vision model (Wan 2.1) that frame is encoded by it as well.
     control_megapixels: area of control images, see `place_controls`.
@@ -87,7 +89,7 @@ class PrepareOptions:
     megapixels: float
     max_graphs: int
     fit: str
-    max_text_length: int
+    max_text_length: int | None = None
     image_to_video: bool = False
     control_megapixels: float = 1.0
     edit_prompt: str = PLUS
@@ -165,7 +167,7 @@ def prepare(
             [controls for _, controls in caption_inputs],
             clip,
             text,
-            options.max_text_length if text.lengths else None,
+            text_limit(text, options.max_text_length),
             edit_prompt,
             progress,
             interrupted,
@@ -233,7 +235,7 @@ def prepare(
         "megapixels": options.megapixels,
         "max_graphs": options.max_graphs,
         "fit": fit,
-        "max_text_length": options.max_text_length,
+        "max_text_length": AS_COMFYUI if options.max_text_length is None else options.max_text_length,
         "image_to_video": image_to_video,
         "control_megapixels": options.control_megapixels,
         "edit_prompt": edit_prompt,
@@ -347,7 +349,7 @@ def _sample(
         name=item.name,
         grid=(grid.frames, grid.height, grid.width),
         tokens=placement.tokens,
-        text_length=text.model_length(max(lengths)),
+        text_length=text.shared_length(lengths),
         text_lengths=tuple(lengths) if text.whole_grids else (),
         load=partial(_load, cache, item, placement, keys, texts, rate),
         repeats=item.repeats,
@@ -362,7 +364,7 @@ def _sample(
         caption_weights=item.caption_variants.weights,
         caption_dropout=item.caption_variants.dropout,
         class_caption=bool(item.caption_variants.class_texts),
-        empty_length=text.model_length(max(empties)) if empties else 0,
+        empty_length=text.shared_length(empties) if empties else 0,
         sample_ratio=item.options.sample_ratio,
         folder=item.folder,
     )

@@ -1,11 +1,12 @@
 """Conditioning of one sample, processed by the MODEL's own `extra_conds` exactly as in ComfyUI's sampling."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from comfy.model_base import BaseModel
 from torch import Tensor
+from torch.nn import functional as F
 
 # Keys that other nodes set on a conditioning to steer sampling; a training step has no use for them.
 SAMPLING_ONLY = {"start_percent", "end_percent", "clip_start_percent", "clip_end_percent", "strength", "area", "mask"}
@@ -47,6 +48,20 @@ def model_conditioning(
         else:
             raise ValueError(f"positive carries {name}, which LoRA training of this model does not take; remove it.")
     return result
+
+
+def padded_texts(texts: Sequence[Tensor], length: int, masked: bool) -> tuple[Tensor, Tensor | None]:
+    """Batch texts, (1, l, D) each, at one length: (B, length, D), and their mask, (B, length), False for pads.
+
+    masked: whether there is a mask; it depends on the length alone, so that batches of one length run the same graph.
+        Without one, all texts have the length.
+    """
+    lengths = torch.tensor([text.shape[1] for text in texts])
+    assert bool((lengths <= length).all()) and (masked or bool((lengths == length).all())), (lengths, length)
+    if not masked:
+        return torch.cat(list(texts)), None
+    padded = torch.cat([F.pad(text, (0, 0, 0, length - text.shape[1])) for text in texts])
+    return padded, (torch.arange(length) < lengths[:, None]).to(padded.device)
 
 
 def _cast(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

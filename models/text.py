@@ -19,6 +19,9 @@ _NO_IDENTIFIER = "\0embedding:"
 PLUS, FIRST_EDIT = EDIT_PROMPTS = ("plus (2509, 2511)", "first edit")
 """The templates that show control images to a text encoder, as nodes publish them."""
 
+AS_COMFYUI = "as ComfyUI"
+"""The `max_text_length` of captions that are neither cut nor padded otherwise than ComfyUI does."""
+
 LADDER = (128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """The few lengths that captions are padded to if a model masks pads exactly, so that few graphs serve all."""
 
@@ -45,7 +48,7 @@ class TextPolicy:
     encoder: ComfyUI's class of the text encoders.
     files: the text encoders to load, for messages.
     latents: the VAEs whose latents the models take.
-    lengths: the choices of `max_text_length`, ascending; empty if the family has only one length.
+    lengths: the numbers that `max_text_length` may be, ascending; empty if it has no effect.
     pictures_only: false if the models make video.
     takes_controls: whether the models take control images.
     edit_prompts: the templates that show control images to the encoder; empty if it sees none.
@@ -68,7 +71,8 @@ class TextPolicy:
         return bool(self.edit_prompts)
 
     def tokenize(self, clip: Any, caption: str, max_length: int | None = None) -> CaptionTokens:
-        """Tokenise a caption; with `lengths`, to the smallest of those up to max_length that fits it."""
+        """Tokenise a caption whole, as ComfyUI does; with a max_length, to the smallest of the `lengths` up to it that
+        fits it, and cut at the longest."""
         raise NotImplementedError
 
     def tokenize_edit(
@@ -113,6 +117,14 @@ class TextPolicy:
         """Return the length of a caption of `length` encoded tokens as the model sees it."""
         return length
 
+    def masks(self, length: int) -> bool:
+        """Return whether the model gets a mask with captions of this length in its sequence, as they may have pads."""
+        return False
+
+    def shared_length(self, lengths: Sequence[int]) -> int:
+        """Return the length that captions of these encoded tokens share in the model, as variants of one sample."""
+        return self.model_length(max(lengths))
+
     def key(self, clip: Any) -> tuple[Any, ...]:
         """Return the cache key of everything that the encoding depends on besides weights, tokens and layer."""
         return ()
@@ -137,6 +149,19 @@ def padded_length(length: int) -> int:
     """Round `length` tokens up to a step of the ladder; beyond it to a multiple of 1024."""
     assert length >= 1, length
     return next((step for step in LADDER if step >= length), -(-length // 1024) * 1024)
+
+
+def cut_to(pairs: list[Any], length: int, suffix: int = 1) -> list[Any]:
+    """Cut a caption's tokens to `length`, before the `suffix` tokens that end it."""
+    return pairs if len(pairs) <= length else pairs[: length - suffix] + pairs[len(pairs) - suffix :]
+
+
+def uncut_note(count: int, length: int, title: str) -> str:
+    """Say that captions are longer than the model was trained with."""
+    return (
+        f"{count} captions have more than {length} tokens, the length that {title} was trained with; ComfyUI samples "
+        f"them whole, and so they are trained. To cut them, set max_text_length to {length} on Prepare Dataset."
+    )
 
 
 def escape_weights(caption: str) -> str:

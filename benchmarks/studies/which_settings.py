@@ -48,7 +48,7 @@ class FlashAttention(torch.autograd.Function):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, key_mask: None = None) -> Tensor:
     return FlashAttention.apply(q, k, v).flatten(2)
 
 
@@ -126,7 +126,7 @@ def block_costs(
 
         norm = patch.object(torch.nn.functional, "rms_norm", eager_norm)
         with norm, torch.autograd.graph.saved_tensors_hooks(pack_saved, lambda tensor: tensor):
-            block(*streams, vec, pe, {})
+            block(*streams, vec, pe, None, {})
         saved_bytes = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
         # Per token 12 products of hidden by hidden in either kind; attention's backward is 2.5 times its forward.
         products, attention = 2 * 12 * HIDDEN**2 * joint, 4 * joint**2 * HIDDEN

@@ -111,12 +111,13 @@ def tokenize_captions(
     """Tokenize the captions of each item; identical ones are tokenized once and share a job.
 
     controls: control crops of each item, for text encoders that see them.
-    max_length: text length of families that let the user choose it.
+    max_length: tokens at which captions are cut, of families that let the user choose it; None for ComfyUI's own
+        lengths.
     style: prompt template for control images, one of EDIT_PROMPTS.
     empty: tokenize the empty prompt of each item too, as caption dropout does.
 
-    If a family has several text lengths, all captions of an item take the length of the longest, so that they share
-    a graph.
+    With a max_length, all captions of an item are padded to the length of the longest, so that they share a graph.
+    Without one, batches pad them, with a mask.
     Raises ValueError for captions with a text at which the encoder stops.
     """
     encoder = (weights_fingerprint(clip.patcher), clip.layer_idx, *policy.key(clip))
@@ -149,7 +150,7 @@ def tokenize_captions(
     read = []
     for form, item_requests in zip(forms, requests, strict=True):
         captions = [tokenized[request] for request in item_requests]
-        if policy.lengths:
+        if max_length is not None:
             captions = _pad_to_longest(clip, policy, [text for text, _ in item_requests], captions, encoder)
         by_text = {text: caption for (text, _), caption in zip(item_requests, captions, strict=True)}
         class_captions = tuple(None if text is None else by_text[text] for text in form.class_texts)

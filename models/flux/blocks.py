@@ -111,10 +111,10 @@ class JointBlock(Block):
         pe: Tensor,
         reference_start: int,
         masks: Masks,
-        *bounds: Tensor,
+        attended: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Run the block. img_mod: (B, 1 or 2, 6·D), txt_mod: (B, 1, 6·D), both after their Linear; bounds: of the
-        samples, for an attention that takes them; the rest as in `forward`."""
+        """Run the block. img_mod: (B, 1 or 2, 6·D), txt_mod: (B, 1, 6·D), both after their Linear; attended: what the
+        attention takes besides q, k and v, a key mask or bounds of the samples; the rest as in `forward`."""
         img_masks, txt_masks = masks_of("img.", masks), masks_of("txt.", masks)
         img_parts, txt_parts, text = img_mod.chunk(6, dim=-1), txt_mod.chunk(6, dim=-1), txt.shape[1]
         img_heads = self.img.heads(img, img_parts[:3], reference_start, img_masks)
@@ -123,7 +123,7 @@ class JointBlock(Block):
         qs, ks, vs = map(self.in_order, txt_heads, img_heads)
         q, k = _rotated(qs, ks, self.in_order(self.txt.norm, self.img.norm), pe)
         v = torch.cat(vs, dim=1)
-        txt_attended, img_attended = self.parted(self.attention(q, k, v, *bounds), text)
+        txt_attended, img_attended = self.parted(self.attention(q, k, v, attended), text)
         img = self.img.after_attention(img, img_attended, img_parts[:3], img_parts[3:], reference_start, img_masks)
         txt = self.txt.after_attention(txt, txt_attended, txt_parts[:3], txt_parts[3:], text, txt_masks)
         return img, finite_in_fp16(txt)
@@ -145,12 +145,14 @@ class JointBlock(Block):
 class DoubleBlock(JointBlock):
     """FLUX.1's, with its own modulation."""
 
-    def forward(self, img: Tensor, txt: Tensor, vec: Tensor, pe: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, img: Tensor, txt: Tensor, vec: Tensor, pe: Tensor, key_mask: Tensor | None, masks: Masks
+    ) -> tuple[Tensor, Tensor]:
         """Run the block. img: (B, N + R, D), txt: (B, L, D), vec: (B, 1, D) after SiLU, pe: (B, L + N + R, 1, head/2,
-        2)."""
+        2), key_mask: (B, 1, 1, L + N + R), False for pads of the text, or None."""
         img_mod = self.img.modulation(vec, masks_of("img.", masks))
         txt_mod = self.txt.modulation(vec, masks_of("txt.", masks))
-        return self.run(img, txt, img_mod, txt_mod, pe, img.shape[1], masks)
+        return self.run(img, txt, img_mod, txt_mod, pe, img.shape[1], masks, key_mask)
 
 
 class DoubleBlock2(JointBlock):
@@ -160,11 +162,20 @@ class DoubleBlock2(JointBlock):
     modulated = False
 
     def forward(
-        self, img: Tensor, txt: Tensor, img_mod: Tensor, txt_mod: Tensor, pe: Tensor, reference_start: int, masks: Masks
+        self,
+        img: Tensor,
+        txt: Tensor,
+        img_mod: Tensor,
+        txt_mod: Tensor,
+        pe: Tensor,
+        reference_start: int,
+        key_mask: Tensor | None,
+        masks: Masks,
     ) -> tuple[Tensor, Tensor]:
         """Run the block. img: (B, N + R, D), txt: (B, L, D), img_mod: (B, 1 or 2, 6·D), a second row is that of the
-        references; txt_mod: (B, 1, 6·D), pe: (B, L + N + R, 1, head/2, 2), reference_start: N."""
-        return self.run(img, txt, img_mod, txt_mod, pe, reference_start, masks)
+        references; txt_mod: (B, 1, 6·D), pe: (B, L + N + R, 1, head/2, 2), reference_start: N, key_mask: as
+        DoubleBlock's."""
+        return self.run(img, txt, img_mod, txt_mod, pe, reference_start, masks, key_mask)
 
 
 class ParallelBlock(Block):
@@ -191,10 +202,10 @@ class ParallelBlock(Block):
         return {name: 1 if name == "mod" else inputs.image_tokens + inputs.text_tokens for name in self.linears()}
 
     def run(
-        self, x: Tensor, modulation: Tensor, pe: Tensor, reference_start: int, masks: Masks, *bounds: Tensor
+        self, x: Tensor, modulation: Tensor, pe: Tensor, reference_start: int, masks: Masks, attended: Tensor | None
     ) -> Tensor:
-        """Run the block. modulation: (B, 1 or 2, 3·D) after its Linear; bounds: of the samples, for an attention that
-        takes them; the rest as in `forward`."""
+        """Run the block. modulation: (B, 1 or 2, 3·D) after its Linear; attended: as JointBlock's; the rest as in
+        `forward`."""
         shift, scale, gate = modulation.chunk(3, dim=-1)
         joint = self.linear1(modulate_parts(x, shift, scale, reference_start), masks.get("linear1"))
         # The MLP's width is cut into heads too: the gradients of one split into equal parts are written side by side,
@@ -203,17 +214,18 @@ class ParallelBlock(Block):
         parts = joint.unflatten(-1, (-1, x.shape[-1] // heads))
         q, k, v, mlp_hidden = parts.split((heads, heads, heads, parts.shape[2] - 3 * heads), dim=2)
         q, k = _rotated([q], [k], [self.norm], pe)
-        joint = torch.cat((self.attention(q, k, v, *bounds), self.activation(mlp_hidden.flatten(2))), dim=-1)
+        joint = torch.cat((self.attention(q, k, v, attended), self.activation(mlp_hidden.flatten(2))), dim=-1)
         return finite_in_fp16(gate_parts(x, self.linear2(joint, masks.get("linear2")), gate, reference_start))
 
 
 class SingleBlock(ParallelBlock):
     """FLUX.1's, with its own modulation."""
 
-    def forward(self, x: Tensor, vec: Tensor, pe: Tensor, masks: Masks) -> Tensor:
-        """Run the block. x: (B, L + N + R, D), vec: (B, 1, D) after SiLU, pe: (B, L + N + R, 1, head/2, 2)."""
+    def forward(self, x: Tensor, vec: Tensor, pe: Tensor, key_mask: Tensor | None, masks: Masks) -> Tensor:
+        """Run the block. x: (B, L + N + R, D), vec: (B, 1, D) after SiLU, pe: (B, L + N + R, 1, head/2, 2), key_mask:
+        as DoubleBlock's."""
         assert self.mod is not None
-        return self.run(x, self.mod(vec, masks.get("mod")), pe, x.shape[1], masks)
+        return self.run(x, self.mod(vec, masks.get("mod")), pe, x.shape[1], masks, key_mask)
 
 
 class SingleBlock2(ParallelBlock):
@@ -222,7 +234,15 @@ class SingleBlock2(ParallelBlock):
     activation = staticmethod(gated_silu)
     modulated = False
 
-    def forward(self, x: Tensor, modulation: Tensor, pe: Tensor, reference_start: int, masks: Masks) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        modulation: Tensor,
+        pe: Tensor,
+        reference_start: int,
+        key_mask: Tensor | None,
+        masks: Masks,
+    ) -> Tensor:
         """Run the block. x: (B, L + N + R, D), modulation: (B, 1 or 2, 3·D), a second row is that of the references;
-        pe: (B, L + N + R, 1, head/2, 2), reference_start: L + N."""
-        return self.run(x, modulation, pe, reference_start, masks)
+        pe: (B, L + N + R, 1, head/2, 2), reference_start: L + N, key_mask: as DoubleBlock's."""
+        return self.run(x, modulation, pe, reference_start, masks, key_mask)

@@ -11,8 +11,9 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from ...memory.weights.frozen import FrozenWeights
-from ..conditioning import model_conditioning
+from ..conditioning import model_conditioning, padded_texts
 from ..family import Family, ModelInputs, NoisySample, Origin, Patches, SampleFacts, UsualSettings
+from ..text import uncut_note
 from .names import FLUX1_NAMES, FLUX2_NAMES
 from .patchify import TIMESTEP_ZERO, patchify_image, patchify_references
 from .text import FLUX2_TEXT_LENGTH, Flux1Text, Flux2Text
@@ -22,7 +23,7 @@ from .transformer import Flux2Transformer, FluxInputs, FluxTransformer
 # (black-forest-labs/flux, src/flux/sampling.py, get_lin_function and get_schedule).
 MU_AT_256_TOKENS = 0.5
 MU_AT_4096_TOKENS = 1.15
-SCHNELL_TEXT_LENGTH = 256
+SCHNELL_TEXT_LENGTH, DEV_TEXT_LENGTH = 256, 512
 # Hidden sizes of the models without guidance (musubi-tuner, flux_2/flux2_models.py: Klein4BParams, Klein9BParams). The
 # distilled models have the same weight shapes as the base ones.
 KLEIN = {3072: "klein-4b", 4096: "klein-9b"}
@@ -111,7 +112,6 @@ class FluxFamily(Family):
                 raise ValueError(
                     f"positive carries an attention mask, which {self.title} training does not take; remove it."
                 )
-            assert cond["c_crossattn"].shape[1] == sample.text_length, (cond["c_crossattn"].shape, sample.text_length)
             concat = cond.get("c_concat")
             latent = sample.latent if concat is None else torch.cat((sample.latent, concat[0].to(sample.latent.dtype)))
             patches.append(self.patchify(latent.to(dtype), sample.tokens))
@@ -126,11 +126,14 @@ class FluxFamily(Family):
         positions = torch.stack([p.positions for p in patches])
         if references:
             positions = torch.cat((positions, torch.stack([p.positions for p in references])), dim=1)
+        length = samples[0].text_length
+        text, text_mask = padded_texts([c["c_crossattn"] for c in conds], length, self.text.masks(length))
         return FluxInputs(
             tokens=torch.stack([p.tokens for p in patches]),
             references=torch.stack([p.tokens for p in references]) if references else None,
             positions=positions,
-            text=torch.cat([c["c_crossattn"] for c in conds]),
+            text=text,
+            text_mask=text_mask,
             pooled=_pooled(conds),
             timestep=timestep,
             reference_timestep=self.reference_timestep(timestep, methods) if references else None,
@@ -185,9 +188,13 @@ class Flux(FluxFamily):
         return Origin(f"flux-1-{self.variant(model)}", url, "flux1", "networks.lora_flux")
 
     def notes(self, model: Any, samples: Sequence[SampleFacts]) -> list[str]:
-        long = sum(sample.text_length > SCHNELL_TEXT_LENGTH for sample in samples)
-        if self.variant(model) == "dev" or not long:
+        is_dev = self.variant(model) == "dev"
+        most = DEV_TEXT_LENGTH if is_dev else SCHNELL_TEXT_LENGTH
+        long = sum(sample.text_length > most for sample in samples)
+        if not long:
             return []
+        if is_dev:
+            return [uncut_note(long, DEV_TEXT_LENGTH, "FLUX.1 dev")]
         return [
             f"{long} captions have more than {SCHNELL_TEXT_LENGTH} tokens, the length that FLUX.1 schnell was "
             f"trained with; set max_text_length to {SCHNELL_TEXT_LENGTH} on Prepare Dataset if this is schnell."
@@ -260,12 +267,7 @@ class Flux2(FluxFamily):
 
     def notes(self, model: Any, samples: Sequence[SampleFacts]) -> list[str]:
         long = sum(sample.text_length > FLUX2_TEXT_LENGTH for sample in samples)
-        if not long:
-            return []
-        return [
-            f"{long} captions have more than {FLUX2_TEXT_LENGTH} tokens, the length that FLUX.2 was trained with; "
-            "each longer one is compiled separately. Shorten them."
-        ]
+        return [uncut_note(long, FLUX2_TEXT_LENGTH, self.title)] if long else []
 
     def distillation_notes(self, model: Any) -> list[str]:
         if self.variant(model) == "dev":

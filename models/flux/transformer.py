@@ -23,12 +23,14 @@ from .layers import Embedder
 class FluxInputs(ModelInputs):
     """positions: (B, N + R, axes) ids of the sample's tokens and of the references'; pooled: (B, P) or None; guidance:
     (B,) or None; reference_timestep: (B,) fp32, the timestep of reference tokens, or None if it is that of all
-    others."""
+    others; text_mask: (B, L), False for the pads of captions, or None if no text has pads that the model leaves
+    out."""
 
     positions: Tensor
     pooled: Tensor | None
     guidance: Tensor | None
     reference_timestep: Tensor | None = None
+    text_mask: Tensor | None = None
 
 
 class FluxBackbone:
@@ -131,11 +133,14 @@ class FluxTransformer(FluxBackbone):
         if torch.is_grad_enabled():
             # The first block must look like the others to the compiler: its inputs require grad too.
             img, txt = (x if x.requires_grad else x.requires_grad_() for x in (img, txt))
+        key_mask = None
+        if inputs.text_mask is not None:
+            key_mask = F.pad(inputs.text_mask, (0, img.shape[1]), value=True)[:, None, None]
         for block in self.double_blocks:
-            img, txt = run(block, img, txt, *for_double)
+            img, txt = run(block, img, txt, *for_double, key_mask)
         x = torch.cat((txt, finite_in_fp16(img)), dim=1)
         for single in self.single_blocks:
-            x = run(single, x, *for_single)
+            x = run(single, x, *for_single, key_mask)
         return self.head(x[:, text : text + sample_tokens], vec[:, :1])
 
 

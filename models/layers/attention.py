@@ -3,6 +3,7 @@
 The last two compute in 16 bits. Checks run a 16-bit model in fp32 too; there SDPA stands in for both.
 
 Models whose captions are padded take ragged attention: each sample of a batch sees its own first tokens and no pad.
+Models that pad a few long captions only take a mask with them, which no kernel but SDPA's reads.
 """
 
 import contextlib
@@ -19,26 +20,31 @@ from . import flash_attention as flash_kernels
 from .flash_attention import PACKAGES, flash_attention, flash_package
 from .ragged_attention import ragged_attention
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attention = Callable[..., Tensor]
+"""(q, k, v, key_mask) → attended tokens, as `sdpa` does; without a mask if it is left out."""
 
 # ComfyUI's functions that compute what torch's SDPA does. Others, such as SageAttention, round to 8 bits or less.
 EXACT = frozenset(f"attention_{name}" for name in ("basic", "pytorch", "flash", "xformers", "sub_quad", "split"))
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Run torch's SDPA: q, k, v (B, T, H, D) → (B, T, H·D). Torch picks the kernel (flash, cuDNN, memory-efficient or
-    math).
+def sdpa(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    """Run torch's SDPA: q (B, T, H, D), k, v (B, S, H, D) → (B, T, H·D). Torch picks the kernel (flash, cuDNN,
+    memory-efficient or math).
+
+    key_mask: (B, 1, 1, S), False for the keys that no token attends to.
 
     The output has q's memory layout: for q in this order the heads of a token are contiguous, and nothing is copied.
     """
-    out = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=key_mask
+    )
     return out.transpose(1, 2).flatten(2)
 
 
-def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def cudnn(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
     """Run `sdpa` on cuDNN's kernel, by its own op: SDPA would fall back to another if this one refuses."""
-    if not _in_16_bits(q):
-        return sdpa(q, k, v)
+    if key_mask is not None or not _in_16_bits(q):
+        return sdpa(q, k, v, key_mask)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)[0]
     return out.transpose(1, 2).flatten(2)
@@ -48,9 +54,9 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def flash(package: str) -> Attention:
     """Make `sdpa` on the kernels of one of `flash_attention.PACKAGES`; fp16 or bf16 on a GPU."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if not _in_16_bits(q):
-            return sdpa(q, k, v)
+    def attend(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        if key_mask is not None or not _in_16_bits(q):
+            return sdpa(q, k, v, key_mask)
         return flash_attention(q, k, v, None, package)[0].flatten(2)
 
     return attend

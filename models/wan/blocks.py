@@ -54,10 +54,10 @@ class CrossAttention(nn.Module):
         self.num_heads = core.num_heads
         self.attention = attention
 
-    def forward(self, x: Tensor, text: Tensor, image: Tensor | None, masks: Masks) -> Tensor:
+    def forward(self, x: Tensor, text: Tensor, key_mask: Tensor | None, image: Tensor | None, masks: Masks) -> Tensor:
         q = _heads(self.norm_q(self.q(x, masks.get("q"))), self.num_heads)
         k = _heads(self.norm_k(self.k(text, masks.get("k"))), self.num_heads)
-        attended = self.attention(q, k, _heads(self.v(text, masks.get("v")), self.num_heads))
+        attended = self.attention(q, k, _heads(self.v(text, masks.get("v")), self.num_heads), key_mask)
         if image is not None:
             k = _heads(self.norm_k_img(self.k_img(image, masks.get("k_img"))), self.num_heads)
             v = _heads(self.v_img(image, masks.get("v_img")), self.num_heads)
@@ -85,17 +85,26 @@ class TextBlock(Block):
         context = {"cross_attn.k": inputs.text_tokens, "cross_attn.v": inputs.text_tokens}
         return {name: context.get(name, inputs.image_tokens) for name in self.linears()}
 
-    def forward(self, x: Tensor, e: Tensor, pe: Tensor, text: Tensor, masks: Masks) -> Tensor:
-        """Run the block. x: (B, N, D), e: (B, 1, 6, D) of the timestep, pe: (B, N, 1, head/2, 2), text: (B, L, D)."""
-        return self._run(x, e, pe, text, None, None, masks)
+    def forward(self, x: Tensor, e: Tensor, pe: Tensor, text: Tensor, key_mask: Tensor | None, masks: Masks) -> Tensor:
+        """Run the block. x: (B, N, D), e: (B, 1, 6, D) of the timestep, pe: (B, N, 1, head/2, 2), text: (B, L, D),
+        key_mask: (B, 1, 1, L), False for its pads, or None."""
+        return self._run(x, e, pe, text, key_mask, None, None, masks)
 
     def _run(
-        self, x: Tensor, e: Tensor, pe: Tensor, text: Tensor, image: Tensor | None, clean: Tensor | None, masks: Masks
+        self,
+        x: Tensor,
+        e: Tensor,
+        pe: Tensor,
+        text: Tensor,
+        key_mask: Tensor | None,
+        image: Tensor | None,
+        clean: Tensor | None,
+        masks: Masks,
     ) -> Tensor:
         shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = self.modulation(e)
         attended = self.self_attn(modulate_frames(x, shift, scale, clean), pe, masks_of("self_attn.", masks))
         x = gate_frames(x, attended, gate, clean)
-        x = x + self.cross_attn(self.norm3(x), text, image, masks_of("cross_attn.", masks))
+        x = x + self.cross_attn(self.norm3(x), text, key_mask, image, masks_of("cross_attn.", masks))
         mlp_hidden = self.ffn["0"](modulate_frames(x, ffn_shift, ffn_scale, clean), masks.get("ffn.0"))
         mlp_hidden = self.ffn["2"](F.gelu(mlp_hidden, approximate="tanh"), masks.get("ffn.2"))
         return gate_frames(x, mlp_hidden, ffn_gate, clean)
@@ -116,10 +125,10 @@ class ImageBlock(TextBlock):
         return super().lora_rows(inputs) | image_rows
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, e: Tensor, pe: Tensor, text: Tensor, image: Tensor, masks: Masks
+        self, x: Tensor, e: Tensor, pe: Tensor, text: Tensor, key_mask: Tensor | None, image: Tensor, masks: Masks
     ) -> Tensor:
         """Run the block as TextBlock does; image: (B, I, D)."""
-        return self._run(x, e, pe, text, image, None, masks)
+        return self._run(x, e, pe, text, key_mask, image, None, masks)
 
 
 class FrameBlock(TextBlock):
@@ -128,7 +137,7 @@ class FrameBlock(TextBlock):
     kind = "wan_frames"
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, e: Tensor, pe: Tensor, text: Tensor, clean: Tensor, masks: Masks
+        self, x: Tensor, e: Tensor, pe: Tensor, text: Tensor, key_mask: Tensor | None, clean: Tensor, masks: Masks
     ) -> Tensor:
         """Run the block as TextBlock does; e: (B, 2, 6, D), clean: (B, N, 1), true for the tokens of clean frames."""
-        return self._run(x, e, pe, text, None, clean, masks)
+        return self._run(x, e, pe, text, key_mask, None, clean, masks)

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...memory.weights.frozen import FrozenWeights
-from ..conditioning import model_conditioning
+from ..conditioning import model_conditioning, padded_texts
 from ..family import Family, NoisySample, Origin, Patches, SampleFacts, UsualSettings
 from ..latents import WAN21, WAN22, LatentPolicy
+from ..text import uncut_note
 from .layers import PATCH
 from .names import WAN_NAMES
 from .text import TEXT_LENGTH, WanText
@@ -129,7 +130,7 @@ class Wan(Family):
     def notes(self, model: Any, samples: Sequence[SampleFacts]) -> list[str]:
         notes = []
         if long := sum(sample.text_length > TEXT_LENGTH for sample in samples):
-            notes.append(f"{long} captions have more than {TEXT_LENGTH} tokens, all that Wan reads; the rest is cut.")
+            notes.append(uncut_note(long, TEXT_LENGTH, "Wan"))
         if not self.vision_width(model) and any("clip_vision_output" in sample.conditioning for sample in samples):
             notes.append(
                 f"{TITLES[self.variant(model)]} takes no CLIP vision output, and what the samples have is left out; "
@@ -154,8 +155,7 @@ class Wan(Family):
             patches.append(
                 self.patchify(_with_start_picture(sample.latent.to(dtype), cond.get("c_concat")), sample.tokens)
             )
-            text = cond["c_crossattn"][:, : sample.text_length]
-            texts.append(F.pad(text, (0, 0, 0, sample.text_length - text.shape[1])))
+            texts.append(_with_zeros(cond["c_crossattn"], sample.text_length))
             images.append(cond.get("clip_fea"))
         positions = torch.stack([p.positions for p in patches])
         timestep = patcher.get_model_object("model_sampling").timestep(sigma).float()[:, None]
@@ -165,10 +165,13 @@ class Wan(Family):
             frames = torch.tensor([sample.clean_frames for sample in samples], device=device)
             clean = positions[..., :1] < frames[:, None, None]
             timestep = torch.cat((timestep, torch.zeros_like(timestep)), dim=1)
+        length = samples[0].text_length
+        text, text_mask = padded_texts(texts, length, self.text.masks(length))
         return WanInputs(
             tokens=torch.stack([p.tokens for p in patches]),
             positions=positions,
-            text=torch.cat(texts),
+            text=text,
+            text_mask=text_mask,
             timestep=timestep,
             image=_joined(images) if model.diffusion_model.img_emb is not None else None,
             clean=clean,
@@ -176,8 +179,7 @@ class Wan(Family):
 
     def as_core_takes(self, sample: NoisySample) -> NoisySample:
         """Pad the text with zeros to the length of core's encoder output, and mask the clean frames."""
-        text = sample.text[:, : sample.text_length]
-        text = F.pad(text, (0, 0, 0, sample.text_length - text.shape[1]))
+        text = _with_zeros(sample.text, sample.text_length)
         conditioning = dict(_spared(sample.conditioning))
         if sample.clean_frames:
             mask = torch.ones(1, 1, *sample.latent.shape[1:])
@@ -202,6 +204,11 @@ class Wan(Family):
 
 
 FAMILIES = (Wan(),)
+
+
+def _with_zeros(text: Tensor, length: int) -> Tensor:
+    """Pad a text, (1, l, D), with zeros as core's encoder does. length: that of its batch."""
+    return F.pad(text, (0, 0, 0, max(0, min(length, TEXT_LENGTH) - text.shape[1])))
 
 
 def _spared(conditioning: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -23,12 +23,14 @@ class WanInputs(ModelInputs):
     """positions: (B, N, 3) frame, row and column of the tokens; image: (B, I, 1280) of CLIP vision, or None.
 
     timestep is (B, 1), or (B, 2) if the model takes clean frames: that of the noisy frames, and 0. clean: (B, N, 1),
-    true for the tokens of clean frames, or None if the model takes none.
+    true for the tokens of clean frames, or None if the model takes none. text_mask: (B, L), False for the pads of
+    captions, or None if no text has pads that the model leaves out.
     """
 
     positions: Tensor
     image: Tensor | None = None
     clean: Tensor | None = None
+    text_mask: Tensor | None = None
 
 
 class ImagePositions(FrozenTensors):
@@ -122,8 +124,10 @@ class WanTransformer:
         if torch.is_grad_enabled() and not x.requires_grad:
             # The first block must look like the others to the compiler: its input requires grad too.
             x = x.requires_grad_()
+        text, *others = context
+        key_mask = None if inputs.text_mask is None else inputs.text_mask[:, None, None]
         if inputs.clean is not None:
-            context.append(inputs.clean)
+            others.append(inputs.clean)
         for block in self._blocks:
-            x = run(block, x, projected, pe, *context)
+            x = run(block, x, projected, pe, text, key_mask, *others)
         return self.final(x, e, inputs.clean)

@@ -7,11 +7,12 @@ from comfy_api.latest import io, ui
 from ...common.progress import Progress
 from ...data.buckets.grids import FITS, RAGGED_EDGE
 from ...data.buckets.plot import plot_plan
+from ...data.checks import TEXT_LIMITS
 from ...data.empty_caption import with_empty_caption
 from ...data.folders.dataset import Dataset
 from ...data.from_latents import latents_to_data
 from ...data.prepare import PrepareOptions, prepare, summary
-from ...models.text import EDIT_PROMPTS, PLUS
+from ...models.text import AS_COMFYUI, EDIT_PROMPTS, PLUS
 from ...train.distributed.world import current_world
 from ..common.folder_access import cache_folder
 from ..common.images import image_tensor
@@ -83,12 +84,12 @@ class TesseraPrepareDataset(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "max_text_length",
-                    options=["512", "256"],
-                    default="512",
+                    options=[AS_COMFYUI, *map(str, TEXT_LIMITS)],
+                    default=AS_COMFYUI,
                     optional=True,
-                    tooltip="For FLUX.1 only: the longest caption in tokens; longer ones are cut off. Use 256 for "
-                    "FLUX.1 schnell, 512 for FLUX.1 dev. A caption takes about 4 MB of disk at 256 tokens and 8 MB "
-                    "at 512. Other models set their own lengths.",
+                    tooltip="For FLUX.1, FLUX.2 and Wan. as ComfyUI: captions of any length, encoded as ComfyUI "
+                    "samples them. 512 or 256: longer captions are cut at so many tokens, and those of FLUX.1 padded "
+                    "to 256 or 512, as it was trained (schnell to 256).",
                     advanced=True,
                 ),
                 io.ClipVision.Input(
@@ -154,7 +155,7 @@ class TesseraPrepareDataset(io.ComfyNode):
         megapixels=1.0,
         max_graphs=1,
         fit=RAGGED_EDGE,
-        max_text_length="512",
+        max_text_length=AS_COMFYUI,
         clip_vision=None,
         image_to_video=False,
         control_megapixels=1.0,
@@ -171,7 +172,7 @@ class TesseraPrepareDataset(io.ComfyNode):
                     megapixels=megapixels,
                     max_graphs=max_graphs,
                     fit=fit,
-                    max_text_length=int(max_text_length),
+                    max_text_length=None if max_text_length == AS_COMFYUI else int(max_text_length),
                     image_to_video=image_to_video,
                     control_megapixels=control_megapixels,
                     edit_prompt=edit_prompt,

@@ -113,6 +113,9 @@ class Flux1Case(FluxCase):
             "ragged": partial(_samples, [(4, 12), (8, 6), (6, 8)], tokens=45),
             "references": partial(_samples, GRIDS, pairs),
             "ragged references": partial(_samples, RAGGED, pairs, tokens=23),
+            "long captions": lambda: [
+                replace(flux_sample(f"{n}", 4, 6, n, family="flux"), text_length=384) for n in (257, 300, 384)
+            ],
             "without pooled text": lambda: [_without_pooled(s) if i == 1 else s for i, s in enumerate(_samples(GRIDS))],
         }
         for method in METHODS:

@@ -1,7 +1,7 @@
 """FLUX.2: dev and klein, with and without references."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -53,6 +53,9 @@ class Flux2Case(FluxCase):
             "timestep zero": partial(_samples, GRIDS, REFERENCES, ZERO),
             "ragged timestep zero": partial(_samples, RAGGED, REFERENCES, ZERO, 23),
             "captions of 512 and more": lambda: [flux_sample(f"{i}", 2, 2, 700) for i in range(2)],
+            "captions of several lengths": lambda: [
+                replace(flux_sample(f"{n}", 4, 6, n, [(6, 4)], method=ZERO), text_length=768) for n in (300, 513, 700)
+            ],
             "captions of 5 to 512": lambda: [flux_sample(f"{n}", 4, 6, n) for n in (5, 40, 512)],
             "several methods": lambda: [flux_sample(f"{m}", 4, 6, 9, [(6, 4)], method=m) for m in (ZERO, None, "uxo")],
         }

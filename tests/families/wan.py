@@ -39,7 +39,8 @@ def tokens_of(x: Tensor) -> Tensor:
 def padded_text(sample: Any) -> Tensor:
     """(1, L, D): zeros after the caption, as core's encoder gives them."""
     text = sample.load().text
-    return torch.cat((text, text.new_zeros(1, sample.text_length - text.shape[1], text.shape[2])), dim=1)
+    zeros = max(0, min(sample.text_length, 512) - text.shape[1])
+    return torch.cat((text, text.new_zeros(1, zeros, text.shape[2])), dim=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,11 @@ class WanCase(FamilyCase):
             "shapes": partial(self.samples, GRIDS),
             "ragged": partial(self.samples, RAGGED, KEPT),
         }
+        if self.variant in ("2.1-t2v", "2.1-i2v"):
+            batches["long captions"] = lambda: [
+                replace(sample, load=tiny.wan_sample(f"{n}", sample.grid, self.variant, text=n).load, text_length=768)
+                for n, sample in zip((7, 600, 700), self.samples(GRIDS), strict=False)
+            ]
         if self.variant == "2.1-i2v":
             batches["captions of 512"] = partial(self.samples, GRIDS, text_length=512)
         if self.variant == "2.2-5b":
@@ -120,7 +126,7 @@ class WanCase(FamilyCase):
     def captions(self) -> Captions:
         lengths = (3, 200, 512, 513, 700)
         samples = [tiny.wan_sample(f"{n}", (1, 2, 2), self.variant, text=n, text_length=n) for n in lengths]
-        return Captions(samples, 1, "2 captions have more than 512 tokens")
+        return Captions(samples, 2, "2 captions have more than 512 tokens")
 
     def learning(self, folder: Path) -> Learning:
         """Two clips by their captions. scale: the latents' deviation, so much above that of noise that a clip is known

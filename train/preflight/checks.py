@@ -27,7 +27,7 @@ from ..optim.checks import check_optimizer
 from ..optim.schedule import lr_factor
 from ..settings import TrainSettings
 from ..validation_split import hold_out, validation_notes
-from .notes import guidance_notes, memory_notes, rare_notes, saving_notes
+from .notes import guidance_notes, masked_text_notes, memory_notes, rare_notes, saving_notes
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,7 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
         notes += tuple(family.distillation_notes(patcher.model))
     padded = _with_text_lengths(family, patcher, data)
     notes += tuple(rare_notes(settings.batch_size, padded.samples))
+    notes += tuple(masked_text_notes(settings.memory.attention, family, padded.samples))
     if settings.validation is not None and measured is not None:
         notes += tuple(validation_notes(padded, measured, settings.validation))
     return CheckedRun(family, patcher, padded, targets, notes, start, measured, full_data_fingerprint)

@@ -69,6 +69,18 @@ def rare_notes(batch_size: int, samples: Sequence[Sample]) -> Iterator[str]:
     )
 
 
+def masked_text_notes(attention: str, family: Family, samples: Sequence[Sample]) -> Iterator[str]:
+    """Yield a note on captions for which the chosen attention can't be used. samples: as in `rare_notes`."""
+    if attention not in ("flash-attn", "cudnn") or not family.own_forward:
+        return
+    names = [sample.name for sample in samples if family.text.masks(sample.text_length)]
+    if names:
+        yield (
+            f"attention is {attention!r}, which takes no mask, so PyTorch's runs in its place for long captions: "
+            f"{shortlist(names)}."
+        )
+
+
 def guidance_notes(family: Family, model: Any, options: ObjectiveOptions, samples: Sequence[Sample]) -> Iterator[str]:
     if not family.takes_guidance(model):
         return

@@ -112,10 +112,10 @@ def test_more_token_counts_than_graphs_are_cut_in_the_middle_and_said():
     )
 
 
-def test_captions_of_several_lengths_are_named_as_graphs():
+def test_captions_of_several_lengths_are_left_to_the_model():
     data = latents_to_data([latent(16, 8, 8)] * 2, [[entry(1)], [entry(2, 301)]], 1)
     assert data.graph_keys() == [(16, (), 256), (16, (), 301)]
-    assert data.notes == ("The captions have 2 different lengths (256, 301 tokens), and each is compiled separately.",)
+    assert data.notes == ()
 
 
 def test_every_length_that_a_sample_s_captions_may_have_is_planned_and_told():

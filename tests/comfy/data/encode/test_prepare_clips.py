@@ -361,7 +361,7 @@ def test_a_film_with_single_frames_trains_a_picture_model(films, tiny_vae, tiny_
     assert [s.load().latent.ndim for s in prepared.data.samples] == [3, 3]
 
 
-def test_max_text_length_is_for_flux_1_only(films, wan_vae, wan_clip, tmp_path):
+def test_max_text_length_cuts_captions_of_wan(films, wan_vae, wan_clip, tmp_path):
     prepared = run(films_of(films, 9), wan_vae, wan_clip, tmp_path, max_text_length=256)
     assert {s.text_length for s in prepared.data.samples} == {512}
     (films / "a.txt").write_text("long " * 200)

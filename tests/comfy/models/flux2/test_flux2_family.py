@@ -39,11 +39,11 @@ def test_guidance_and_each_method_make_a_difference(case_file):
     assert torch.equal(our_velocity(klein, samples, SIGMAS, 1.0), our_velocity(klein, samples, SIGMAS, 4.0))
 
 
-def test_captions_are_padded_left_to_512_and_not_cut(case_file):
+def test_captions_are_padded_left_to_512_and_longer_ones_to_a_step_of_the_ladder(case_file):
     model = loaded(case_file, "dev")
     family = family_of(model)
     assert isinstance(family, Flux2)
-    assert [family.text_length(model.model, length) for length in (3, 512, 700)] == [512, 512, 700]
+    assert [family.text_length(model.model, length) for length in (3, 512, 700)] == [512, 512, 768]
     assert family.notes(model.model, captions(512, 40)) == []
     (note,) = family.notes(model.model, captions(512, 513, 700))
     assert "2 captions have more than 512 tokens" in note
