@@ -76,7 +76,7 @@ def test_the_loss_equals_an_fp64_reference(backend, tiny_files, tiny_flux, tmp_p
     tiny.fill_up_matrices(trainer)
     lora = {n: (down.detach().double(), up.detach().double(), 2.0) for n, (down, up) in trainer.network.pairs.items()}
     expected = reference_losses(held, load_file(tiny_files["flux"]), lora, 7, 3.5)
-    assert trainer.watchers[0].losses(trainer) == pytest.approx(expected, rel=1e-4)
+    assert trainer.watchers[0].losses(trainer.view()) == pytest.approx(expected, rel=1e-4)
     assert all(p.grad is None for p in trainer.network.parameters())
     trainer.close()
 
@@ -91,11 +91,11 @@ def test_what_is_measured_are_the_weights_that_would_be_saved(tiny_flux, tmp_pat
     assert (first["step"], last["step"]) == (0, 4)
     average = trainer.learner.average
     trainer.learner.average = None
-    assert trainer.watchers[0].losses(trainer) != pytest.approx(last["losses"], rel=1e-7)
+    assert trainer.watchers[0].losses(trainer.view()) != pytest.approx(last["losses"], rel=1e-7)
     with torch.no_grad():
         for name, tensor in trainer.network.master_weights().items():
             tensor.copy_(average.master_weights[name])
-    assert trainer.watchers[0].losses(trainer) == last["losses"]
+    assert trainer.watchers[0].losses(trainer.view()) == last["losses"]
     trainer.close()
 
 
@@ -161,7 +161,7 @@ def test_it_compiles_nothing_that_is_not_planned_and_nothing_twice(tiny_flux, tm
     trainer.run()
     assert trainer.placed.runner.planned_graphs == 2 * 2
     assert graphs == [2 * 2] * 3, "at the start, with the size that is trained later, and twice in between"
-    assert trainer.facts()["graphs_compiled"] == 2 * 2 and trainer.facts()["graph_breaks"] == 0
+    assert trainer.summary()["graphs_compiled"] == 2 * 2 and trainer.summary()["graph_breaks"] == 0
     trainer.close()
 
 

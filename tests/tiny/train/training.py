@@ -36,12 +36,12 @@ def make_trainer(
     from tessera.models.model_patches import trainable_model
     from tessera.models.registry import family_of
     from tessera.train.checkpoint.run_folder import RunFolder
+    from tessera.train.loop.trainer import Trainer
     from tessera.train.objective.options import ObjectiveOptions
     from tessera.train.observer import SilentObserver
     from tessera.train.optim.options import OptimizerOptions
     from tessera.train.preflight.context import RunContext
     from tessera.train.settings import MemoryOptions, TrainSettings
-    from tessera.train.trainer import Trainer
     from tessera.train.validation import Validation
 
     compile_options = compile_settings or (CompileSettings(backend) if backend else None)
@@ -69,6 +69,12 @@ def make_trainer(
     return Trainer(
         RunContext(*context, compile_settings=compile_options, validation=held_out), SilentObserver(), watchers
     )
+
+
+def observe(trainer: Any, observer: Any) -> Any:
+    """Give a trainer another observer, and return it."""
+    trainer.observer = trainer.train_step.observer = trainer.train_step.retries.observer = observer
+    return observer
 
 
 def micro_batch(*indices: int) -> list[Any]:
