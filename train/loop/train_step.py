@@ -15,9 +15,10 @@ from ..placement import auto
 from ..placement.environment import reset_memory_peak
 from ..placement.placed_model import PlacedModel
 from ..preflight.context import RunContext
-from ..step.batches import MicroBatch, StepBatches
+from ..step.batches import StepBatches
 from ..step.clock import StepClock
 from ..step.losses import StepLosses
+from ..step.order import MicroBatch
 from ..watcher import Watcher
 from .progress import Progress
 from .retries import StepRetries
@@ -143,7 +144,7 @@ class TrainStep:
         self.learner.zero_grad()
         total = torch.zeros((), device=self.placed.device)
         count = len(micro_batches) * self.sync.world.world_size
-        for micro, requests in self.batches.share.numbered(micro_batches):
+        for micro, requests in self.batches.order.share.numbered(micro_batches):
             # Cancelling leaves this step without an update: the run resumes from the step before and repeats it.
             self.observer.check_interrupted()
             self.micro_batch(requests, (self.progress.step, micro), count, total)
@@ -164,7 +165,7 @@ class TrainStep:
 
     def _measure_low_bit(self) -> None:
         with self.placed.measured_low_bit() as count:
-            for key, requests in self.batches.first_of(self.progress.step, self.progress.batches, count):
+            for key, requests in self.batches.order.first_of(self.progress.step, self.progress.batches, count):
                 self.observer.check_interrupted()
                 self.micro_batch(requests, key, count, torch.zeros((), device=self.placed.device))
             self.placed.sharing.finish()

@@ -91,7 +91,7 @@ class Trainer:
         Raises TrainingStopped for known errors (OOM, NaN, too many graphs), else the error itself; saves first.
         """
         steps, progress = self.settings.steps, self.progress
-        self.train_step.batches.start(progress.step, progress.batches, self.observer.check_interrupted)
+        self.train_step.batches.order.start(progress.step, progress.batches, self.observer.check_interrupted)
         self.check_ranks("start")
         self.train_step.sync.begin(steps - progress.step)
         try:

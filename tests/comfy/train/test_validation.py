@@ -14,7 +14,7 @@ from tessera.train.objective.noise import sample_noise
 from tessera.train.objective.options import ObjectiveOptions
 from tessera.train.optim.options import OptimizerOptions
 from tessera.train.settings import MemoryOptions, ValidationOptions
-from tessera.train.step.batches import StepBatches
+from tessera.train.step.order import StepOrder
 from tessera.train.validation import Validation
 from tiny.compile.compiling import Graphs
 from tiny.train.runs import Watcher, mixed_data, run_settings, sample, train, training_data
@@ -130,14 +130,14 @@ def test_training_is_bit_equal_with_and_without_it(tiny_flux, tmp_path):
 def test_what_is_held_out_is_never_trained_on_and_leaves_whole(tiny_flux, tmp_path, monkeypatch):
     clips = [replace(sample(f"film {n}, frames {n}", 4, 4, repeats=3), file=f"film {n // 2}") for n in range(8)]
     clips += [replace(sample(f"kept {n}", 4, 4), regularisation=True) for n in range(20)]
-    drawn, draw = [], StepBatches.next_micro_batches
+    drawn, draw = [], StepOrder.next_micro_batches
 
     def spy(self, *args):
         found = draw(self, *args)
         drawn.extend(self.samples[index].file for micro in found for index, _ in micro)
         return found
 
-    monkeypatch.setattr(StepBatches, "next_micro_batches", spy)
+    monkeypatch.setattr(StepOrder, "next_micro_batches", spy)
     result = train(tiny_flux, training_data(*clips), tmp_path, steps=20, validation={"part": 0.3, "every_n_steps": 20})
     names = result.summary["validation"]["samples"]
     held = {clip.file for clip in clips if clip.name in names}

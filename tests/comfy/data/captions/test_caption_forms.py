@@ -210,7 +210,7 @@ def test_over_an_epoch_of_many_steps_the_loop_shows_the_empty_prompt_as_often_as
     drawn = [
         shown
         for step in range(1000)
-        for micro in trainer.train_step.batches.next_micro_batches(batches, step)
+        for micro in trainer.train_step.batches.order.next_micro_batches(batches, step)
         for shown in micro
     ]
     trainer.close()

@@ -135,11 +135,11 @@ def test_to_measure_leaves_no_trace_in_what_is_learnt(files: Any, tmp_path: Path
 
 def test_the_first_four_micro_batches_are_measured(files: Any, tmp_path: Path) -> None:
     trainer = trainer_on(files["even"], tmp_path, steps=6, gradient_accumulation=3)
-    trainer.train_step.batches.start(0, 0, lambda: None)
+    trainer.train_step.batches.order.start(0, 0, lambda: None)
     steps = [((0, micro), one) for micro, one in enumerate(trainer.train_step.batches.for_step(0))]
     steps += [((1, micro), one) for micro, one in enumerate(trainer.train_step.batches.for_step(1))]
-    assert trainer.train_step.batches.first_of(0, 0, 4) == steps[:4]
-    assert trainer.train_step.batches.first_of(1, 3, 2) == steps[3:5]
+    assert trainer.train_step.batches.order.first_of(0, 0, 4) == steps[:4]
+    assert trainer.train_step.batches.order.first_of(1, 3, 2) == steps[3:5]
 
 
 def test_a_resumed_run_takes_the_decision_from_its_state(

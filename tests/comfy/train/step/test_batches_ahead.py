@@ -167,7 +167,7 @@ def test_a_batch_that_can_not_be_made_ahead_is_made_by_its_own_step(events, tiny
 
 def test_a_model_that_is_placed_anew_finds_no_batch_in_its_way(events, tiny_flux, tmp_path):
     trainer = tiny.make_trainer(tiny_flux, mixed_data(), tmp_path, steps=3)
-    trainer.train_step.batches.start(0, 0, lambda: None)
+    trainer.train_step.batches.order.start(0, 0, lambda: None)
     trainer.train_step.forward_backward(trainer.train_step.batches.for_step(0))
     trainer.train_step.retries.place_again()
     trainer.progress.step = 1
