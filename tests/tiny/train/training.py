@@ -66,9 +66,9 @@ def make_trainer(
     run = RunFolder(folder, "test")
     context = (patcher, family, data, targets, settings, run, "lineage", lambda *_: {})
     watchers = [] if held_out is None else [Validation(settings.validation, held_out)]
-    return Trainer(
-        RunContext(*context, compile_settings=compile_options, validation=held_out), SilentObserver(), watchers
-    )
+    part = {"made_with": {"data_fingerprint": data.fingerprint}, "asked": "lineage"}
+    run_context = RunContext(*context, compile_settings=compile_options, validation=held_out, parts=[part])
+    return Trainer(run_context, SilentObserver(), watchers)
 
 
 def observe(trainer: Any, observer: Any) -> Any:
