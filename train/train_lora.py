@@ -25,6 +25,8 @@ from .distributed.node import check_shard, shard_notes
 from .distributed.ranks import check_alike, rank_facts
 from .distributed.world import SINGLE_PROCESS, World
 from .errors import first_error_kept, stopped_message
+from .loop.progress import Progress
+from .loop.trainer import Trainer
 from .observer import Observer, QuietObserver, StepReport
 from .preflight.checks import CheckedRun, check_run
 from .preflight.claim import claimed_by_one
@@ -34,10 +36,9 @@ from .preflight.run_start import RunStart, find_run_start, run_start_notes
 from .preview.gallery import FOLDER as PREVIEWS
 from .preview.gallery import SHEET
 from .preview.previewer import Previewer
-from .saver import Progress
 from .settings import TrainSettings
-from .trainer import Trainer, Watcher
 from .validation import Validation
+from .watcher import Watcher
 
 STOPPED = "stopped"  # status of a run that the user ended before its last step, to keep what was trained
 
@@ -293,9 +294,9 @@ def _run(
             # Facts come before close, which drops the model; the summary and close run even if facts raise.
             try:
                 with first_error_kept():
-                    summary |= trainer.facts()
+                    summary |= trainer.summary()
                     for watcher in trainer.watchers if world.is_first else ():
-                        summary |= watcher.facts(trainer)
+                        summary |= watcher.summary(trainer.view())
             finally:
                 try:
                     if world.is_first:
@@ -310,7 +311,7 @@ def _run(
 def stop_message(trainer: Trainer, settings: TrainSettings) -> str:
     """Describe the step at which the user stopped the run, and how to continue."""
     progress = trainer.progress
-    return stopped_message(progress.step, progress.saved_step, trainer.saver.last_state, settings.resume)
+    return stopped_message(progress.step, progress.saved_step, trainer.saver.states.last_state, settings.resume)
 
 
 def run_facts(run_start: RunStart, context: RunContext, watchers: Sequence[Watcher]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,9 +13,7 @@ from ..data.samples import GraphKey, SampleTensors, TrainingData
 from .batch import fixed_batch
 from .objective.loss import velocity_loss
 from .settings import ValidationOptions
-
-if TYPE_CHECKING:
-    from .trainer import Trainer
+from .watcher import RunView
 
 log = logging.getLogger(__name__)
 
@@ -35,30 +33,30 @@ class Validation:
     def __init__(self, options: ValidationOptions, data: TrainingData):
         self.options, self.samples, self.sigmas = options, data.samples, options.noise_levels
 
-    def between_steps(self, trainer: "Trainer") -> None:
+    def between_steps(self, run: RunView) -> None:
         """Measure the loss if due, unless this step was already measured before a resume."""
-        progress = trainer.progress
-        if not self.is_due(progress.step, trainer.settings.steps):
+        progress = run.progress
+        if not self.is_due(progress.step, run.settings.steps):
             return
         if any(point["step"] == progress.step for point in progress.validation):
             return
-        trainer.observer.phase(f"Validating at step {progress.step}")
-        losses = self.losses(trainer)
-        if progress.step < trainer.settings.steps:
-            trainer.observer.phase(trainer.placed.runner.progress_text())
+        run.observer.phase(f"Validating at step {progress.step}")
+        losses = self.losses(run)
+        if progress.step < run.settings.steps:
+            run.observer.phase(run.placed.runner.progress_text())
         loss = math.fsum(losses) / len(losses)
         if not math.isfinite(loss):
-            trainer.observer.note(f"The validation loss at step {progress.step} is NaN or infinite and is skipped.")
+            run.observer.note(f"The validation loss at step {progress.step} is NaN or infinite and is skipped.")
             return
         point = {"step": progress.step, "loss": loss, "sigmas": list(self.sigmas), "losses": losses}
         progress.validation.append(point)
-        trainer.observer.validated(progress.step, loss)
+        run.observer.validated(progress.step, loss)
         if self.options.keep_best and progress.step:  # before the first step there is nothing to save
-            trainer.saver.keep_best(loss)
+            run.best.write_if_better(loss)
         start = progress.validation[0]
-        if progress.step == trainer.settings.steps and start["step"] == 0:
+        if progress.step == run.settings.steps and start["step"] == 0:
             if all(later["loss"] >= start["loss"] for later in progress.validation[1:]):
-                trainer.observer.note(
+                run.observer.note(
                     "The validation loss never went below its value at the start; train on more pictures, or lower "
                     "learning_rate."
                 )
@@ -69,29 +67,29 @@ class Validation:
             return self.options.at_start
         return step % self.options.every_n_steps == 0 or step == steps
 
-    def losses(self, trainer: "Trainer") -> list[float]:
+    def losses(self, run: RunView) -> list[float]:
         """Return the mean loss at each sigma. The batches are divided among the ranks."""
         sums: dict[int, list[float]] = defaultdict(list)
-        own_losses = trainer.attempt(lambda: self.own_losses(trainer))
-        for rank_losses in trainer.world.all_gather(f"validation {trainer.progress.step}", own_losses):
+        own_losses = run.attempt(lambda: self.own_losses(run))
+        for rank_losses in run.world.all_gather(f"validation {run.progress.step}", own_losses):
             for place, loss in rank_losses:
                 sums[place].append(loss)
         return [math.fsum(sums[place]) / len(sums[place]) for place in range(len(self.sigmas))]
 
-    def own_losses(self, trainer: "Trainer") -> list[tuple[int, float]]:
+    def own_losses(self, run: RunView) -> list[tuple[int, float]]:
         """Measure this rank's batches. Returns (sigma index, loss) for each of their rows."""
         results: list[tuple[int, float]] = []
-        world = trainer.world
+        world = run.world
         read: dict[int, SampleTensors] = {}
-        trainer.placed.ensure()
-        with trainer.learner.as_saved():
-            batches = self._batches(trainer.placed.settings.batch_size)
+        run.placed.ensure()
+        with run.learner.as_saved():
+            batches = self._batches(run.placed.settings.batch_size)
             for rows in islice(batches, world.rank, None, world.world_size):
-                trainer.observer.check_interrupted()
+                run.observer.check_interrupted()
                 read = {n: read[n] if n in read else self.samples[n].load() for n, _ in rows}
-                losses = self._batch_losses(trainer, rows, read)
+                losses = self._batch_losses(run, rows, read)
                 results += [(place, loss) for (_, place), loss in zip(rows, losses, strict=False)]
-            trainer.placed.sharing.finish()
+            run.placed.sharing.finish()
         return results
 
     def _batches(self, size: int) -> Iterator[list[Row]]:
@@ -102,26 +100,26 @@ class Validation:
         for rows in keys.values():
             yield from (rows[start : start + size] for start in range(0, len(rows), size))
 
-    def _batch_losses(self, trainer: "Trainer", rows: list[Row], read: Mapping[int, SampleTensors]) -> list[float]:
+    def _batch_losses(self, run: RunView, rows: list[Row], read: Mapping[int, SampleTensors]) -> list[float]:
         """Return one loss per row, and more for padding.
 
         A compiled graph has a fixed batch size, so a short batch is padded with its last row.
         """
-        rows = rows + rows[-1:] * (trainer.placed.settings.batch_size - len(rows))
+        rows = rows + rows[-1:] * (run.placed.settings.batch_size - len(rows))
         batch_rows = [(self.samples[n], read[n], self.sigmas[place]) for n, place in rows]
-        guidance, seed = trainer.settings.objective.guidance, self.options.seed
+        guidance, seed = run.settings.objective.guidance, self.options.seed
         with torch.no_grad():
-            batch = fixed_batch(trainer.patcher, trainer.family, batch_rows, guidance, trainer.device, seed)
-        velocity = trainer.placed.velocity(batch.inputs, None).detach()
-        trainer.placed.runner.discard_offloaded()  # no backward follows: drop the activations offloaded to the host
+            batch = fixed_batch(run.placed.patcher, run.placed.family, batch_rows, guidance, run.placed.device, seed)
+        velocity = run.placed.velocity(batch.inputs, None).detach()
+        run.placed.runner.discard_offloaded()  # no backward follows: drop the activations offloaded to the host
         return velocity_loss(velocity, batch.target, weights=batch.weights).double().tolist()
 
-    def facts(self, trainer: "Trainer") -> dict[str, Any]:
+    def summary(self, run: RunView) -> dict[str, Any]:
         """Return samples, sigmas, points and the best LoRA for the run's summary."""
-        summary = {
+        entries = {
             "samples": [sample.name for sample in self.samples],
             "sigmas": list(self.sigmas),
-            "points": list(trainer.progress.validation),
-            "best": trainer.saver.best.plain() if trainer.saver.best else None,
+            "points": list(run.progress.validation),
+            "best": run.best.record.plain() if run.best.record else None,
         }
-        return {"validation": summary}
+        return {"validation": entries}

@@ -76,7 +76,7 @@ class Steps:
             copied = ring.bytes_copied if ring else 0
             parts = steps_of(trainer, count, self.cuda)
             copied = (ring.bytes_copied - copied) / count if ring else 0
-            facts, memory = trainer.facts(), self.memory.figures()
+            facts, memory = trainer.summary(), self.memory.figures()
             profiled = self.profile(trainer) if settings.get("profiled") else {}
         finally:
             trainer.close()
@@ -159,7 +159,8 @@ def steps_of(trainer: Any, count: int, cuda: bool, profile: Any = None) -> list[
     """Take `count` steps; returns the seconds of each in parts. profile: a profiler that is around the last one."""
     parts: list[dict[str, float]] = []
     began = [time.perf_counter()]
-    finite, between_steps, save = trainer.finite, trainer.between_steps, trainer.saver.save_unsaved_progress
+    finite, call_watchers = trainer.train_step.finite, trainer.call_watchers
+    save = trainer.saver.save_unsaved_progress
 
     def timed(total: torch.Tensor) -> float:
         queued = time.perf_counter()
@@ -167,8 +168,8 @@ def steps_of(trainer: Any, count: int, cuda: bool, profile: Any = None) -> list[
         parts.append({"host": queued - began[0], "wait": time.perf_counter() - queued, "loss": loss})
         return loss
 
-    def after_a_step() -> None:
-        between_steps()
+    def after_a_step(requests: Any) -> None:
+        call_watchers(requests)
         if parts:
             parts[-1]["all"] = time.perf_counter() - began[0]
             parts[-1]["rest"] = parts[-1]["all"] - parts[-1]["host"] - parts[-1]["wait"]
@@ -179,14 +180,15 @@ def steps_of(trainer: Any, count: int, cuda: bool, profile: Any = None) -> list[
             raise Enough
         began[0] = time.perf_counter()
 
-    trainer.finite, trainer.between_steps = timed, after_a_step
+    trainer.train_step.finite, trainer.call_watchers = timed, after_a_step
     trainer.saver.save_unsaved_progress = lambda: None
     try:
         trainer.run()
     except Enough:
         pass
     finally:
-        trainer.finite, trainer.between_steps, trainer.saver.save_unsaved_progress = finite, between_steps, save
+        trainer.train_step.finite, trainer.call_watchers = finite, call_watchers
+        trainer.saver.save_unsaved_progress = save
     _wait(cuda)
     if profile is not None:
         profile.stop()

@@ -41,7 +41,7 @@ def make_trainer(spec: dict[str, Any], patcher: Any, data: Any, folder: Path) ->
         import_module("tessera.train.objective.options"),
     )
     run = import_module("tessera.train.settings")
-    loop, plan = import_module("tessera.train.trainer"), import_module("tessera.lora.plan")
+    loop, plan = import_module("tessera.train.loop.trainer"), import_module("tessera.lora.plan")
     events, apply = import_module("tessera.train.observer"), import_module("tessera.compile.settings")
     registry = import_module("tessera.models.registry")
     # A family of our own that is not there cannot claim the model.
@@ -92,13 +92,13 @@ def held_for_backward(trainer: Any) -> dict[str, Any]:
     """
     make_batch = import_module("tessera.train.batch").make_batch
     with torch.no_grad():
-        samples = [(s, s.load()) for s in trainer.data.samples[: trainer.settings.batch_size]]
+        samples = [(s, s.load()) for s in trainer.context.data.samples[: trainer.settings.batch_size]]
         objective, device = trainer.settings.objective, trainer.device
-        batch = make_batch(trainer.patcher, trainer.family, samples, objective, device, 0, (0, 0))
+        batch = make_batch(trainer.context.patcher, trainer.context.family, samples, objective, device, 0, (0, 0))
     result: dict[str, Any] = count_calls(trainer, batch)
     gc.collect()  # what others left in cycles is not to be freed, and counted off, within this forward
     with memory_profiler() as profiler:
-        loss = trainer.losses.batch_loss(batch, (0, 0))
+        loss = trainer.train_step.losses.batch_loss(batch, (0, 0))
     del loss
     result["held_mib"] = peak_and_rest(allocations(profiler))[1] / MIB
     if trainer.placed.runner.planned_graphs:
@@ -118,7 +118,8 @@ def held_for_backward(trainer: Any) -> dict[str, Any]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = trainer.losses.batch_loss(batch, (0, 0))  # held until here, so that no two storages share an address
+        # Held until here, so that no two storages share an address.
+        loss = trainer.train_step.losses.batch_loss(batch, (0, 0))
     del loss
     result["saved_mib"] = sum(size for place, size in saved_sizes.items() if place not in weight_storages) / MIB
     result["weights_mib"] = sum(size for place, size in saved_sizes.items() if place in weight_storages) / MIB
@@ -150,7 +151,7 @@ def train_ours(spec: dict[str, Any], turns: Turns, patcher: Any, data: Any, link
 
         def facts() -> dict[str, Any]:
             assert bool(trainer.placed.runner.planned_graphs) == spec["compiled"], "torch.compile does not work here"
-            facts_of_run = trainer.facts()
+            facts_of_run = trainer.summary()
             reported = {
                 k: facts_of_run[k] for k in ("graphs_compiled", "graph_breaks", "compile_seconds", "blocks_swapped")
             }

@@ -45,7 +45,7 @@ def count_calls(trainer: Any, batch: Any) -> dict[str, float]:
     compiled = bool(trainer.placed.runner.planned_graphs)
     result: dict[str, float] = {}
     for name, counter in (("python_calls", PythonCalls), *([] if compiled else [("operations", Operations)])):
-        result[name] = _counted(counter, lambda: trainer.losses.batch_loss(batch, (0, 0)))
+        result[name] = _counted(counter, lambda: trainer.train_step.losses.batch_loss(batch, (0, 0)))
         result[f"block_{name}"] = _in_blocks(counter, trainer, batch)
     return result
 
@@ -77,7 +77,7 @@ def _in_blocks(counter: Any, trainer: Any, batch: Any) -> float:
 
     trainer.placed.runner = run
     try:
-        trainer.losses.batch_loss(batch, (0, 0))
+        trainer.train_step.losses.batch_loss(batch, (0, 0))
     finally:
         trainer.placed.runner = runner
     return sum(counts) / len(counts)

@@ -22,7 +22,7 @@ from ...train.checkpoint.run_folder import RunFolder
 from ...train.checkpoint.run_names import TRASH
 from ...train.checkpoint.run_record import RunReader
 from ...train.checkpoint.run_trash import deleted_runs, move_to_trash, own_files, remove_for_good, restore
-from ...train.preflight.claim import may_be_training
+from ...train.preflight.claim import lock_folder, may_be_training
 from ..common import training_now
 from ..common.answers import answer, refusal
 from ..common.asked_by import host_of, is_loopback, listens_to_itself
@@ -73,7 +73,7 @@ def delete(id: str) -> dict[str, Any]:
     root, day = runs_folder(), f"{datetime.now():%Y-%m-%d}"
     with _one_at_a_time, ExitStack() as claim:
         try:
-            claim.enter_context(folder.claimed())  # first: from here on no run begins
+            claim.enter_context(lock_folder(folder.path))  # first: from here on no run begins
         except ValueError:
             _check_over(folder)
             raise ValueError(f"{folder.path.name} is in training in another ComfyUI; stop it there first.") from None

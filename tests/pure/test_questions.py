@@ -80,9 +80,9 @@ def test_thirty_questions_have_an_answer():
 @pytest.mark.parametrize(
     "wrong",
     [
-        "train/trainer.py: Trainer.walk",
-        "train/trainer.py: Runner",
-        "train/trainer.py: run",  # a method without its class
+        "train/loop/trainer.py: Trainer.walk",
+        "train/loop/trainer.py: Runner",
+        "train/loop/trainer.py: run",  # a method without its class
         "train/running.py: Trainer",
         "train/walk.py",
         "walk/",
@@ -90,6 +90,6 @@ def test_thirty_questions_have_an_answer():
     ],
 )
 def test_a_wrong_name_is_found(wrong):
-    right = "`train/trainer.py: Trainer.run` after `nodes/web/js/run/run_panel.js: makePanel`"
+    right = "`train/loop/trainer.py: Trainer.run` after `nodes/web/js/run/run_panel.js: makePanel`"
     assert wrong_references(right) == []
     assert wrong_references(f"{right} and `{wrong}`") == [wrong]

@@ -30,7 +30,7 @@ from .models.qwen_image import QWEN_TEXT_WIDTH, load_qwen_image, write_qwen_imag
 from .models.sampling import INPUTS, conditioning, empty_latent, sample
 from .models.sdxl import SDXL_TEXT_WIDTH, load_sdxl, write_sdxl
 from .models.wan import WAN_CHANNELS, load_wan, wan_sample, write_wan
-from .train.training import fill_up_matrices, make_data, make_trainer, micro_batch, reference_masters
+from .train.training import fill_up_matrices, make_data, make_trainer, micro_batch, observe, reference_masters
 
 __all__ = [
     "CLIP_WIDTH",
@@ -64,6 +64,7 @@ __all__ = [
     "reference_masters",
     "sample",
     "micro_batch",
+    "observe",
     "tiny_detection",
     "wan_sample",
     "write_chroma",

@@ -12,8 +12,8 @@ from ...common.core import quantised_layout
 from ...models.registry import in_fp32
 from ..errors import log_error
 from ..preflight.context import RunContext
-from ..trainer import Trainer
 from ..verify.forward import relative, small_inputs
+from ..watcher import RunView
 from .adapters import patched_by_core
 from .certificate import off_the_record
 from .gradients import precise_forward
@@ -28,33 +28,33 @@ class FinalFileWatcher:
     def __init__(self, context: RunContext):
         self.context = context
 
-    def between_steps(self, trainer: Trainer) -> None:
+    def between_steps(self, run: RunView) -> None:
         return None
 
     def is_due(self, step: int, steps: int) -> bool:
         return False
 
-    def facts(self, trainer: Trainer) -> dict[str, Any]:
+    def summary(self, run: RunView) -> dict[str, Any]:
         """Check the file, if there is one, and note any fault. Never raises: the file is saved already."""
         path = self.context.folder.lora_path
         if not path.is_file():
             return {}
         try:
-            return {"final_file": self._check(trainer)}
+            return {"final_file": self._check(run)}
         except Exception as error:
             log_error("The final file could not be checked", error)
-            trainer.observer.note(
+            run.observer.note(
                 "The LoRA is saved, but its file could not be checked with ComfyUI's loader; try it in a workflow "
                 "before you rely on it."
             )
             return {}
 
-    def _check(self, trainer: Trainer) -> dict[str, Any]:
-        placed, path = trainer.placed, self.context.folder.lora_path
+    def _check(self, run: RunView) -> dict[str, Any]:
+        placed, path = run.placed, self.context.folder.lora_path
         linears = placed.transformer.linears()
 
         def check(device: torch.device) -> FileCheck:
-            return check_file(path, trainer.saver.snapshot(), placed.patcher, placed.network, linears, device)
+            return check_file(path, run.loras.snapshot(), placed.patcher, placed.network, linears, device)
 
         try:
             checked = check(placed.device)
@@ -63,31 +63,31 @@ class FinalFileWatcher:
                 raise
             checked = check(torch.device("cpu"))
         if checked.fault is not None:
-            trainer.observer.note(f"{checked.fault} Please report this model; the LoRA is saved all the same.")
+            run.observer.note(f"{checked.fault} Please report this model; the LoRA is saved all the same.")
         entries = checked.summary()
         layouts = quantised_targets(placed.patcher, placed.network.adapters)
-        if layouts and trainer.world.world_size == 1 and (rounding := self._rounding(trainer)) is not None:
+        if layouts and run.world.world_size == 1 and (rounding := self._rounding(run)) is not None:
             entries["rounding"] = float(f"{rounding:.3g}")
-            trainer.observer.note(
+            run.observer.note(
                 f"ComfyUI rounds this LoRA into the model's {' and '.join(layouts)} weights when it samples, which "
                 f"changes {rounding:.0%} of its effect; with a 16-bit file of the model it would be all there."
             )
         return entries
 
-    def _rounding(self, trainer: Trainer) -> float | None:
+    def _rounding(self, run: RunView) -> float | None:
         """Return the relative error of the LoRA's effect on the output when ComfyUI bakes it into the MODEL's own
         weights; None, with a note, if it can't be measured."""
         try:
-            return self._measured_rounding(trainer)
+            return self._measured_rounding(run)
         except Exception as error:
             log_error("The rounding of the final LoRA could not be measured", error)
-            trainer.observer.note("How much ComfyUI's rounding changes this LoRA could not be measured.")
+            run.observer.note("How much ComfyUI's rounding changes this LoRA could not be measured.")
             return None
 
-    def _measured_rounding(self, trainer: Trainer) -> float:
-        placed, context = trainer.placed, self.context
+    def _measured_rounding(self, run: RunView) -> float:
+        placed, context = run.placed, self.context
         placed.ensure()
-        guidance = trainer.settings.objective.guidance
+        guidance = run.settings.objective.guidance
         inputs = small_inputs(placed.family, placed.patcher, context.data.samples, guidance, SIDE)
         if inputs is None:
             raise ValueError("the model takes no small grid")

@@ -16,7 +16,7 @@ from ..checkpoint.metadata import VERSION
 from ..checkpoint.run_record import SUMMARY, read_object
 from ..errors import CannotContinue
 from ..preflight.context import RunContext
-from ..trainer import Trainer, Watcher
+from ..watcher import RunView, Watcher
 from .certificate import make_certificate
 from .final_file import FinalFileWatcher
 
@@ -34,24 +34,22 @@ class CertificateWatcher:
         self.has_run = False
         self.entries: dict[str, Any] = {}
 
-    def between_steps(self, trainer: Trainer) -> None:
+    def between_steps(self, run: RunView) -> None:
         """Make the certificate, once. Raises ValueError if a check fails."""
         if self.has_run:
             return
         self.has_run = True
-        key, world = self._key(trainer), trainer.world
+        key, world = self._key(run), run.world
         # Rank 0 reads it: the others may have another disk, and all of them must make the checks, or none.
         earlier_entries = world.broadcast("certificate: earlier", _read_earlier(self.earlier, key))
         if earlier_entries is not None:
             self.entries = dict(earlier_entries)
-            trainer.observer.note(f"{earlier_entries['text']} This was checked when the run began.")
+            run.observer.note(f"{earlier_entries['text']} This was checked when the run began.")
             return
         context = self.context
-        guidance = trainer.settings.objective.guidance
+        guidance = run.settings.objective.guidance
         try:
-            certificate = make_certificate(
-                trainer.placed, context.targets, context.data.samples, guidance, trainer.observer
-            )
+            certificate = make_certificate(run.placed, context.targets, context.data.samples, guidance, run.observer)
         except Exception as error:
             if not comfy.model_management.is_oom(error):
                 raise
@@ -60,25 +58,25 @@ class CertificateWatcher:
                     "the memory of a device isn't enough to check this model; set verify to off on Training Memory"
                 ) from error
             comfy.model_management.soft_empty_cache()
-            trainer.observer.note(
+            run.observer.note(
                 "verify is skipped: the memory isn't enough to check this model; a batch is compared with ComfyUI's "
                 "forward all the same."
             )
             return
         finally:
-            trainer.learner.zero_grad()
+            run.learner.zero_grad()
         self.entries = certificate.summary()
         if not certificate.is_transient:  # else a resumed run, with more memory or disk, makes it again
             self.entries["key"] = key
         if world.is_first:
             self._save()
-        trainer.observer.note(certificate.text)
-        trainer.observer.phase(trainer.placed.runner.progress_text())
+        run.observer.note(certificate.text)
+        run.observer.phase(run.placed.runner.progress_text())
 
     def is_due(self, step: int, steps: int) -> bool:
         return False
 
-    def facts(self, trainer: Trainer) -> dict[str, Any]:
+    def summary(self, run: RunView) -> dict[str, Any]:
         """Return the certificate for summary.json."""
         return {"certificate": self.entries} if self.entries else {}
 
@@ -89,9 +87,9 @@ class CertificateWatcher:
             summary = read_object(folder.path, SUMMARY, RUN_SUMMARY)
             folder.write_summary({**summary, "certificate": self.entries})
 
-    def _key(self, trainer: Trainer) -> str:
+    def _key(self, run: RunView) -> str:
         """Fingerprint of model, versions and plan."""
-        placed, settings = trainer.placed, trainer.settings
+        placed, settings = run.placed, run.settings
         memory = {name: str(value) for name, value in dataclasses.asdict(placed.memory).items()}
         return fingerprint(
             {
@@ -99,10 +97,10 @@ class CertificateWatcher:
                 "pack": VERSION,
                 "comfyui": features()["version"],
                 "torch": torch.__version__,
-                "device": str(trainer.device.type),
+                "device": str(run.placed.device.type),
                 "dtype": str(placed.dtype),
                 "memory": memory,
-                "compile": str(trainer.compile_settings),
+                "compile": str(run.placed.compile_settings),
                 "network": str(settings.network),
                 "targets": list(self.context.targets),
             }

@@ -10,17 +10,14 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import blake2b
 from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from filelock import Timeout
 from safetensors import SafetensorError
 
-from ...common.files import MACHINE, lock_of, sweep_unfinished, write_atomically
+from ...common.files import MACHINE, sweep_unfinished, write_atomically
 from ...common.untrusted.budgets import RUN_SUMMARY
 from ...common.untrusted.json_text import read_json
 from ...common.untrusted.regular_files import is_regular
@@ -167,29 +164,6 @@ class RunFolder:
                 number += 1
                 continue
             return RunFolder(path, self.name)
-
-    @contextmanager
-    def claimed(self) -> Iterator[None]:
-        """Context that keeps other processes of this machine from training into the folder, however this one ends.
-
-        Raises ValueError if one already does.
-        """
-        name = blake2b(os.fsencode(self.path.resolve()), digest_size=8).hexdigest()
-        lock = lock_of(name)
-        try:
-            lock.acquire()
-        except Timeout:
-            raise ValueError(
-                f"output_name: another ComfyUI on this machine is training into {self.path.name} right now; wait for "
-                "it, or choose another output_name."
-            ) from None
-        except OSError:  # the lock is unavailable, such as another user's: train without it
-            yield
-            return
-        try:
-            yield
-        finally:
-            lock.release()
 
     def write_companion_file(self, ending: str, text: str) -> None:
         """Write a companion text file of the LoRA: `<name>.<ending>`."""

@@ -251,6 +251,11 @@ class PlacedModel:
             return unpinned_message(refused, len(self.swap.blocks))
         return None if self.runner.offload is None else self.runner.offload.message()
 
+    def fall_back_to_eager(self) -> None:
+        """Run the blocks uncompiled from now on."""
+        self.runner.fall_back_to_eager()
+        self.compile_settings = None
+
     def ensure(self) -> None:
         """Load the weights again if another model has taken their place since the last step."""
         assert self.resident is not None

@@ -5,12 +5,14 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import psutil
+from filelock import Timeout
 
-from ...common.files import MACHINE, sweep_temporary
+from ...common.files import MACHINE, lock_of, sweep_temporary
 from ..checkpoint.run_folder import RunFolder
 from ..checkpoint.run_record import PROGRESS, RunReader
 from ..observer import Observer
@@ -21,13 +23,37 @@ DEAD = 600.0  # seconds after the last sign; the clocks of two machines differ b
 
 
 @contextmanager
+def lock_folder(path: Path) -> Iterator[None]:
+    """Keep other processes of this machine from training into a run's folder, however this one ends.
+
+    Raises ValueError if one already does.
+    """
+    name = blake2b(os.fsencode(path.resolve()), digest_size=8).hexdigest()
+    lock = lock_of(name)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ValueError(
+            f"output_name: another ComfyUI on this machine is training into {path.name} right now; wait for it, or "
+            "choose another output_name."
+        ) from None
+    except OSError:  # the lock is unavailable, such as another user's: train without it
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
 def claimed_by_one(folder: RunFolder, observer: Observer) -> Iterator[None]:
     """Keep other processes from training into the folder inside the context, however this process ends.
 
     Raises ValueError if one already does.
     """
     sweep_temporary()
-    with folder.claimed():  # holds if the other process has the same folder for temporary files
+    with lock_folder(folder.path):  # holds if the other process has the same folder for temporary files
         check_elsewhere(folder, observer)
         ended = threading.Event()
         threading.Thread(target=_beat, args=(folder.path, ended), name="tessera-claim", daemon=True).start()
@@ -38,7 +64,7 @@ def claimed_by_one(folder: RunFolder, observer: Observer) -> Iterator[None]:
 
 
 def check_elsewhere(folder: RunFolder, observer: Observer) -> None:
-    """Raise ValueError if another machine trains into the folder, or a process here that `claimed` does not detect.
+    """Raise ValueError if another machine trains into the folder, or a process here that `lock_folder` does not detect.
 
     A lock in the folder would not help: many network disks have none that other machines see, and some keep the lock of
     a machine that lost power. So the record of a run without a recorded end is watched for signs of life, not compared

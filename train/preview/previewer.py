@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import comfy.model_management
 import torch
@@ -23,6 +23,7 @@ from ...models.registry import family_of, known_family
 from .. import errors
 from ..expert_pair import HIGH
 from ..observer import SAMPLE, STOP
+from ..watcher import RunView
 from .gallery import FOLDER, SHEET, Shot, read_index, save_shot, write_index, write_sheet
 from .sampling import (
     Sampling,
@@ -35,9 +36,6 @@ from .sampling import (
     titled,
     with_lora,
 )
-
-if TYPE_CHECKING:
-    from ..trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -167,23 +165,21 @@ class Previewer:
         self.failures = 0
         self.graphs_before = self._graphs()
 
-    def between_steps(self, trainer: "Trainer") -> None:
+    def between_steps(self, run: RunView) -> None:
         """Make the previews that are due or requested. A failure is a note, or an error if the model stays patched.
 
         Raises CannotContinue if ComfyUI could not remove the LoRA from the model.
         """
-        step, steps = trainer.progress.step, trainer.settings.steps
-        is_requested = not {SAMPLE, STOP}.isdisjoint(
-            trainer.user_requests
-        )  # a stopped run ends like one at its last step
+        step, steps = run.progress.step, run.settings.steps
+        is_requested = not {SAMPLE, STOP}.isdisjoint(run.requests)  # a stopped run ends like one at its last step
         due = [row for row in self.rows if is_requested or row.preview.is_due(step, steps)]
         if not (is_requested or self.is_due(step, steps)):
             return
         if self.shots is None:
-            self._begin(trainer)
-        world, own_shots, failed = trainer.world, list[Shot](), ""
+            self._begin(run)
+        world, own_shots, failed = run.world, list[Shot](), ""
         try:
-            own_shots = self._make(trainer, step, due)
+            own_shots = self._make(run, step, due)
         except Exception as error:
             log.warning("A preview failed", exc_info=error)
             if any(map(is_patched, self.own_models)):  # patched weights remain: must not be trained on
@@ -194,28 +190,28 @@ class Previewer:
         failed = next((reason for reason in reasons if reason), "")
         if not failed:
             shots = [Shot(**entries) for entries_of_rank in rank_shots for entries in entries_of_rank]
-            failed = world.broadcast(f"sheet {step}", self._write(trainer, step, shots))
+            failed = world.broadcast(f"sheet {step}", self._write(run, step, shots))
         self.failures = self.failures + 1 if failed else 0
         if failed:
-            trainer.observer.note(self._failed(step, failed))
+            run.observer.note(self._failed(step, failed))
         if step < steps:
-            trainer.observer.phase(trainer.placed.runner.progress_text())
+            run.observer.phase(run.placed.runner.progress_text())
 
     def is_due(self, step: int, steps: int) -> bool:
         """Return whether a preview is to be made after `step` of `steps` steps."""
         return self.failures < MOST_FAILURES and any(row.preview.is_due(step, steps) for row in self.rows)
 
-    def _begin(self, trainer: "Trainer") -> None:
+    def _begin(self, run: RunView) -> None:
         """Report sampling notes once, and read the shots of the session that this one resumes."""
         if self.partner is not None:
             with_it = "with its LoRA" if self.partner.lora else "as it came in"
-            trainer.observer.note(
+            run.observer.note(
                 f"Previews are sampled with both experts, which meet at sigma {self.boundary:g}; the "
                 f"{self.partner.side.replace('_', ' ')} one is {with_it}."
             )
-        self.folder = trainer.saver.folder.path / FOLDER
+        self.folder = run.loras.folder.path / FOLDER
         row_shots = {row.number: row.shot(0) for row in self.rows}
-        earlier_shots = [s for s in read_index(self.folder) if s.step <= trainer.progress.step]
+        earlier_shots = [s for s in read_index(self.folder) if s.step <= run.progress.step]
         self.shots = [s for s in earlier_shots if s.row in row_shots and row_shots[s.row].same_row(s)]
 
     def _failed(self, step: int, reason: str) -> str:
@@ -224,15 +220,15 @@ class Previewer:
         )
         return f"The preview at step {step} failed ({reason}); {consequence}."
 
-    def _make(self, trainer: "Trainer", step: int, due: list[Row]) -> list[Shot]:
+    def _make(self, run: RunView, step: int, due: list[Row]) -> list[Shot]:
         """Make the previews of a step and their files; on several ranks, this rank's part of them."""
         assert self.folder is not None
-        due, shots = _part(due, trainer.world.rank, trainer.world.world_size), []
+        due, shots = _part(due, run.world.rank, run.world.world_size), []
         if not due:
             return []
-        loras = {ema: convert(trainer.learner.snapshot(ema)) for ema in {row.preview.use_ema for row in due}}
-        trainer.observer.phase(f"Preview at step {step}")
-        untrained = step == 0 and trainer.settings.network.start_from is None
+        loras = {ema: convert(run.learner.snapshot(ema)) for ema in {row.preview.use_ema for row in due}}
+        run.observer.phase(f"Preview at step {step}")
+        untrained = step == 0 and run.settings.network.start_from is None
         stages = {_sampled_by(row): self._stages_of(row.preview, loras, untrained) for row in due}
         unload()  # the trained weights and the sampled model may not fit on the device together
         with ExitStack() as stack:
@@ -241,9 +237,9 @@ class Previewer:
                 stack.enter_context(host_copies_retained(model))
             # Exited in reverse order: models are unloaded outside inference mode, then the host copies are restored.
             stack.callback(unload)
-            stack.enter_context(preserve_random_state(trainer.device))
+            stack.enter_context(preserve_random_state(run.placed.device))
             stack.enter_context(torch.inference_mode())
-            check = trainer.observer.check_interrupted
+            check = run.observer.check_interrupted
             latents = [sample_latent(stages[_sampled_by(r)], r.preview.sampling, r.seed, check) for r in due]
             for row, latent in zip(due, latents, strict=True):
                 check()
@@ -253,13 +249,13 @@ class Previewer:
                 shots.append(shot)
         return shots
 
-    def _write(self, trainer: "Trainer", step: int, shots: list[Shot]) -> str:
+    def _write(self, run: RunView, step: int, shots: list[Shot]) -> str:
         """Write index and sheet with the shots of a step. Returns the reason of a failure, else an empty string."""
         assert self.folder is not None and self.shots is not None
         places = {(shot.step, shot.row) for shot in shots}
         self.shots = [s for s in self.shots if (s.step, s.row) not in places] + shots
         self.shots.sort(key=lambda shot: (shot.step, shot.row))
-        if not trainer.world.is_first:
+        if not run.world.is_first:
             return ""
         try:
             write_index(self.folder, self.shots)
@@ -267,7 +263,7 @@ class Previewer:
         except Exception as error:
             log.warning("The sheet of the previews could not be written", exc_info=error)
             return _failure_text(error)
-        trainer.observer.previewed(sheet, step)
+        run.observer.previewed(sheet, step)
         return ""
 
     def _stages_of(self, preview: Preview, loras: Mapping[bool, dict[str, Tensor]], untrained: bool) -> Stages:
@@ -292,7 +288,7 @@ class Previewer:
         high, low = (other, own_model) if self.partner.side == HIGH else (own_model, other)
         return Stages(high, low, self.boundary)
 
-    def facts(self, trainer: "Trainer") -> dict[str, Any]:
+    def summary(self, run: RunView) -> dict[str, Any]:
         """Return the preview files, relative to the run's folder, and the graphs that sampling compiled."""
         if not self.shots:
             return {}

@@ -160,7 +160,7 @@ class Smoke:
                 if ring is not None and ring.locking is not None:
                     ring.locking.wait()
                 host = list(ring.flat_weights) if ring else []
-                facts = trainer.facts()
+                facts = trainer.summary()
                 return {
                     "gradients": gradients,
                     "graphs": facts["graphs_compiled"],

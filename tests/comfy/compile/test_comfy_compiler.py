@@ -173,7 +173,7 @@ def native_step(model, folder, monkeypatch, **changes):
     """A training step through ComfyUI's own forward."""
     monkeypatch.setattr(registry, "FAMILIES", ())
     trainer = make_trainer(model, make_data([(8, 8)], [5]), folder, **changes)
-    trainer.forward_backward([micro_batch(0)])
+    trainer.train_step.forward_backward([micro_batch(0)])
     return trainer
 
 
@@ -208,7 +208,7 @@ def test_an_error_in_a_forward_that_records_all_the_same_leaves_nothing_active(
 
     monkeypatch.setattr(Flux, "forward", failing)
     with pytest.raises(InterruptedError):
-        trainer.forward_backward([micro_batch(0)])
+        trainer.train_step.forward_backward([micro_batch(0)])
     assert recording.begun == 1 and not recording.active
     monkeypatch.setattr(Flux, "forward", forward)
     trainer.close()

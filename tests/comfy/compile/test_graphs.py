@@ -37,7 +37,7 @@ def test_blocks_with_and_without_a_lora_are_regions_of_their_own(tiny_flux, tmp_
     trainer = tiny.make_trainer(tiny_flux, data, tmp_path, backend="aot_eager", steps=2, network=network)
     trainer.run()
     assert counted() == trainer.placed.runner.planned_graphs == 3
-    assert len(trainer.clock.steps) == 1  # the step that compiled is not part of the pace
+    assert len(trainer.train_step.clock.steps) == 1  # the step that compiled is not part of the pace
 
 
 def test_without_a_working_compiler_it_trains_eager_and_says_so_once(tiny_flux, tmp_path, no_compiler):
@@ -52,7 +52,7 @@ def test_without_a_working_compiler_it_trains_eager_and_says_so_once(tiny_flux, 
     torch._dynamo.reset()
     data = tiny.make_data([(4, 4)], [16])
     trainer = tiny.make_trainer(tiny_flux, data, tmp_path, backend="inductor", steps=3)
-    trainer.observer = Listening()
+    tiny.observe(trainer, Listening())
     trainer.run()
     eager = tiny.make_trainer(tiny_flux, data, tmp_path, steps=3)
     eager.run()
@@ -76,7 +76,7 @@ def make(model: Any, folder: Any, compile_settings: CompileSettings | None, **ch
     torch._dynamo.reset()
     changes = {"steps": 2, "compile_settings": compile_settings} | changes
     trainer = tiny.make_trainer(model, tiny.make_data([(4, 4)], [16]), folder, **changes)
-    trainer.observer = Notes()
+    tiny.observe(trainer, Notes())
     return trainer, trainer.observer.told
 
 
@@ -126,7 +126,7 @@ def test_a_kind_of_block_that_cannot_be_compiled_trains_eager_alone(
     assert (double.compiled_calls, double.eager_calls) == (0, 2 * 2)  # two blocks, two steps
     assert (single.compiled_calls, single.eager_calls) == (2 * 2 * 2, 0)  # forward, and computed again
     assert trainer.placed.runner.planned_graphs == 1
-    assert trainer.saver.environment["backend"] == "aot_eager"
+    assert trainer.train_step.retries.environment["backend"] == "aot_eager"
     assert trainer.progress.loss == pytest.approx(eager_losses, rel=1e-5)
 
 

@@ -44,7 +44,7 @@ def test_two_epochs_of_mixed_samples_compile_each_graph_once(case_file, tmp_path
     assert counts == graphs_expected(case.kinds, keys)
     assert counts[-1] == case.kinds * len(data.graph_keys()) == trainer.placed.runner.planned_graphs
     assert graphs.breaks == 0
-    assert trainer.facts()["graphs_compiled"] == counts[-1]
+    assert trainer.summary()["graphs_compiled"] == counts[-1]
 
 
 @every_case("graphs", fast=True)

@@ -95,7 +95,7 @@ def test_swapped_equals_resident_bit_for_bit(resident, trained, tmp_path, case, 
     slots = min(prefetch + 1, count)
     # The first forward brings all; after that what is there at the turn, and at the end of a step, stays.
     assert swapped.placed.swap.ring.copies == STEPS * 2 * (count - slots) + slots
-    assert swapped.facts()["block_copies_per_step"] == 2 * (count - slots)
+    assert swapped.summary()["block_copies_per_step"] == 2 * (count - slots)
     assert swapped.placed.swap.held_bytes() == slots * max(layout.size for layout in swapped.placed.swap.layouts)
 
 

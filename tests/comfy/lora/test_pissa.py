@@ -106,7 +106,7 @@ def test_the_first_step_starts_from_the_model_and_the_file_then_changes_nothing(
     saved = pissa.learner.snapshot()
     for name, module in saved.modules().items():
         assert module.rank == 8 and not (module.up @ module.down).any() and module.up.any(), name
-    losses = [trainer.forward_backward([tiny.micro_batch(0)]) for trainer in (plain, pissa)]
+    losses = [trainer.train_step.forward_backward([tiny.micro_batch(0)]) for trainer in (plain, pissa)]
     assert losses[0] == losses[1]
     assert all(p.grad.abs().max() > 0 for p in pissa.network.parameters())
     for trainer in (plain, pissa):
@@ -195,6 +195,6 @@ def test_blocks_of_a_kind_share_one_graph_and_no_step_compiles_again(tiny_flux, 
         network=NetworkOptions(rank=4, init="pissa", dropout=0.1),
     )
     trainer.run()
-    facts = trainer.facts()
+    facts = trainer.summary()
     assert facts["graphs_compiled"] == facts["graphs_planned"] == 2 and facts["graph_breaks"] == 0
     trainer.close()

@@ -14,7 +14,7 @@ from tessera.train.objective.noise import sample_noise
 from tessera.train.objective.options import ObjectiveOptions
 from tessera.train.optim.options import OptimizerOptions
 from tessera.train.settings import MemoryOptions, ValidationOptions
-from tessera.train.step.batches import StepBatches
+from tessera.train.step.order import StepOrder
 from tessera.train.validation import Validation
 from tiny.compile.compiling import Graphs
 from tiny.train.runs import Watcher, mixed_data, run_settings, sample, train, training_data
@@ -76,7 +76,7 @@ def test_the_loss_equals_an_fp64_reference(backend, tiny_files, tiny_flux, tmp_p
     tiny.fill_up_matrices(trainer)
     lora = {n: (down.detach().double(), up.detach().double(), 2.0) for n, (down, up) in trainer.network.pairs.items()}
     expected = reference_losses(held, load_file(tiny_files["flux"]), lora, 7, 3.5)
-    assert trainer.watchers[0].losses(trainer) == pytest.approx(expected, rel=1e-4)
+    assert trainer.watchers[0].losses(trainer.view()) == pytest.approx(expected, rel=1e-4)
     assert all(p.grad is None for p in trainer.network.parameters())
     trainer.close()
 
@@ -91,11 +91,11 @@ def test_what_is_measured_are_the_weights_that_would_be_saved(tiny_flux, tmp_pat
     assert (first["step"], last["step"]) == (0, 4)
     average = trainer.learner.average
     trainer.learner.average = None
-    assert trainer.watchers[0].losses(trainer) != pytest.approx(last["losses"], rel=1e-7)
+    assert trainer.watchers[0].losses(trainer.view()) != pytest.approx(last["losses"], rel=1e-7)
     with torch.no_grad():
         for name, tensor in trainer.network.master_weights().items():
             tensor.copy_(average.master_weights[name])
-    assert trainer.watchers[0].losses(trainer) == last["losses"]
+    assert trainer.watchers[0].losses(trainer.view()) == last["losses"]
     trainer.close()
 
 
@@ -130,14 +130,14 @@ def test_training_is_bit_equal_with_and_without_it(tiny_flux, tmp_path):
 def test_what_is_held_out_is_never_trained_on_and_leaves_whole(tiny_flux, tmp_path, monkeypatch):
     clips = [replace(sample(f"film {n}, frames {n}", 4, 4, repeats=3), file=f"film {n // 2}") for n in range(8)]
     clips += [replace(sample(f"kept {n}", 4, 4), regularisation=True) for n in range(20)]
-    drawn, draw = [], StepBatches.next_micro_batches
+    drawn, draw = [], StepOrder.next_micro_batches
 
     def spy(self, *args):
         found = draw(self, *args)
         drawn.extend(self.samples[index].file for micro in found for index, _ in micro)
         return found
 
-    monkeypatch.setattr(StepBatches, "next_micro_batches", spy)
+    monkeypatch.setattr(StepOrder, "next_micro_batches", spy)
     result = train(tiny_flux, training_data(*clips), tmp_path, steps=20, validation={"part": 0.3, "every_n_steps": 20})
     names = result.summary["validation"]["samples"]
     held = {clip.file for clip in clips if clip.name in names}
@@ -161,7 +161,7 @@ def test_it_compiles_nothing_that_is_not_planned_and_nothing_twice(tiny_flux, tm
     trainer.run()
     assert trainer.placed.runner.planned_graphs == 2 * 2
     assert graphs == [2 * 2] * 3, "at the start, with the size that is trained later, and twice in between"
-    assert trainer.facts()["graphs_compiled"] == 2 * 2 and trainer.facts()["graph_breaks"] == 0
+    assert trainer.summary()["graphs_compiled"] == 2 * 2 and trainer.summary()["graph_breaks"] == 0
     trainer.close()
 
 

@@ -8,7 +8,7 @@ import torch
 from comfy.model_management import InterruptProcessingException
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tessera.train import saver
+from tessera.train.loop import best_lora
 from tessera.train.validation import Validation
 from tiny.train.runs import Watcher, cancel_at, mixed_data, sample, train, training_data
 
@@ -105,7 +105,7 @@ def test_a_disk_too_full_for_the_best_lora_of_another_folder_is_noted_and_traini
     def no_room(source, target):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(saver, "_copy", no_room)
+    monkeypatch.setattr(best_lora, "_copy", no_room)
     watcher, resume = Watcher(), f"{first.name}/state-000004.tessera"
     result = train(tiny_flux, mixed_data(), tmp_path, watcher, **options, resume=resume, steps=5, output_name="other")
     assert result.summary["steps_done"] == 5

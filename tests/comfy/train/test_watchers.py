@@ -17,18 +17,18 @@ class Looks:
         self.at, self.error = at, error
         self.seen, self.saved = [], []
 
-    def between_steps(self, trainer):
-        self.seen.append(trainer.progress.step)
-        self.saved.append(trainer.progress.saved_step)
-        if trainer.progress.step == self.at:
+    def between_steps(self, run):
+        self.seen.append(run.progress.step)
+        self.saved.append(run.progress.saved_step)
+        if run.progress.step == self.at:
             raise self.error
         comfy.model_management.unload_all_models()
-        trainer.learner.snapshot()
+        run.learner.snapshot()
 
     def is_due(self, step, steps):
         return True
 
-    def facts(self, trainer):
+    def summary(self, run):
         return {"seen": self.seen}
 
 

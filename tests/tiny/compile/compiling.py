@@ -12,6 +12,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..train.training import observe
+
 
 class Ops(TorchDispatchMode):
     """Counts the ops that run under it, by name."""
@@ -58,7 +60,8 @@ def graphs_after_each_step(trainer: Any, graphs: Graphs) -> tuple[list[int], lis
         keys.append((inputs.image_tokens, inputs.text_tokens))
         return velocity(inputs, rng_key)
 
-    trainer.placed.velocity, trainer.observer = recorded, Watching()
+    trainer.placed.velocity = recorded
+    observe(trainer, Watching())
     trainer.run()
     return counts, keys
 

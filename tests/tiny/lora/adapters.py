@@ -70,9 +70,7 @@ def fp64_model(trainer: Any, tensors: Mapping[str, Tensor]) -> tuple[Any, dict[s
         spec = replace(options, rank=adapter.spec.rank, alpha=adapter.spec.alpha)
         merged[f"{name}.weight"] = adapted_weight(spec, merged[f"{name}.weight"], tensors_of_layer)
         leaves |= {f"{name}.{n}": p for n, p in tensors_of_layer.items() if p.requires_grad}
-    bare = SimpleNamespace(
-        settings=trainer.settings, data=trainer.data, patcher=trainer.patcher, network=SimpleNamespace(pairs={})
-    )
+    bare = SimpleNamespace(settings=trainer.settings, context=trainer.context, network=SimpleNamespace(pairs={}))
     return bare, merged, leaves
 
 

@@ -50,7 +50,7 @@ class TwoDevices:
 
     def put_weights_of(self, trainer: Any) -> None:
         """Put the tensors of a run that are on the device before its first step; it moves its batches there by name."""
-        trainer.device = trainer.batches.device = DEVICE
+        trainer.placed.device = trainer.train_step.batches.device = DEVICE
         self.put(trainer.network.parameters())
         self.put(tensor for group in trainer.network.flat for tensor in (group.gradient, group.cast))
         self.put(tensor for module in trainer.placed.transformer.frozen_modules() for tensor in module.buffers())

@@ -28,16 +28,22 @@ def batch_of(trainer: Any, *indices: int) -> Any:
     from tessera.data.samples import FIRST_VARIANT
     from tessera.train.batch import make_batch
 
-    samples, settings = [trainer.data.samples[index] for index in indices or (0,)], trainer.settings
+    samples, settings = [trainer.context.data.samples[index] for index in indices or (0,)], trainer.settings
     read = [(sample, sample.load(FIRST_VARIANT)) for sample in samples]
-    model_and_family, objective = (trainer.patcher, trainer.family), settings.objective
-    return make_batch(*model_and_family, read, objective, trainer.device, settings.seed, (0, 0), trainer.batches.strata)
+    model_and_family, objective = (trainer.context.patcher, trainer.context.family), settings.objective
+    return make_batch(
+        *model_and_family, read, objective, trainer.device, settings.seed, (0, 0), trainer.train_step.batches.strata
+    )
 
 
 def guidance_of(trainer: Any) -> float | None:
     """Return the guidance of the objective if it was distilled into the model; else the model keeps the guidance of
     core."""
-    return trainer.settings.objective.guidance if trainer.family.takes_guidance(trainer.patcher.model) else None
+    return (
+        trainer.settings.objective.guidance
+        if trainer.context.family.takes_guidance(trainer.context.patcher.model)
+        else None
+    )
 
 
 def written_out(row: NativeRow, trainer: Any, model: Any = None) -> tuple[float, dict[str, Tensor]]:
@@ -45,7 +51,7 @@ def written_out(row: NativeRow, trainer: Any, model: Any = None) -> tuple[float,
 
     model: a BaseModel as `plain_model` makes it, the row's by default.
     """
-    batch, sample = batch_of(trainer), trainer.data.samples[0]
+    batch, sample = batch_of(trainer), trainer.context.data.samples[0]
     (group,) = batch.inputs.groups
     scale = trainer.settings.network.alpha / trainer.settings.network.rank
     masters = {n: [p.detach().clone().requires_grad_() for p in pair] for n, pair in trainer.network.pairs.items()}

@@ -51,7 +51,7 @@ class GradientCheck:
         trainer = make_trainer(model, data, self.folder, backend=backend, batch_size=count, **settings)
         fill_up_matrices(trainer)
         expected_loss, expected = self.expected(case, trainer, file, (batch, count, dtype, network))
-        loss = trainer.forward_backward([micro_batch(*range(count))])
+        loss = trainer.train_step.forward_backward([micro_batch(*range(count))])
         gradients = lora_gradients(trainer)
         assert abs(loss - expected_loss) < bound * expected_loss
         assert gradients.keys() == expected.keys()

@@ -122,17 +122,17 @@ def previewer(job: dict[str, Any], world: Any, model: Any) -> Any:
 class Unloading:
     """Watcher that takes the weights of one rank off its device after the first step, as previews do."""
 
-    def between_steps(self, trainer: Any) -> None:
+    def between_steps(self, run: Any) -> None:
         from tessera.memory.weights.frozen import unload
 
-        if trainer.world.is_first and trainer.progress.step == 1:
+        if run.world.is_first and run.progress.step == 1:
             unload()
-            assert not trainer.placed.swap.ring.slots
+            assert not run.placed.swap.ring.slots
 
     def is_due(self, step: int, steps: int) -> bool:
         return step == 1
 
-    def facts(self, trainer: Any) -> dict[str, Any]:
+    def summary(self, run: Any) -> dict[str, Any]:
         return {}
 
 
@@ -142,16 +142,16 @@ class Held:
     def __init__(self) -> None:
         self.figures: dict[str, Any] = {}
 
-    def between_steps(self, trainer: Any) -> None:
+    def between_steps(self, run: Any) -> None:
         from tessera.memory.swap.training import frozen_modules
 
-        swap = trainer.placed.swap
-        if self.is_due(trainer.progress.step, 0) and hasattr(swap, "peers"):
+        swap = run.placed.swap
+        if self.is_due(run.progress.step, 0) and hasattr(swap, "peers"):
             slots = {slot.untyped_storage().data_ptr() for slot in swap.ring.slots}
             buffers = [b for block in swap.blocks for m in frozen_modules(block).values() for b in m.buffers()]
             self.figures = {
                 "held": swap.held_bytes(),
-                "known": trainer.placed.resident.bytes,
+                "known": run.placed.resident.bytes,
                 "sizes": [layout.size for layout in swap.layouts],
                 "outside": sum(tensor.untyped_storage().data_ptr() not in slots for tensor in buffers),
             }
@@ -159,7 +159,7 @@ class Held:
     def is_due(self, step: int, steps: int) -> bool:
         return step == 0
 
-    def facts(self, trainer: Any) -> dict[str, Any]:
+    def summary(self, run: Any) -> dict[str, Any]:
         return {}
 
 
@@ -174,8 +174,8 @@ def change(job: dict[str, Any], world: Any, counts: dict[str, int]) -> Any:
     """
     from tessera.train.certificate import certificate
     from tessera.train.learner import Learner
+    from tessera.train.loop.trainer import Trainer
     from tessera.train.preview import previewer as module
-    from tessera.train.trainer import Trainer
     from tessera.train.validation import Validation
 
     changed = [(Validation, "_batch_losses"), (module, "decode"), (Trainer, "save_final"), (Trainer, "run")]
@@ -226,15 +226,15 @@ class Slow:
     def __init__(self, seconds: float) -> None:
         self.seconds, self.calls = seconds, 0
 
-    def between_steps(self, trainer: Any) -> None:
-        if trainer.world.is_first and self.is_due(trainer.progress.step, 0):
+    def between_steps(self, run: Any) -> None:
+        if run.world.is_first and self.is_due(run.progress.step, 0):
             self.calls += 1
             time.sleep(self.seconds)
 
     def is_due(self, step: int, steps: int) -> bool:
         return step == 2
 
-    def facts(self, trainer: Any) -> dict[str, Any]:
+    def summary(self, run: Any) -> dict[str, Any]:
         return {"slow_calls": self.calls}
 
 

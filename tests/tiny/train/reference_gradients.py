@@ -51,7 +51,7 @@ def reference_gradients(
     def velocity(sample: Any, x_t: Tensor, sigma: float) -> Tensor:
         return case.reference_velocity(tensors, sample, x_t, sigma, guidance, lora)
 
-    samples = [trainer.data.samples[index] for index in batch]
+    samples = [trainer.context.data.samples[index] for index in batch]
     loss = written_out_loss(case, trainer.settings, samples, velocity)
     loss.backward()
     return float(loss.detach()), {name: gradient(p) for name, p in masters.items()}

@@ -36,12 +36,12 @@ def make_trainer(
     from tessera.models.model_patches import trainable_model
     from tessera.models.registry import family_of
     from tessera.train.checkpoint.run_folder import RunFolder
+    from tessera.train.loop.trainer import Trainer
     from tessera.train.objective.options import ObjectiveOptions
     from tessera.train.observer import SilentObserver
     from tessera.train.optim.options import OptimizerOptions
     from tessera.train.preflight.context import RunContext
     from tessera.train.settings import MemoryOptions, TrainSettings
-    from tessera.train.trainer import Trainer
     from tessera.train.validation import Validation
 
     compile_options = compile_settings or (CompileSettings(backend) if backend else None)
@@ -65,13 +65,16 @@ def make_trainer(
     targets = choose_targets(family, patcher.model, settings.network)
     run = RunFolder(folder, "test")
     context = (patcher, family, data, targets, settings, run, "lineage", lambda *_: {})
-    parts = [{"made_with": {"data_fingerprint": data.fingerprint}, "asked": "lineage"}]
     watchers = [] if held_out is None else [Validation(settings.validation, held_out)]
-    return Trainer(
-        RunContext(*context, compile_settings=compile_options, validation=held_out, parts=parts),
-        SilentObserver(),
-        watchers,
-    )
+    part = {"made_with": {"data_fingerprint": data.fingerprint}, "asked": "lineage"}
+    run_context = RunContext(*context, compile_settings=compile_options, validation=held_out, parts=[part])
+    return Trainer(run_context, SilentObserver(), watchers)
+
+
+def observe(trainer: Any, observer: Any) -> Any:
+    """Give a trainer another observer, and return it."""
+    trainer.observer = trainer.train_step.observer = trainer.train_step.retries.observer = observer
+    return observer
 
 
 def micro_batch(*indices: int) -> list[Any]:

@@ -139,10 +139,10 @@ def test_the_copies_of_the_dry_run_are_those_of_a_step(
     try:
         copies = CountedCopies(trainer)
         for index in (0, 1):
-            trainer.forward_backward([tiny.micro_batch(index)])
-            trainer.optimizer_step()
+            trainer.train_step.forward_backward([tiny.micro_batch(index)])
+            trainer.train_step.optimizer_step()
         first = copies.since(2)
-        trainer.forward_backward([tiny.micro_batch(0)])
+        trainer.train_step.forward_backward([tiny.micro_batch(0)])
         step = copies.since(1)
         assert len(trainer.placed.swap.blocks) == counted.blocks
     finally:
@@ -264,7 +264,7 @@ def test_the_native_contestant_trains_by_comfyui_s_forward_and_counts_its_calls(
         spec, data = contestant_spec(path=path, checkpointing="none"), random_data(patcher, small("flux"), 1)
         trainer = make_trainer(spec, patcher, data, tmp_path / path)
         try:
-            assert trainer.family.own_forward == (path == "own")
+            assert trainer.context.family.own_forward == (path == "own")
             return held_for_backward(trainer)
         finally:
             trainer.close()

@@ -102,9 +102,9 @@ def test_names_are_found() -> None:
 
 
 def test_what_the_benchmarks_use_of_a_trainer_is_there() -> None:
-    from tessera.train.trainer import Trainer
+    from tessera.train.loop.trainer import Trainer
 
-    body = ast.parse((ROOT / "train" / "trainer.py").read_text(encoding="utf-8"))
+    body = ast.parse((ROOT / "train" / "loop" / "trainer.py").read_text(encoding="utf-8"))
     own = {n.attr for n in ast.walk(body) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "self"}
     used = {
         node.attr

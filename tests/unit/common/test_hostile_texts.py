@@ -17,6 +17,7 @@ from tessera.train.checkpoint.resume import find_state
 from tessera.train.checkpoint.run_folder import RunFolder
 from tessera.train.checkpoint.run_record import GREATEST, RunReader
 from tessera.train.checkpoint.state import DamagedState, read_header
+from tessera.train.preflight.claim import lock_folder
 
 POSIX = pytest.mark.skipif(os.name == "nt", reason="Windows has no named pipes in folders")
 
@@ -155,7 +156,7 @@ def test_a_pipe_named_like_a_state_or_a_lora_is_passed_over(tmp_path):
 def test_a_run_folder_whose_name_is_no_utf8_can_be_claimed(tmp_path):
     folder = tmp_path / os.fsdecode(b"fox\xff (001)")
     folder.mkdir()
-    with RunFolder(folder, "fox").claimed():
+    with lock_folder(folder):
         pass
 
 

@@ -208,7 +208,10 @@ def test_over_an_epoch_of_many_steps_the_loop_shows_the_empty_prompt_as_often_as
     trainer = tiny.make_trainer(tiny_flux, data, tmp_path, batch_size=2, gradient_accumulation=2)
     batches = iter([(0, 1)] * 2000)
     drawn = [
-        shown for step in range(1000) for micro in trainer.batches.next_micro_batches(batches, step) for shown in micro
+        shown
+        for step in range(1000)
+        for micro in trainer.train_step.batches.order.next_micro_batches(batches, step)
+        for shown in micro
     ]
     trainer.close()
     assert len(drawn) == 4000

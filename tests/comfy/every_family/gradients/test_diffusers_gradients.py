@@ -88,7 +88,7 @@ def test_gradients_equal_those_of_diffusers_and_peft(case_file, tmp_path, case, 
 
     expected_loss = written_out_loss(case, trainer.settings, data.samples, velocity)
     expected_loss.backward()
-    loss = trainer.forward_backward([tiny.micro_batch(*range(len(data.samples)))])
+    loss = trainer.train_step.forward_backward([tiny.micro_batch(*range(len(data.samples)))])
     found = lora_gradients(trainer)
     assert float(loss) == pytest.approx(float(expected_loss.detach()), rel=1e-6)
     for name, value in gradients_of(transformer, rows, masters).items():

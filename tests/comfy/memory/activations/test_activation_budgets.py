@@ -33,7 +33,7 @@ def test_an_eager_budget_is_the_part_of_the_products_that_is_not_computed_again(
         memory = MemoryOptions(checkpointing=mode, activation_budget=budget)
         trainer = tiny.make_trainer(tiny_flux, tiny.make_data([(4, 4)], [16]), tmp_path, memory=memory)
         with Ops() as ops:
-            trainer.forward_backward([tiny.micro_batch(0)])
+            trainer.train_step.forward_backward([tiny.micro_batch(0)])
         trainer.close()
         attentions = sum(n for name, n in ops.counts.items() if "attention" in name and "backward" not in name)
         return ops.counts["mm"] + ops.counts["addmm"], attentions

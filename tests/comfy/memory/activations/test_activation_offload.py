@@ -7,8 +7,8 @@ import pytest
 import tiny
 import torch
 from tessera.memory.activations.offload import ActivationOffload
-from tessera.train import trainer as trainer_module
 from tessera.train.batch import fixed_batch
+from tessera.train.loop import retries
 from tessera.train.observer import SilentObserver
 from tessera.train.settings import MemoryOptions
 from tiny.compile.compiling import Graphs
@@ -98,7 +98,7 @@ def test_a_step_that_breaks_off_keeps_nothing_when_it_goes_on_or_ends(
             monkeypatch.setattr(trainer.placed, "step_down", lambda *_: True)
         else:
             trainer.placed.runner.planned_graphs = 1
-            monkeypatch.setattr(trainer_module, "cannot_compile", str)
+            monkeypatch.setattr(retries, "cannot_compile", str)
         trainer.run()
     else:
         with pytest.raises(RuntimeError, match="no compiler"):
@@ -112,8 +112,10 @@ def test_a_forward_that_no_backward_follows_keeps_nothing(deep_flux: Path, tmp_p
     data = tiny.make_data([(4, 4)], [TEXT])
     trainer = tiny.make_trainer(tiny.load_flux(deep_flux), data, tmp_path, memory=options)
     tiny.fill_up_matrices(trainer)
-    sample, placed = trainer.data.samples[0], trainer.placed
-    batch = fixed_batch(trainer.patcher, trainer.family, [(sample, sample.load(), 0.5)], 1.0, trainer.device, 0)
+    sample, placed = trainer.context.data.samples[0], trainer.placed
+    batch = fixed_batch(
+        trainer.context.patcher, trainer.context.family, [(sample, sample.load(), 0.5)], 1.0, trainer.device, 0
+    )
     placed.velocity_without(batch.inputs)
     offload = placed.runner.offload
     assert offload.bytes_out > 0 and not offload._storing and not offload._offloaded

@@ -101,17 +101,19 @@ def test_before_full_attentions_results_are_kept_and_the_run_does_as_planned(tin
     plan = trainer.placed.automatic.plan
     assert plan.fits and (plan.checkpointing, plan.budget) == ("selective", LEAST_BUDGET)
     assert "checkpointing selective, saving only attention's results" in plan.text
-    trainer.forward_backward([tiny.micro_batch(0)])  # the first one checks the forward, which has attention too
+    trainer.train_step.forward_backward(
+        [tiny.micro_batch(0)]
+    )  # the first one checks the forward, which has attention too
     with Ops() as ops:
-        trainer.forward_backward([tiny.micro_batch(0)])
+        trainer.train_step.forward_backward([tiny.micro_batch(0)])
     # Attention of each block once, all products of the blocks again: no part of them is kept, as 0.6 would have it.
     forward = sum(n for name, n in ops.counts.items() if "attention" in name and "backward" not in name)
     assert forward == len(trainer.placed.transformer.blocks()) == 4
     trainer.close()
     explicit = tiny.make_trainer(tiny_flux, mixed_data(), tmp_path, steps=1, memory=MemoryOptions("full"))
-    explicit.forward_backward([tiny.micro_batch(0)])
+    explicit.train_step.forward_backward([tiny.micro_batch(0)])
     with Ops() as full:
-        explicit.forward_backward([tiny.micro_batch(0)])
+        explicit.train_step.forward_backward([tiny.micro_batch(0)])
     assert all(ops.counts[name] == full.counts[name] for name in ("mm", "addmm"))
     explicit.close()
 
@@ -157,8 +159,8 @@ def test_a_state_that_chose_nothing_binds_nothing(tiny_flux, tmp_path):
 def test_a_step_that_runs_out_of_memory_goes_on_with_less_and_the_state_holds_that(tiny_flux, tmp_path, monkeypatch):
     free(monkeypatch, 2**40)
     trainer = tiny.make_trainer(tiny_flux, mixed_data(), tmp_path, steps=2, memory=MemoryOptions())
-    assert trainer.saver.environment["checkpointing"] == "none"
-    loss, failing = trainer.losses.batch_loss, [True]
+    assert trainer.train_step.retries.environment["checkpointing"] == "none"
+    loss, failing = trainer.train_step.losses.batch_loss, [True]
 
     def runs_out(*args: Any) -> Any:
         if failing:
@@ -166,7 +168,7 @@ def test_a_step_that_runs_out_of_memory_goes_on_with_less_and_the_state_holds_th
             raise torch.OutOfMemoryError("CUDA out of memory")
         return loss(*args)
 
-    trainer.losses.batch_loss = runs_out
+    trainer.train_step.losses.batch_loss = runs_out
     trainer.run()
     chosen = trainer.placed.memory.checkpointing
-    assert chosen in ("selective", "full") and trainer.saver.environment["checkpointing"] == chosen
+    assert chosen in ("selective", "full") and trainer.train_step.retries.environment["checkpointing"] == chosen

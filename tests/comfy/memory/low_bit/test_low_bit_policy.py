@@ -55,7 +55,7 @@ def trainer_on(path: Path, folder: Path, backend: str | None = None, steps: int 
     data = tiny.make_data([(6, 6), (4, 9)], [40, 40])
     memory = MemoryOptions(**{"checkpointing": "none", "low_bit_matmul": "int8"} | changes.pop("memory", {}))
     trainer = tiny.make_trainer(model, data, folder, backend=backend, steps=steps, memory=memory, **changes)
-    trainer.observer = trainer.placed.observer = trainer.saver.observer = Notes()
+    trainer.placed.observer = trainer.saver.observer = tiny.observe(trainer, Notes())
     return trainer
 
 
@@ -95,7 +95,7 @@ def test_a_channel_a_thousand_times_as_large_falls_back_going_forward_only(files
     # One of the two blocks is as before: the worst decides for both, which share their graph.
     singles = [block for name, block in trainer.placed.transformer.blocks() if name.startswith("single")]
     assert [block.linears()["linear2"].low_bit[:2] for block in singles] == [("full", "int8")] * 2
-    (row,) = (row for row in trainer.facts()["low_bit_matmul"]["layers"] if (row["block"], row["layer"]) == LINEAR2)
+    (row,) = (row for row in trainer.summary()["low_bit_matmul"]["layers"] if (row["block"], row["layer"]) == LINEAR2)
     assert row["count"] == 2 and (row["forward"], row["backward"]) == ("full", "int8")
     assert (row["forward_error"], row["backward_error"]) == (round(forward, 5), round(backward, 5))
 
@@ -135,11 +135,11 @@ def test_to_measure_leaves_no_trace_in_what_is_learnt(files: Any, tmp_path: Path
 
 def test_the_first_four_micro_batches_are_measured(files: Any, tmp_path: Path) -> None:
     trainer = trainer_on(files["even"], tmp_path, steps=6, gradient_accumulation=3)
-    trainer.batches.start(0, 0, lambda: None)
-    steps = [((0, micro), one) for micro, one in enumerate(trainer.batches.for_step(0))]
-    steps += [((1, micro), one) for micro, one in enumerate(trainer.batches.for_step(1))]
-    assert trainer.batches.first_of(0, 0, 4) == steps[:4]
-    assert trainer.batches.first_of(1, 3, 2) == steps[3:5]
+    trainer.train_step.batches.order.start(0, 0, lambda: None)
+    steps = [((0, micro), one) for micro, one in enumerate(trainer.train_step.batches.for_step(0))]
+    steps += [((1, micro), one) for micro, one in enumerate(trainer.train_step.batches.for_step(1))]
+    assert trainer.train_step.batches.order.first_of(0, 0, 4) == steps[:4]
+    assert trainer.train_step.batches.order.first_of(1, 3, 2) == steps[3:5]
 
 
 def test_a_resumed_run_takes_the_decision_from_its_state(
@@ -150,7 +150,7 @@ def test_a_resumed_run_takes_the_decision_from_its_state(
     wanted, losses = weights_of(whole), whole.progress.loss
     first = trainer_on(files["outlier"], tmp_path / "cut", steps=4, save_every=2)
     first.run()
-    state = state_path(first.saver.folder.path, 2)
+    state = state_path(first.context.folder.path, 2)
     header = load_state(state).low_bit_matmul
     assert header == {"asked": "int8", "full": [[*LINEAR2, "forward"]]}
 
@@ -164,7 +164,7 @@ def test_a_resumed_run_takes_the_decision_from_its_state(
 
     second = resumed("int8")
     assert not second.placed.low_bit.undecided
-    monkeypatch.setattr(second, "measure_low_bit", None)
+    monkeypatch.setattr(second.train_step, "measure_low_bit", None)
     second.run()
     assert second.progress.loss == losses
     assert all(torch.equal(one, two) for one, two in zip(weights_of(second), wanted, strict=True))
@@ -179,7 +179,8 @@ def test_a_resumed_run_takes_the_decision_from_its_state(
     elsewhere.run()
     elsewhere.saver.save()
     assert (
-        elsewhere.progress.step == 4 and load_state(state_path(elsewhere.saver.folder.path, 4)).low_bit_matmul == header
+        elsewhere.progress.step == 4
+        and load_state(state_path(elsewhere.context.folder.path, 4)).low_bit_matmul == header
     )
 
 
@@ -187,7 +188,7 @@ def test_a_state_with_a_damaged_decision_is_refused(files: Any, tmp_path: Path) 
     trainer = trainer_on(files["even"], tmp_path, steps=1)
     trainer.run()
     trainer.saver.save()
-    state = state_path(trainer.saver.folder.path, 1)
+    state = state_path(trainer.context.folder.path, 1)
     assert read_header(state).low_bit_matmul == {"asked": "int8", "full": []}
     with safe_open(state, framework="pt") as file:
         metadata = file.metadata()

@@ -81,7 +81,7 @@ def test_resident_checkpointed_swapped_and_compiled_runs_are_the_same(how: str, 
     # What streams is the stored form, as in full.
     full = trained(files[how], tmp_path, **swapping)
     assert slots == [slot.numel() for slot in full.placed.swap.ring.slots] and len(slots) == 2
-    assert found.copies == full.copies > 0
+    assert found.train_step.copies == full.train_step.copies > 0
     torch._dynamo.reset()
     graphs = Graphs()
     compiled = trained(files[how], tmp_path, "aot_eager", **low, blocks_to_swap=2)
@@ -110,7 +110,7 @@ def test_the_run_says_and_lists_how_its_layers_multiply(files: Any, tmp_path: Pa
     assert note == (
         "low_bit_matmul is int8: 16 of the 16 layers of the blocks multiply in int8, where they see 32 tokens or more."
     )
-    facts = trainer.facts()["low_bit_matmul"]
+    facts = trainer.summary()["low_bit_matmul"]
     assert facts["asked"] == "int8" and sum(row["count"] for row in facts["layers"]) == 16
     row = {"block": "single", "layer": "linear1", "forward": "int8", "backward": "int8", "count": 2}
     assert row in facts["layers"]
@@ -136,7 +136,7 @@ def test_what_cannot_be_is_full_and_said(asked: str, how: str, note: str, files:
     assert all(linear.low_bit is None for linear in trainer.placed.transformer.linears().values())
     trainer.run()
     assert trainer.progress.loss == trainer_run_in_full(files[how], tmp_path)
-    assert all(row["forward"] == row["backward"] == "full" for row in trainer.facts()["low_bit_matmul"]["layers"])
+    assert all(row["forward"] == row["backward"] == "full" for row in trainer.summary()["low_bit_matmul"]["layers"])
 
 
 def trainer_run_in_full(path: Path, folder: Path) -> list[float]:

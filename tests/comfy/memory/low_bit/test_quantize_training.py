@@ -51,7 +51,9 @@ def trained(model: Any, folder: Path, **memory: Any) -> Any:
 
 def metadata_of(trainer: Any) -> dict[str, str]:
     """The metadata of the LoRA file."""
-    return metadata_for(collect_facts(trainer.settings, trainer.family, trainer.patcher, trainer.data, ""), {})
+    return metadata_for(
+        collect_facts(trainer.settings, trainer.context.family, trainer.context.patcher, trainer.context.data, ""), {}
+    )
 
 
 @every_format
@@ -68,7 +70,7 @@ def test_it_trains_as_on_a_model_that_was_loaded_in_it_and_leaves_the_model(quan
     assert (written["loader_quantize"], written["memory"]["quantize"]) == (quantize, AS_STORED)
     written = json.loads(metadata_of(found)["tessera"])
     assert (written["loader_quantize"], written["memory"]["quantize"]) == (AS_STORED, quantize)
-    told = [run.facts().get("quantize") for run in (found, theirs, trained(model, tmp_path))]
+    told = [run.summary().get("quantize") for run in (found, theirs, trained(model, tmp_path))]
     by_training = {"load_diffusion_model": AS_STORED, "training_memory": quantize}
     assert told == [by_training, {"load_diffusion_model": quantize, "training_memory": AS_STORED}, None]
     after = model.model.state_dict()
@@ -173,8 +175,10 @@ def test_measuring_a_step_puts_nothing_into_8_bit(
     linears = [(name, x) for name, block in trainer.placed.transformer.blocks() for x in block.linears().values()]
     held = {name: sum(x.held_bytes() for block, x in linears if block == name) for name, _ in linears}
     monkeypatch.setattr(frozen, "quantize_weight", None)
-    targets = choose_targets(trainer.family, trainer.patcher.model, trainer.settings.network)
-    cost = auto.measure(trainer.patcher, trainer.family, trainer.data, targets, trainer.settings)
+    targets = choose_targets(trainer.context.family, trainer.context.patcher.model, trainer.settings.network)
+    cost = auto.measure(
+        trainer.context.patcher, trainer.context.family, trainer.context.data, targets, trainer.settings
+    )
     assert cost.structures == tuple(block.structure() for _, block in trainer.placed.transformer.blocks())
     for block in cost.blocks:
         assert held[block.name] <= block.weights < 1.1 * held[block.name] + 8192  # norms, and the alignment of a slot

@@ -93,7 +93,7 @@ def test_a_runs_plan_reckons_with_the_file(tiny_files, tmp_path, monkeypatch) ->
         whole = measured.other_bytes + sum(block.weights + block.saved for block in blocks)
         machine = replace(measured.machine, free=whole - max(block.weights for block in blocks) // 2)
         given = StepCost(tuple(blocks), measured.other_bytes, machine)
-        plans[name] = AutomaticMemory(memory, given, trainer.family.swap_order).plan
+        plans[name] = AutomaticMemory(memory, given, trainer.context.family.swap_order).plan
         trainer.close()
     for name in ("memory", "file"):
         assert plans[name].checkpointing == "none"

@@ -175,7 +175,7 @@ def trained(path: Path, folder: Path, **memory: Any) -> tuple[Any, list[str]]:
     torch._dynamo.reset()
     data, options = tiny.make_data([(4, 4)], [16]), MemoryOptions(**memory)
     trainer = tiny.make_trainer(tiny.load_flux(path), data, folder, backend="eager", steps=5, memory=options)
-    trainer.observer = trainer.placed.observer = Watcher()
+    trainer.placed.observer = tiny.observe(trainer, Watcher())
     tiny.fill_up_matrices(trainer)
     trainer.run()
     return trainer, trainer.observer.notes
@@ -204,7 +204,7 @@ def test_a_run_goes_on_with_the_other_plan_and_learns_the_same(deep_flux, tmp_pa
     )
     assert "3 of 8 blocks stream" in note and "checkpointing full" in note
     assert len(trainer.placed.swap.blocks) == 3 and trainer.placed.memory.checkpointing == "full"
-    assert trainer.saver.environment["checkpointing"] == "full" and trainer.placed.runner.clock is None
+    assert trainer.train_step.retries.environment["checkpointing"] == "full" and trainer.placed.runner.clock is None
     assert trainer.progress.loss == resident.progress.loss and len(resident.progress.loss) == 5
     theirs = resident.network.master_weights()
     assert all(torch.equal(weight, theirs[name]) for name, weight in trainer.network.master_weights().items())

@@ -66,7 +66,7 @@ def test_with_room_for_all_nothing_streams_and_nothing_is_computed_again(deep_fl
         assert cost.name == name and 0 <= cost.weights - held < 256 * 40  # each tensor starts at a multiple of 256
         assert cost.inputs == (TOKENS + TEXT) * HIDDEN * 4
         assert cost.saved > cost.inputs and cost.forward > 0 and cost.backward > 0
-    assert trainer.facts()["memory_plan"] == notes[0]
+    assert trainer.summary()["memory_plan"] == notes[0]
 
 
 def test_what_a_block_keeps_is_what_autograd_holds_for_it(deep_flux: Path, tmp_path: Path) -> None:
@@ -103,9 +103,11 @@ def test_what_a_block_keeps_is_what_autograd_holds_for_it(deep_flux: Path, tmp_p
         return out
 
     trainer.placed.runner = run
-    samples = [(trainer.data.samples[0], trainer.batches.reader.read(one)) for one in tiny.micro_batch(0, 0)]
+    samples = [
+        (trainer.context.data.samples[0], trainer.train_step.batches.reader.read(one)) for one in tiny.micro_batch(0, 0)
+    ]
     batch = auto.make_batch(
-        trainer.patcher, trainer.family, samples, trainer.settings.objective, trainer.device, 3, (0, 0)
+        trainer.context.patcher, trainer.context.family, samples, trainer.settings.objective, trainer.device, 3, (0, 0)
     )
     trainer.placed.velocity(batch.inputs, (0, 0))
     for cost in trainer.placed.automatic.measured.blocks:
@@ -146,7 +148,7 @@ def test_a_smaller_device_streams_what_it_has_to_and_trains_the_same(deep_flux, 
 
 def out_of_memory_at(trainer: Any, *steps: int) -> None:
     """Each of these steps breaks off once in the middle of its backward."""
-    failing, loss, hooks = list(steps), trainer.losses.batch_loss, []
+    failing, loss, hooks = list(steps), trainer.train_step.losses.batch_loss, []
 
     def fail(grad: torch.Tensor) -> None:
         hooks.pop().remove()
@@ -160,7 +162,7 @@ def out_of_memory_at(trainer: Any, *steps: int) -> None:
             hooks.append(block.linears()["linear1"].adapter.up.register_hook(fail))
         return value
 
-    trainer.losses.batch_loss = watched
+    trainer.train_step.losses.batch_loss = watched
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"], ids=["eager", "compiled"])
@@ -212,7 +214,7 @@ def test_when_no_plan_can_be_placed_the_run_ends_with_its_sentence(deep_flux, tm
     monkeypatch.setattr(placed_model, "BlockSwap", fail)
     with pytest.raises(TrainingStopped, match="Out of memory at step 2"):
         trainer.run()
-    assert trainer.progress.saved_step == 1 and trainer.facts()["blocks_swapped"] == 0
+    assert trainer.progress.saved_step == 1 and trainer.summary()["blocks_swapped"] == 0
     trainer.close()
 
 
@@ -240,7 +242,7 @@ def test_running_out_while_the_weights_are_placed_steps_down_too(deep_flux, tmp_
     trainer = make(deep_flux, tmp_path / "failing", checkpointing="full")
     assert made == sorted(set(made)) and len(trainer.placed.swap.blocks) == made[-1]
     trainer.run()
-    assert len(trainer.progress.loss) == STEPS and trainer.facts()["blocks_swapped"] == made[-1]
+    assert len(trainer.progress.loss) == STEPS and trainer.summary()["blocks_swapped"] == made[-1]
 
 
 @pytest.mark.parametrize("at", ["first", "later"])
@@ -325,11 +327,13 @@ def test_slots_that_do_not_fit_and_whatever_else_fails_at_the_start_leave_the_we
 
 def test_the_copy_of_the_lora_that_a_forward_without_it_takes_is_counted(deep_flux: Path, tmp_path: Path) -> None:
     trainer = make(deep_flux, tmp_path, checkpointing="none", blocks_to_swap=0)
-    targets = choose_targets(trainer.family, trainer.patcher.model, trainer.settings.network)
+    targets = choose_targets(trainer.context.family, trainer.context.patcher.model, trainer.settings.network)
 
     def other(**changes: float) -> int:
         settings = replace(trainer.settings, objective=replace(trainer.settings.objective, **changes))
-        return auto.measure(trainer.patcher, trainer.family, trainer.data, targets, settings).other_bytes
+        return auto.measure(
+            trainer.context.patcher, trainer.context.family, trainer.context.data, targets, settings
+        ).other_bytes
 
     plain, copy = other(), 4 * sum(p.numel() for p in trainer.network.parameters())
     assert [other(**{name: 2.0}) - plain for name in ("preservation_weight", "guidance_loss_scale")] == [copy] * 2

@@ -40,7 +40,7 @@ def made(path: Path, folder: Path, **memory: Any) -> Any:
         steps=2,
         memory=MemoryOptions(**{"checkpointing": "full"} | memory),
     )
-    trainer.observer = Watcher()
+    tiny.observe(trainer, Watcher())
     tiny.fill_up_matrices(trainer)
     return trainer
 
@@ -115,9 +115,9 @@ def test_a_backward_that_breaks_off_lets_go_of_nothing_that_a_copy_is_on_its_way
         memory = MemoryOptions(checkpointing="full", blocks_to_swap=-1, offload_activations=True)
         data = tiny.make_data([(4, 4), (2, 8)], [16, 16])
         trainer = tiny.make_trainer(tiny.load_flux(deep_flux), data, tmp_path, steps=2, memory=memory)
-        trainer.observer = Watcher()
+        tiny.observe(trainer, Watcher())
         tiny.fill_up_matrices(trainer)
-        loss, build, hooks = trainer.losses.batch_loss, trainer.placed.rebuild, []
+        loss, build, hooks = trainer.train_step.losses.batch_loss, trainer.placed.rebuild, []
 
         def fail(grad: Any) -> None:
             hooks[0].remove()
@@ -135,7 +135,7 @@ def test_a_backward_that_breaks_off_lets_go_of_nothing_that_a_copy_is_on_its_way
             ones(1, requires_grad=True).sum().backward()
             build(step)
 
-        trainer.losses.batch_loss, trainer.placed.rebuild = watched, rebuild
+        trainer.train_step.losses.batch_loss, trainer.placed.rebuild = watched, rebuild
         trainer.run()
     assert hooks and trainer.placed.swap is not None  # it went on with less
     assert same(trainer, resident("full")) and device.deferred > 0

@@ -173,7 +173,7 @@ def test_memory_management_can_have_the_slots_back(deep_flux: Path, tmp_path: Pa
             comfy.model_management.unload_all_models()
             held.append(trainer.placed.swap.held_bytes())
 
-    trainer.observer = Unloading()
+    tiny.observe(trainer, Unloading())
     trainer.run()
     assert held == [0] * STEPS
     assert_same_run(trainer, plain)

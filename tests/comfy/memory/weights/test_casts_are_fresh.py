@@ -21,10 +21,10 @@ def loss_with_and_without_casts(trainer: Any) -> tuple[float, float]:
     """The loss of a step, and the same where each forward casts the master weights by itself."""
     kept = {name: adapter.casts for name, adapter in trainer.network.adapters.items()}
     assert all(casts.keys() == {"down", "up"} for casts in kept.values())
-    found = trainer.forward_backward([tiny.micro_batch(0)]).item()
+    found = trainer.train_step.forward_backward([tiny.micro_batch(0)]).item()
     for adapter in trainer.network.adapters.values():
         adapter.casts = {}
-    wanted = trainer.forward_backward([tiny.micro_batch(0)]).item()
+    wanted = trainer.train_step.forward_backward([tiny.micro_batch(0)]).item()
     for name, adapter in trainer.network.adapters.items():
         adapter.casts = kept[name]
     return found, wanted
@@ -33,18 +33,18 @@ def loss_with_and_without_casts(trainer: Any) -> tuple[float, float]:
 class Checks:
     """Compares before the first step and after each."""
 
-    def __init__(self) -> None:
-        self.losses: list[float] = []
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.losses = trainer, list[float]()
 
     def is_due(self, step: int, steps: int) -> bool:
         return True
 
-    def between_steps(self, trainer: Any) -> None:
-        found, wanted = loss_with_and_without_casts(trainer)
+    def between_steps(self, run: Any) -> None:
+        found, wanted = loss_with_and_without_casts(self.trainer)
         assert found == wanted
         self.losses.append(found)
 
-    def facts(self, trainer: Any) -> dict[str, Any]:
+    def summary(self, trainer: Any) -> dict[str, Any]:
         return {}
 
 
@@ -56,13 +56,13 @@ def trainer(case_file: Any, tmp_path: Any) -> Any:
     options = OptimizerOptions(learning_rate=0.05, ema_decay=0.9)
     made = tiny.make_trainer(model, data, tmp_path, steps=STEPS, optimizer=options)
     tiny.fill_up_matrices(made)
-    made.batches.reader.prefetch(tiny.micro_batch(0))
+    made.train_step.batches.reader.prefetch(tiny.micro_batch(0))
     yield made
     made.close()
 
 
 def test_after_steps_loads_and_swaps(trainer):
-    checks = Checks()
+    checks = Checks(trainer)
     trainer.watchers.append(checks)
     before = unpack_state(*pack_state(trainer.learner.state()))
     trainer.run()

@@ -129,8 +129,10 @@ def test_the_memory_plan_counts_what_is_stored(tmp_path):
     for name in ("Q4_0", "Q8_0"):
         trainer = tiny.make_trainer(model_of(flux_state(name)), three_pictures(), tmp_path / name)
         placed = trainer.placed
-        targets = choose_targets(trainer.family, trainer.patcher.model, trainer.settings.network)
-        cost = auto.measure(trainer.patcher, trainer.family, trainer.data, targets, trainer.settings)
+        targets = choose_targets(trainer.context.family, trainer.context.patcher.model, trainer.settings.network)
+        cost = auto.measure(
+            trainer.context.patcher, trainer.context.family, trainer.context.data, targets, trainer.settings
+        )
         counted[name] = sum(block.weights for block in cost.blocks)
         held = [frozen_modules(block).values() for _, block in placed.transformer.blocks()]
         real = sum(b.nbytes for modules in held for m in modules for b in m._buffers.values() if b is not None)
@@ -154,7 +156,7 @@ def test_a_model_without_a_forward_of_ours_trains_as_its_values(swapped, tmp_pat
     copy_values(native_model(ROW, "Q4_0"), widened)
     fill_up_matrices(trainer)
     wanted, gradients = written_out(ROW, trainer, plain_model(widened))
-    loss = trainer.forward_backward([micro_batch(0)])
+    loss = trainer.train_step.forward_backward([micro_batch(0)])
     assert loss == pytest.approx(wanted, rel=1e-5)
     assert difference(lora_gradients(trainer), gradients) <= 1e-5
     trainer.close()

@@ -134,5 +134,5 @@ def test_a_model_without_a_forward_of_ours_is_checked_against_the_pack_s_layers(
         monkeypatch.setattr(frozen, "factors_of", lambda *args: tuple(0 * factor for factor in factors_of(*args)))
     trainer = trainer_of(row, tmp_path, "none", model)
     with pytest.raises(ValueError, match="is read .* differently than ComfyUI") if mismatch else nullcontext():
-        trainer.forward_backward([micro_batch(0)])
+        trainer.train_step.forward_backward([micro_batch(0)])
     trainer.close()

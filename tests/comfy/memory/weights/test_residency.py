@@ -33,7 +33,7 @@ class UnloadsAfter(SilentObserver):
 def run(model, folder, observer, **settings):
     trainer = tiny.make_trainer(model, tiny.make_data([(4, 6), (6, 4)], [16, 16]), folder, steps=5, **settings)
     observer.trainer = trainer
-    trainer.observer = observer
+    tiny.observe(trainer, observer)
     trainer.run()
     return trainer
 

@@ -52,7 +52,7 @@ def check(
     trainer = tiny.make_trainer(computing_in(case.load(file), dtype), data, folder, **settings)
     for index, adapter in enumerate(trainer.network.adapters.values()):
         fill(adapter, index)
-    loss = trainer.forward_backward([tiny.micro_batch(*range(count))])
+    loss = trainer.train_step.forward_backward([tiny.micro_batch(*range(count))])
     bare, merged, leaves = fp64_model(trainer, load_file(file))
     expected_loss, _ = reference_gradients(case, bare, merged, range(count))
     found = gradients(trainer)

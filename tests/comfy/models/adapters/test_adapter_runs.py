@@ -85,7 +85,7 @@ def test_a_recompute_sees_the_same_dropout(tiny_flux, tmp_path):
         trainer = tiny.make_trainer(tiny_flux, data, tmp_path, batch_size=2, network=network, memory=memory)
         for index, adapter in enumerate(trainer.network.adapters.values()):
             fill(adapter, index)
-        trainer.forward_backward([tiny.micro_batch(0, 1)])
+        trainer.train_step.forward_backward([tiny.micro_batch(0, 1)])
         found.append([p.grad.clone() for p in trainer.network.parameters()])
         trainer.close()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -143,9 +143,9 @@ def test_each_kind_of_dropout_is_drawn_by_itself(tiny_flux, tmp_path):
 def batch_inputs(trainer):
     from tessera.train.batch import make_batch
 
-    samples = [(sample, sample.load()) for sample in trainer.data.samples]
+    samples = [(sample, sample.load()) for sample in trainer.context.data.samples]
     return make_batch(
-        trainer.patcher, trainer.family, samples, trainer.settings.objective, trainer.device, 3, (0, 0)
+        trainer.context.patcher, trainer.context.family, samples, trainer.settings.objective, trainer.device, 3, (0, 0)
     ).inputs
 
 

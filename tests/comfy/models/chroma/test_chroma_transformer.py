@@ -37,9 +37,9 @@ def make_trainer(file: Path, folder: Path, **settings: Any) -> Any:
 
 
 def inputs_of(trainer: Any, length: int = 128) -> Any:
-    read = [sample.load() for sample in trainer.data.samples]
+    read = [sample.load() for sample in trainer.context.data.samples]
     samples = [NoisySample(r.latent, r.text, r.conditioning, 24, length) for r in read]
-    return trainer.family.inputs(trainer.patcher, samples, SIGMAS, 1.0)
+    return trainer.context.family.inputs(trainer.context.patcher, samples, SIGMAS, 1.0)
 
 
 def direction() -> Tensor:
@@ -71,7 +71,7 @@ def test_gradients_equal_those_of_diffusers_in_fp64(file, tmp_path):
     for name, (down, up, scale) in lora.items():
         weights[f"{name}.weight"] = weights[f"{name}.weight"] + scale * (up @ down)
     own = {name.replace(".scale", ".weight"): tensor for name, tensor in weights.items()}
-    model, converted = diffusers_model(trainer.patcher).double(), diffusers_rows(trainer.patcher, own)
+    model, converted = diffusers_model(trainer.context.patcher).double(), diffusers_rows(trainer.context.patcher, own)
     assert converted.keys() == dict(model.named_parameters()).keys()
     total = torch.zeros((), dtype=torch.float64)
     for i, (height, width, length) in enumerate(SHAPES):

@@ -21,7 +21,7 @@ def test_the_comparison_fails_on_comfyuis_own_block_forward(tiny_flux, tmp_path,
     ours = trainer.placed.transformer.double_blocks[1]
     ours.forward = core_forward(tiny_flux.model.diffusion_model.double_blocks[1], ours)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        trainer.forward_backward([tiny.micro_batch(0)])
+        trainer.train_step.forward_backward([tiny.micro_batch(0)])
 
 
 def core_forward(core: Any, ours: Any) -> Any:

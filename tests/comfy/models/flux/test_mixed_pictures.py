@@ -66,7 +66,7 @@ def test_two_epochs_of_mixed_pictures_compile_each_graph_once(mixed_data, tiny_f
     assert graphs == graphs_expected(KINDS, keys)
     assert graphs[-1] == KINDS * len(mixed_data.graph_keys()) == trainer.placed.runner.planned_graphs
     assert counted.breaks == 0
-    assert trainer.facts()["graphs_compiled"] == graphs[-1]
+    assert trainer.summary()["graphs_compiled"] == graphs[-1]
 
 
 def test_a_resumed_run_compiles_each_graph_once(mixed_data, tiny_flux, tmp_path):
@@ -78,7 +78,7 @@ def test_a_resumed_run_compiles_each_graph_once(mixed_data, tiny_flux, tmp_path)
     }
     first = tiny.make_trainer(tiny_flux, mixed_data, tmp_path, **settings)
     first.run()
-    state = first.saver.folder.states()[0]
+    state = first.context.folder.states()[0]
     whole_loss = list(first.progress.loss)
     torch._dynamo.reset()
     counted = Graphs()

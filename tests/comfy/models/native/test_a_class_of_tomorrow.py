@@ -191,14 +191,16 @@ def step(folder, backend=None, **memory):
     options = {"checkpointing": "none"} | memory
     trainer = make_trainer(tomorrow(), data(), folder, batch_size=2, backend=backend, memory=MemoryOptions(**options))
     fill_up_matrices(trainer)
-    loss = float(trainer.forward_backward([micro_batch(0, 1)]))
+    loss = float(trainer.train_step.forward_backward([micro_batch(0, 1)]))
     return trainer, loss, lora_gradients(trainer)
 
 
 def test_it_trains_alike_in_every_mode_and_as_one_graph(tmp_path):
     torch._dynamo.reset()
     plain, loss, wanted = step(tmp_path / "plain")
-    assert plain.family.title == "TomorrowBase" and len(wanted) == 2 * 2 * 3  # q, k, v and the way out, of three blocks
+    assert (
+        plain.context.family.title == "TomorrowBase" and len(wanted) == 2 * 2 * 3
+    )  # q, k, v and the way out, of three blocks
     modes = {
         "full": {"checkpointing": "full"},
         "swapped": {"checkpointing": "full", "blocks_to_swap": 2},
@@ -280,7 +282,7 @@ def test_what_sampling_leaves_on_the_model_changes_no_step(tmp_path):
     fill_up_matrices(trainer)
     sample(used)  # between the start of a run and its next step, as a preview does
     before = {name: dict(vars(module)) for name, module in used.model.named_modules()}
-    assert float(trainer.forward_backward([micro_batch(0, 1)])) == loss
+    assert float(trainer.train_step.forward_backward([micro_batch(0, 1)])) == loss
     found = lora_gradients(trainer)
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
     assert before == {name: dict(vars(module)) for name, module in used.model.named_modules()}
@@ -319,7 +321,7 @@ def test_a_tensor_of_a_swapped_block_that_is_read_outside_of_it_is_refused(part,
     trainer.placed.memory = replace(trainer.placed.memory, blocks_to_swap=2)
     trainer.placed.rebuild(1)  # as when memory runs out
     with pytest.raises(CannotContinue, match=words):  # and not that nothing was trained
-        trainer.forward_backward([micro_batch(0, 1)])
+        trainer.train_step.forward_backward([micro_batch(0, 1)])
 
 
 def test_swap_that_begins_in_mid_run_compares_no_forward_again(tmp_path, monkeypatch):
@@ -328,7 +330,7 @@ def test_swap_that_begins_in_mid_run_compares_no_forward_again(tmp_path, monkeyp
     for blocks_to_swap in (1, 2):
         trainer.placed.memory = replace(trainer.placed.memory, blocks_to_swap=blocks_to_swap)
         trainer.placed.rebuild(1)
-        trainer.forward_backward([micro_batch(0, 1)])
+        trainer.train_step.forward_backward([micro_batch(0, 1)])
     trainer.close()
 
 

@@ -25,7 +25,7 @@ def no_family_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("row", TRAINED, ids=str)
 def test_the_forward_is_core_s_own(row, tmp_path):
     trainer = trainer_of(row, tmp_path)
-    batch, sample = batch_of(trainer), trainer.data.samples[0]
+    batch, sample = batch_of(trainer), trainer.context.data.samples[0]
     with torch.no_grad():
         found = trainer.placed.velocity(batch.inputs, (0, 0))[0]
         (group,) = batch.inputs.groups
@@ -42,7 +42,7 @@ def test_every_target_has_the_gradient_of_plain_autograd(row, tmp_path):
         trainer = trainer_of(row, tmp_path / mode, mode)
         fill_up_matrices(trainer)
         wanted = wanted or written_out(row, trainer)
-        loss = trainer.forward_backward([micro_batch(0)])
+        loss = trainer.train_step.forward_backward([micro_batch(0)])
         assert abs(loss - wanted[0]) <= BOUND * wanted[0]
         error = difference(lora_gradients(trainer), wanted[1])
         assert error <= BOUND, (mode, error)
@@ -54,11 +54,11 @@ def test_nothing_of_a_step_is_left_for_the_next(row, tmp_path):
     """A second step on one caption with another LoRA gives what a fresh model gives."""
     used, fresh = (trainer_of(row, tmp_path / name) for name in ("used", "fresh"))
     fill_up_matrices(used)
-    used.forward_backward([micro_batch(0)])
+    used.train_step.forward_backward([micro_batch(0)])
     found = []
     for trainer in (used, fresh):
         fill_up_matrices(trainer, 0.2)
-        found.append((trainer.forward_backward([micro_batch(0)]), lora_gradients(trainer)))
+        found.append((trainer.train_step.forward_backward([micro_batch(0)]), lora_gradients(trainer)))
         trainer.close()
     (loss, wanted), (other, gradients) = found
     assert loss == other and all(torch.equal(gradients[name], value) for name, value in wanted.items())
@@ -71,7 +71,7 @@ def test_swapped_blocks_give_the_same_gradients(row, tmp_path):
     found = []
     for trainer in (resident, swapped):
         fill_up_matrices(trainer)
-        found.append((trainer.forward_backward([micro_batch(0)]), lora_gradients(trainer)))
+        found.append((trainer.train_step.forward_backward([micro_batch(0)]), lora_gradients(trainer)))
         trainer.close()
     (loss, wanted), (other, gradients) = found
     assert loss == other and all(torch.equal(gradients[name], value) for name, value in wanted.items())
@@ -82,18 +82,18 @@ def test_compiled_blocks_are_no_more_graphs_than_planned_and_give_the_same_gradi
     torch._dynamo.reset()
     plain = trainer_of(row, tmp_path / "plain")
     fill_up_matrices(plain)
-    wanted = plain.forward_backward([micro_batch(0)]), lora_gradients(plain)
+    wanted = plain.train_step.forward_backward([micro_batch(0)]), lora_gradients(plain)
     plain.close()
     graphs = Graphs()
     trainer = trainer_of(row, tmp_path / "compiled", backend="aot_eager")
     fill_up_matrices(trainer)
-    loss = trainer.forward_backward([micro_batch(0)])
+    loss = trainer.train_step.forward_backward([micro_batch(0)])
     first = graphs()
     assert 0 < first <= trainer.placed.runner.planned_graphs
     assert graphs.breaks == 0 and not trainer.placed.runner.failed
     assert abs(loss - wanted[0]) <= BOUND * wanted[0]
     assert difference(lora_gradients(trainer), wanted[1]) <= BOUND
-    trainer.forward_backward([micro_batch(0)])
+    trainer.train_step.forward_backward([micro_batch(0)])
     assert graphs() == first, "the second step compiled again"
     trainer.close()
     torch._dynamo.reset()

@@ -24,7 +24,7 @@ ROUNDS = {"int8": 0.06, "int8 by rows": 0.06, "int8 rotated": 0.06, "int4 rotate
 def of_core(row, trainer, how):
     """Velocity of ComfyUI's own forward with weights that are stored so, as tokens."""
     (group,) = batch_of(trainer).inputs.groups
-    model, sample = plain_output(build_stored(row, how)), trainer.data.samples[0]
+    model, sample = plain_output(build_stored(row, how)), trainer.context.data.samples[0]
     with torch.inference_mode():
         out = raw_output(model, row, sample, group.x[0].clone(), group.sigma, guidance_of(trainer))
     return tokens(out[0], sample.tokens)
@@ -51,7 +51,7 @@ def test_a_model_in_few_bits_trains_as_the_weights_that_comfyui_takes_them_for(r
     assert float((found - own).norm()) <= ROUNDS.get(how, EXACT) * float(own.norm())
     fill_up_matrices(trainer)
     wanted, gradients = written_out(row, trainer, dequantised_model(row, how))
-    loss = trainer.forward_backward([micro_batch(0)])
+    loss = trainer.train_step.forward_backward([micro_batch(0)])
     assert loss == pytest.approx(wanted, rel=EXACT)
     assert difference(lora_gradients(trainer), gradients) <= EXACT
     trainer.close()

@@ -28,7 +28,7 @@ def trainer_of(row, data, folder, **changes):
 
 
 def gradients(trainer, *indices):
-    loss = trainer.forward_backward([micro_batch(*indices)])
+    loss = trainer.train_step.forward_backward([micro_batch(*indices)])
     grads = {
         n: p.grad.clone() for n, p in zip(trainer.network.master_weights(), trainer.network.parameters(), strict=True)
     }
@@ -136,13 +136,15 @@ def test_data_of_other_text_encoders_is_told_before_the_first_step(tmp_path):
 def test_validation_before_the_first_step_and_a_model_placed_anew_run_compiled(tmp_path):
     torch._dynamo.reset()
     trainer = trainer_of(Z_IMAGE, data_of(Z_IMAGE, 1), tmp_path / "compiled", backend="aot_eager")
-    sample = trainer.data.samples[0]
-    batch = fixed_batch(trainer.patcher, trainer.family, [(sample, sample.load(), 0.5)], 1.0, trainer.device, 0)
+    sample = trainer.context.data.samples[0]
+    batch = fixed_batch(
+        trainer.context.patcher, trainer.context.family, [(sample, sample.load(), 0.5)], 1.0, trainer.device, 0
+    )
     with torch.no_grad():
         assert torch.isfinite(trainer.placed.velocity(batch.inputs, None)).all()
     assert all(block.call is None for _, block in trainer.placed.transformer.blocks())
     loss, grads = gradients(trainer, 0)
-    trainer.place_anew()
+    trainer.train_step.retries.place_again()
     again, grads_again = gradients(trainer, 0)
     plain, wanted = gradients(trainer_of(Z_IMAGE, data_of(Z_IMAGE, 1), tmp_path / "plain"), 0)
     assert loss == pytest.approx(plain, rel=1e-6) and again == pytest.approx(plain, rel=1e-6)
@@ -166,12 +168,14 @@ def test_the_size_of_a_picture_reaches_the_model_as_in_core_s_sampler(said, tmp_
 
     row = replace(SDXL, conditioning=lambda draw: {"pooled_output": draw(1, 64), **said})
     trainer = trainer_of(row, data_of(row, 1), tmp_path)
-    sample = trainer.data.samples[0]
+    sample = trainer.context.data.samples[0]
     read = sample.load()
     noise = torch.zeros(1, *row.latent)
     given = {"cross_attn": read.text, "model_conds": {}, **read.conditioning}
-    (wanted,) = comfy.samplers.encode_model_conds(trainer.patcher.model.extra_conds, [given], noise, "cpu", "positive")
-    batch = fixed_batch(trainer.patcher, trainer.family, [(sample, read, 0.5)], 1.0, trainer.device, 0)
+    (wanted,) = comfy.samplers.encode_model_conds(
+        trainer.context.patcher.model.extra_conds, [given], noise, "cpu", "positive"
+    )
+    batch = fixed_batch(trainer.context.patcher, trainer.context.family, [(sample, read, 0.5)], 1.0, trainer.device, 0)
     assert torch.equal(batch.inputs.groups[0].conds["y"], wanted["model_conds"]["y"].cond)
 
 
@@ -229,10 +233,10 @@ def test_a_model_that_is_placed_anew_keeps_its_graphs(tmp_path):
     torch._dynamo.reset()
     trainer = trainer_of(Z_IMAGE, data_of(Z_IMAGE), tmp_path, backend="eager")
     graphs = Graphs()
-    trainer.forward_backward([micro_batch(0)])
+    trainer.train_step.forward_backward([micro_batch(0)])
     planned, made = trainer.placed.runner.planned_graphs, graphs()
     trainer.placed.rebuild(1)
-    trainer.forward_backward([micro_batch(0)])
+    trainer.train_step.forward_backward([micro_batch(0)])
     assert not trainer.placed.runner.failed and trainer.placed.runner.planned_graphs == planned
     assert graphs() == made
     trainer.close()
@@ -249,5 +253,5 @@ def test_blocks_that_the_data_does_not_reach_are_a_part_of_the_plan(name, tmp_pa
     assert unreached and all(block.weights and not block.saved for block in unreached)
     measured = automatic.measured.timed_anew(dict.fromkeys(automatic.measured.shapes, 1.0))
     assert [block.forward for block in measured.blocks if not block.saved] == [0.0] * len(unreached)
-    assert trainer.forward_backward([micro_batch(0)]).isfinite()
+    assert trainer.train_step.forward_backward([micro_batch(0)]).isfinite()
     trainer.close()

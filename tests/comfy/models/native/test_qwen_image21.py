@@ -83,7 +83,7 @@ def plain_step(trainer: Any, fused: bool) -> tuple[torch.Tensor, dict[str, torch
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
 def test_forward_and_gradients_are_those_of_its_own_code(fused, tmp_path):
     trainer = trainer_of(tmp_path, fused)
-    family = trainer.family
+    family = trainer.context.family
     assert (family.title, family.name) == ("Qwen Image 2.1", "qwen-image-2.1")
     layers = 6 if fused else 7  # q, k, v, out, the MLP's in (one or two) and out
     assert len(trainer.network.pairs) == LAYERS * layers
@@ -91,7 +91,7 @@ def test_forward_and_gradients_are_those_of_its_own_code(fused, tmp_path):
     with torch.no_grad():
         found = trainer.placed.velocity(batch_of(trainer).inputs, (0, 0))[0]
     assert float((found - out).norm()) <= BOUND * float(out.norm())
-    trainer.forward_backward([micro_batch(0)])
+    trainer.train_step.forward_backward([micro_batch(0)])
     assert difference(lora_gradients(trainer), wanted) <= BOUND
 
 
@@ -106,7 +106,7 @@ def test_swapped_checkpointed_and_compiled_blocks_give_the_same_and_are_one_grap
     }
     for name, changes in modes.items():
         trainer = trainer_of(tmp_path / name, batch_size=2, **changes)
-        found[name] = float(trainer.forward_backward([micro_batch(0, 1)])), lora_gradients(trainer)
+        found[name] = float(trainer.train_step.forward_backward([micro_batch(0, 1)])), lora_gradients(trainer)
         if name == "compiled":
             assert trainer.placed.runner.planned_graphs == trainer.placed.runner.report.counts().graphs == 1
         trainer.close()
@@ -129,7 +129,7 @@ def test_a_cache_that_a_sampler_left_does_not_reach_training(tmp_path):
     used.model.diffusion_model.prefix_cache_enabled = False
     other = make_trainer(used, data("a", "b"), tmp_path / "used", memory=MemoryOptions(checkpointing="none"))
     fill_up_matrices(other)
-    assert float(other.forward_backward([micro_batch(0)])) == float(fresh.forward_backward([micro_batch(0)]))
+    assert float(other.train_step.forward_backward([micro_batch(0)])) == float(fresh.forward_backward([micro_batch(0)]))
 
 
 def updates(model: Any) -> dict[str, LowRank]:

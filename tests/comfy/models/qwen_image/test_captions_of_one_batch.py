@@ -42,7 +42,9 @@ def of_one_sample(
     read = [data.samples[i].load() for i in batch]
     samples = [NoisySample(r.latent, r.text, r.conditioning, 24, text_length) for r in read]
     sigma = torch.tensor([0.2, 0.5, 0.9])[list(batch)]
-    velocity = trainer.placed.velocity(trainer.family.inputs(trainer.patcher, samples, sigma, 1.0), (0, 0))
+    velocity = trainer.placed.velocity(
+        trainer.context.family.inputs(trainer.context.patcher, samples, sigma, 1.0), (0, 0)
+    )
     trainer.learner.zero_grad()
     (velocity[place] * direction[place]).sum().backward()
     return lora_gradients(trainer)

@@ -21,8 +21,9 @@ from tessera.data.samples import TrainingData
 from tessera.models.registry import family_of
 from tessera.nodes.train.run import outputs, summary_payload
 from tessera.train.errors import TrainingStopped
+from tessera.train.loop.train_step import TrainStep
+from tessera.train.loop.trainer import Trainer
 from tessera.train.train_lora import RunRequest, train_lora
-from tessera.train.trainer import Trainer
 from tiny.native import ROWS, build, sample_of
 from tiny.nodes.prompt import node
 from tiny.train.runs import Watcher, cancel_at, mixed_data, run_settings, sample, train, training_data
@@ -267,7 +268,7 @@ class FailedDevice(RuntimeError):
 
 
 @pytest.mark.parametrize(
-    ("fails_in", "status"), [("optimizer_step", "failed"), ("facts", "finished"), ("close", "finished")]
+    ("fails_in", "status"), [("optimizer_step", "failed"), ("summary", "finished"), ("close", "finished")]
 )
 def test_a_device_that_fails_leaves_a_summary_and_its_first_error_is_told(
     fails_in, status, tiny_flux, tmp_path, monkeypatch
@@ -280,9 +281,9 @@ def test_a_device_that_fails_leaves_a_summary_and_its_first_error_is_told(
 
         return fail
 
-    parts = ["optimizer_step", "facts", "close"]
-    for name in parts[parts.index(fails_in) :]:
-        monkeypatch.setattr(Trainer, name, failing(name, getattr(Trainer, name)))
+    parts = {"optimizer_step": TrainStep, "summary": Trainer, "close": Trainer}
+    for name in list(parts)[list(parts).index(fails_in) :]:
+        monkeypatch.setattr(parts[name], name, failing(name, getattr(parts[name], name)))
     watcher = Watcher()
     with pytest.raises(FailedDevice, match=fails_in):
         train(tiny_flux, mixed_data(), tmp_path, watcher, steps=2)
@@ -424,9 +425,9 @@ def test_where_nothing_was_saved_before_or_elsewhere_a_full_disk_at_the_end_says
 
 
 def test_what_is_said_to_be_kept_of_a_run_without_a_loss_is_what_could_be_saved(tiny_flux, tmp_path, monkeypatch):
-    finite = Trainer.finite
+    finite = TrainStep.finite
     monkeypatch.setattr(
-        Trainer, "finite", lambda self, total: finite(self, total * (math.nan if self.progress.step == 3 else 1))
+        TrainStep, "finite", lambda self, total: finite(self, total * (math.nan if self.progress.step == 3 else 1))
     )
     with disk(400) as full:
         watcher = Watcher(at_step=lambda done: full.fill() if done == 3 else None)
@@ -437,7 +438,7 @@ def test_what_is_said_to_be_kept_of_a_run_without_a_loss_is_what_could_be_saved(
     (state,) = tmp_path.rglob("*.tessera")
     assert state.name == "state-000002.tessera"
     # Of a run that goes on elsewhere and makes no step, what is kept is what it went on from.
-    monkeypatch.setattr(Trainer, "finite", lambda self, total: finite(self, total * math.nan))
+    monkeypatch.setattr(TrainStep, "finite", lambda self, total: finite(self, total * math.nan))
     named = state.relative_to(tmp_path).as_posix()
     with pytest.raises(
         TrainingStopped,

@@ -15,6 +15,7 @@ from tessera.common.files import MACHINE
 from tessera.nodes.common import asked_by
 from tessera.nodes.train import run_deletion
 from tessera.train.checkpoint.run_folder import RunFolder
+from tessera.train.preflight.claim import lock_folder
 from tiny.nodes.prompt import awaited
 from tiny.nodes.routes import ask
 from tiny.nodes.server_runs import paused_at, put_pictures, training_graph, wait_for_step
@@ -261,7 +262,7 @@ def test_what_trains_is_never_deleted(server, tiny_loaders):
 
 def test_a_run_of_another_process_or_machine_is_not_deleted(server, run, monkeypatch):
     folder, at = run
-    with RunFolder(folder, "fox").claimed():  # this process is another one than the server's
+    with lock_folder(folder):  # this process is another one than the server's
         status, told = asked(server, f"{at}/delete")
         assert (status, told["error"]) == (409, "fox (001) is in training in another ComfyUI; stop it there first.")
     (folder / "run.json").write_text('{"machine": "ffffffff"}')

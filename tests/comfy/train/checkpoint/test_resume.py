@@ -347,11 +347,11 @@ def test_two_processes_do_not_train_into_one_folder(tiny_flux, tmp_path):
     before = files_in(folder)
     other = RunFolder(folder, "tiny")
     said = f"another ComfyUI on this machine is training into {re.escape(folder.name)} right now; wait for it"
-    with other.claimed(), pytest.raises(ValueError, match=said):
+    with claim.lock_folder(other.path), pytest.raises(ValueError, match=said):
         train(tiny_flux, data, tmp_path)
     assert files_in(folder) == before
     assert len(train(tiny_flux, data, tmp_path).loss) == 6
-    with other.claimed():  # it has let go of it
+    with claim.lock_folder(other.path):  # it has let go of it
         pass
 
 

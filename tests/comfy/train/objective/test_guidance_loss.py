@@ -50,7 +50,7 @@ def data():
 
 def asked(trainer, *indices):
     """A micro-batch as the trainer draws it."""
-    classes = [trainer.data.samples[index].class_caption for index in indices]
+    classes = [trainer.context.data.samples[index].class_caption for index in indices]
     return [
         (index, SampleVariant(class_caption=of_class, empty_caption=True))
         for index, of_class in zip(indices, classes, strict=True)
@@ -66,7 +66,7 @@ def reference(trainer, tensors, micro_batches):
     total = torch.zeros((), dtype=torch.float64)
     for micro, indices in enumerate(micro_batches):
         for place, index in enumerate(indices):
-            one = trainer.data.samples[index]
+            one = trainer.context.data.samples[index]
             read = one.load(SampleVariant(class_caption=True, empty_caption=True))
             row = ReferenceRow(settings, weights, one, read, micro, place)
             with torch.no_grad():
@@ -103,7 +103,7 @@ def test_gradients_equal_the_fp64_reference(mode, tiny_files, tiny_flux, tmp_pat
     tiny.fill_up_matrices(trainer)
     before = {name: master.clone() for name, master in trainer.network.master_weights().items()}
     micro_batches = [(0, 1), (2, 0)]
-    loss = trainer.forward_backward([asked(trainer, *indices) for indices in micro_batches])
+    loss = trainer.train_step.forward_backward([asked(trainer, *indices) for indices in micro_batches])
     expected_loss, expected = reference(trainer, load_file(tiny_files["flux"]), micro_batches)
     assert abs(loss - expected_loss) < FP32 * expected_loss
     for name, pair in trainer.network.pairs.items():
@@ -141,12 +141,14 @@ def test_a_native_model_of_any_objective_runs_it_on_its_raw_output(name, tmp_pat
     timestep_sampling = "uniform" if name == "sdxl" else "logit_normal"
     objective = ObjectiveOptions(guidance_loss_scale=SCALE, timestep_sampling=timestep_sampling)
     trainer = tiny.make_trainer(model, training_data(given), tmp_path, objective=objective)
-    start = make_batch(trainer.patcher, trainer.family, [(given, read)], objective, trainer.device, 3, (0, 0))
+    start = make_batch(
+        trainer.context.patcher, trainer.context.family, [(given, read)], objective, trainer.device, 3, (0, 0)
+    )
     plain = [trainer.placed.velocity(inputs, None).detach() for inputs in (start.inputs, start.unconditional)]
     tiny.fill_up_matrices(trainer)
     velocity = trainer.placed.velocity(start.inputs, (0, 0)).detach()
     target = start.target + (SCALE - 1) * (plain[0] - plain[1])
-    (loss,) = trainer.losses(start, (0, 0))
+    (loss,) = trainer.train_step.losses(start, (0, 0))
     assert float(loss.detach()) == pytest.approx(float((velocity - target).square().mean()), rel=1e-4)
     assert float(loss.detach()) != pytest.approx(float((velocity - start.target).square().mean()), rel=1e-3)
     trainer.close()

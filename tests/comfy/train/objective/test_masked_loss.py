@@ -38,7 +38,7 @@ def gradients(model, folder, change, **settings):
 
     batches.make_batch = changed
     try:
-        loss = trainer.forward_backward([tiny.micro_batch(0, 1)])
+        loss = trainer.train_step.forward_backward([tiny.micro_batch(0, 1)])
     finally:
         batches.make_batch = made
     found = {name: p.grad.clone() for name, pair in trainer.network.pairs.items() for p in pair[1:]}

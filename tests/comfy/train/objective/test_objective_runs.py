@@ -80,11 +80,11 @@ def test_the_draws_of_a_step_and_an_epoch_are_counted_with_repeats():
 
 def test_perturbed_input_and_offset_noise_are_what_the_formulas_say(tiny_flux, tmp_path):
     trainer = tiny.make_trainer(tiny_flux, tiny.make_data([(4, 4)], [16]), tmp_path)
-    (one,) = trainer.data.samples
+    (one,) = trainer.context.data.samples
     samples = [(one, one.load())]
     x0 = (samples[0][1].latent.double() - 0.1159) * 0.3611
     objective = ObjectiveOptions(ip_noise_gamma=0.3, noise_offset=0.2)
-    made = make_batch(trainer.patcher, trainer.family, samples, objective, trainer.device, 3, (5, 1))
+    made = make_batch(trainer.context.patcher, trainer.context.family, samples, objective, trainer.device, 3, (5, 1))
     noise = sample_noise(x0.shape, generator(3, "noise", 5, 1, 0), 0.2).double()
     xi = torch.randn(x0.shape, generator=generator(3, "ip_noise", 5, 1, 0)).double()
     sigma = float(made.sigma)
@@ -101,13 +101,13 @@ def test_perturbed_input_and_offset_noise_are_what_the_formulas_say(tiny_flux, t
 def test_a_batch_of_a_noise_schedule_holds_its_noise_its_timestep_and_its_weight(tiny_flux, tmp_path, monkeypatch):
     """FLUX with the sampling of Stable Diffusion patched on: x0 + sigma·noise, to be answered with the noise."""
     trainer = tiny.make_trainer(tiny_flux, tiny.make_data([(4, 4)], [16]), tmp_path)
-    (patched,) = ModelSamplingDiscrete().patch(trainer.patcher, "eps", zsnr=False)
-    monkeypatch.setattr(type(trainer.family), "objective", lambda self, patcher: objective_of(patcher))
-    (one,) = trainer.data.samples
+    (patched,) = ModelSamplingDiscrete().patch(trainer.context.patcher, "eps", zsnr=False)
+    monkeypatch.setattr(type(trainer.context.family), "objective", lambda self, patcher: objective_of(patcher))
+    (one,) = trainer.context.data.samples
     samples = [(one, one.load())]
     x0 = (samples[0][1].latent.double() - 0.1159) * 0.3611
     objective = ObjectiveOptions(ip_noise_gamma=0.3, weighting="min_snr")
-    made = make_batch(patched, trainer.family, samples, objective, trainer.device, 3, (0, 0))
+    made = make_batch(patched, trainer.context.family, samples, objective, trainer.device, 3, (0, 0))
     noise = sample_noise(x0.shape, generator(3, "noise", 0, 0, 0), 0.0).double()
     xi = torch.randn(x0.shape, generator=generator(3, "ip_noise", 0, 0, 0)).double()
     step = int(float(made.sigma) * 1000)
@@ -122,8 +122,8 @@ def test_a_batch_of_a_noise_schedule_holds_its_noise_its_timestep_and_its_weight
     assert made.signal.noise_ratio.tolist() == made.signal.output_scale.tolist() == pytest.approx([sigma])
 
     monkeypatch.setattr(trainer.placed, "velocity", lambda inputs, rng_key: made.target + 1)
-    monkeypatch.setattr(trainer.losses, "objective", objective)
-    assert float(trainer.losses.batch_loss(made, (0, 0))) == pytest.approx(min(1.0, 5 * sigma**2), rel=1e-5)
+    monkeypatch.setattr(trainer.train_step.losses, "objective", objective)
+    assert float(trainer.train_step.losses.batch_loss(made, (0, 0))) == pytest.approx(min(1.0, 5 * sigma**2), rel=1e-5)
     trainer.close()
 
 
@@ -141,12 +141,12 @@ def test_the_loss_of_a_step_is_the_weighted_loss_of_its_samples(tiny_flux, tmp_p
     trainer = tiny.make_trainer(tiny_flux, data, tmp_path, batch_size=2, objective=objective)
     tiny.fill_up_matrices(trainer)
     samples = [(s, s.load()) for s in data.samples]
-    made = make_batch(trainer.patcher, trainer.family, samples, objective, trainer.device, 3, (0, 0))
+    made = make_batch(trainer.context.patcher, trainer.context.family, samples, objective, trainer.device, 3, (0, 0))
     with torch.no_grad():
         error = (trainer.placed.velocity(made.inputs, (0, 0)) - made.target).double().abs().mean(dim=(1, 2))
     weights = [min((1 - s) ** 2, 5 * s**2) for s in made.sigma.double().tolist()]
     expected = sum(float(e) * w for e, w in zip(error, weights, strict=True)) / 2
-    assert trainer.forward_backward([tiny.micro_batch(0, 1)]) == pytest.approx(expected, rel=1e-5)
+    assert trainer.train_step.forward_backward([tiny.micro_batch(0, 1)]) == pytest.approx(expected, rel=1e-5)
     assert all(p.grad is not None and p.grad.isfinite().all() for p in trainer.network.parameters())
     trainer.close()
 
@@ -154,15 +154,15 @@ def test_the_loss_of_a_step_is_the_weighted_loss_of_its_samples(tiny_flux, tmp_p
 def test_weights_of_tokens_and_of_noise_levels_go_together(tiny_flux, tmp_path):
     objective = ObjectiveOptions(loss="huber", huber_c=0.5, weighting="sigma_sqrt")
     trainer = tiny.make_trainer(tiny_flux, tiny.make_data([(4, 4)], [16]), tmp_path, objective=objective)
-    samples = [(s, s.load()) for s in trainer.data.samples]
-    made = make_batch(trainer.patcher, trainer.family, samples, objective, trainer.device, 3, (0, 0))
+    samples = [(s, s.load()) for s in trainer.context.data.samples]
+    made = make_batch(trainer.context.patcher, trainer.context.family, samples, objective, trainer.device, 3, (0, 0))
     weights = torch.rand(1, 16, generator=generator(1))
     masked = batches.Batch(made.inputs, made.target, made.sigma, weights)
     with torch.no_grad():
         e = (trainer.placed.velocity(made.inputs, (0, 0)) - made.target).double().abs()
         each = torch.where(e <= 0.5, e**2, e - 0.25).mean(dim=2)
         expected = float((each * weights).sum() / weights.sum()) / float(made.sigma) ** 2
-        assert float(trainer.losses.batch_loss(masked, (0, 0))) == pytest.approx(expected, rel=1e-5)
+        assert float(trainer.train_step.losses.batch_loss(masked, (0, 0))) == pytest.approx(expected, rel=1e-5)
     trainer.close()
 
 
@@ -190,12 +190,13 @@ def test_every_loss_learns(loss, tiny_flux, tmp_path):
     )
     samples = [(s, s.load()) for s in data.samples]
     fixed = [
-        make_batch(trainer.patcher, trainer.family, samples, objective, trainer.device, 99, (i, 0)) for i in range(8)
+        make_batch(trainer.context.patcher, trainer.context.family, samples, objective, trainer.device, 99, (i, 0))
+        for i in range(8)
     ]
 
     def error():
         with torch.no_grad():
-            return sum(float(trainer.losses.batch_loss(made, (0, 0))) for made in fixed)
+            return sum(float(trainer.train_step.losses.batch_loss(made, (0, 0))) for made in fixed)
 
     before = error()
     trainer.run()

@@ -36,7 +36,7 @@ def data():
 
 def shown(trainer, *indices):
     """A micro-batch as the trainer draws it."""
-    samples = trainer.data.samples
+    samples = trainer.context.data.samples
     return [(index, SampleVariant(class_caption=samples[index].class_caption)) for index in indices]
 
 
@@ -47,7 +47,7 @@ def reference(trainer, tensors, indices):
     lora, masters = tiny.reference_masters(trainer)
     total = torch.zeros((), dtype=torch.float64)
     for place, index in enumerate(indices):
-        one = trainer.data.samples[index]
+        one = trainer.context.data.samples[index]
         read = one.load(SampleVariant(class_caption=True))
         row = ReferenceRow(settings, weights, one, read, 0, place)
         total = total + (row.velocity(read, lora) - row.target).square().mean()
@@ -76,8 +76,8 @@ def test_gradients_equal_the_fp64_reference(mode, tiny_files, tiny_flux, tmp_pat
     trainer = tiny.make_trainer(tiny_flux, data(), tmp_path, backend=backend, **settings)
     tiny.fill_up_matrices(trainer)
     before = {name: master.clone() for name, master in trainer.network.master_weights().items()}
-    loss = trainer.forward_backward([shown(trainer, 0, 1)])
-    assert 0 < trainer.facts()["preservation_loss"] < loss
+    loss = trainer.train_step.forward_backward([shown(trainer, 0, 1)])
+    assert 0 < trainer.summary()["preservation_loss"] < loss
     expected_loss, expected = reference(trainer, load_file(tiny_files["flux"]), (0, 1))
     assert abs(loss - expected_loss) < FP32 * expected_loss
     for name, pair in trainer.network.pairs.items():
@@ -136,9 +136,11 @@ def test_switched_off_the_model_is_as_it_came_and_what_is_trained_comes_back(alg
 def batch_of(trainer):
     from tessera.train.batch import make_batch
 
-    one = trainer.data.samples[0]
+    one = trainer.context.data.samples[0]
     options, read = trainer.settings.objective, one.load(SampleVariant(class_caption=True))
-    return make_batch(trainer.patcher, trainer.family, [(one, read)], options, trainer.device, 3, (0, 0))
+    return make_batch(
+        trainer.context.patcher, trainer.context.family, [(one, read)], options, trainer.device, 3, (0, 0)
+    )
 
 
 def test_a_resumed_run_learns_the_same_and_a_weight_of_0_is_a_run_without(tiny_flux, tmp_path):
@@ -207,6 +209,6 @@ def test_of_a_clip_with_a_clean_frame_all_but_that_frame_is_held_whatever_its_ma
     without = trainer.placed.velocity_without(batch.preserved.inputs)
     velocity = trainer.placed.velocity(batch.preserved.inputs, (0, 0)).detach()
     moved = (velocity - without)[:, 8:].double().square().mean()
-    _, found = (float(loss.detach()) for loss in trainer.losses(batch, (0, 0)))
+    _, found = (float(loss.detach()) for loss in trainer.train_step.losses(batch, (0, 0)))
     assert found == pytest.approx(WEIGHT * float(moved), rel=1e-5) and found > 0
     trainer.close()

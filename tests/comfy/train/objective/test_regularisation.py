@@ -12,7 +12,7 @@ from tessera.data.folders.dataset import scan_images
 from tessera.data.folders.options import FolderOptions
 from tessera.data.prepare import summary
 from tessera.train.batch import make_batch, strata_sizes
-from tessera.train.trainer import Trainer
+from tessera.train.loop.train_step import TrainStep
 from tiny.data.preparing import prepare
 from tiny.train.runs import cancel_at, run_settings, sample, train, training_data
 
@@ -26,10 +26,10 @@ def data():
 def test_the_loss_of_a_batch_is_the_mean_of_its_samples_losses_by_their_weights(tiny_flux, tmp_path):
     trainer = tiny.make_trainer(tiny_flux, data(), tmp_path, batch_size=2)
     tiny.fill_up_matrices(trainer)
-    pair = [trainer.data.samples[0], trainer.data.samples[2]]
+    pair = [trainer.context.data.samples[0], trainer.context.data.samples[2]]
     made = make_batch(
-        trainer.patcher,
-        trainer.family,
+        trainer.context.patcher,
+        trainer.context.family,
         [(one, one.load()) for one in pair],
         trainer.settings.objective,
         trainer.device,
@@ -38,20 +38,20 @@ def test_the_loss_of_a_batch_is_the_mean_of_its_samples_losses_by_their_weights(
     )
     with torch.no_grad():
         error = (trainer.placed.velocity(made.inputs, (0, 0)) - made.target).double().square().mean(dim=(1, 2))
-    found = trainer.forward_backward([tiny.micro_batch(0, 2)])
+    found = trainer.train_step.forward_backward([tiny.micro_batch(0, 2)])
     assert found == pytest.approx((float(error[0]) + 0.5 * float(error[1])) / 2, rel=1e-5)
     trainer.close()
 
 
 def test_a_run_shows_them_every_second_time_and_goes_on_alike_after_a_cancel(tiny_flux, tmp_path, monkeypatch):
     shown = []
-    trained = Trainer.micro_batch
+    trained = TrainStep.micro_batch
 
     def recorded(self, requests, *args):
         shown.extend(self.data.samples[index].name for index, _ in requests)
         trained(self, requests, *args)
 
-    monkeypatch.setattr(Trainer, "micro_batch", recorded)
+    monkeypatch.setattr(TrainStep, "micro_batch", recorded)
     options = {"steps": 8, "objective": {"stratified": "epoch"}}
     whole = train(tiny_flux, data(), tmp_path / "whole", **options)
     uninterrupted = list(shown)

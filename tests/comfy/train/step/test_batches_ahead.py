@@ -8,9 +8,9 @@ import tiny
 import torch
 from comfy.model_management import InterruptProcessingException
 from tessera.train.checkpoint.state import load_state
+from tessera.train.loop.train_step import TrainStep
 from tessera.train.observer import SAMPLE
 from tessera.train.step import batches as step_batches
-from tessera.train.trainer import Trainer
 from tiny.train.runs import Watcher, cancel_at, mixed_data, sample, train, training_data
 
 
@@ -23,11 +23,11 @@ class Sees:
     def is_due(self, step: int, steps: int) -> bool:
         return step in self.steps
 
-    def between_steps(self, trainer: Any) -> None:
-        if trainer.progress.step in self.steps:
-            self.events.append(("watcher", trainer.progress.step))
+    def between_steps(self, run: Any) -> None:
+        if run.progress.step in self.steps:
+            self.events.append(("watcher", run.progress.step))
 
-    def facts(self, trainer: Any) -> dict[str, Any]:
+    def summary(self, run: Any) -> dict[str, Any]:
         return {}
 
 
@@ -35,7 +35,7 @@ class Sees:
 def events(monkeypatch) -> list[Any]:
     """("make", step, micro-batch), ("read", step) and ("update", step) in the order in which they happen."""
     seen: list[Any] = []
-    made, read, updated = step_batches.make_batch, Trainer.finite, Trainer.optimizer_step
+    made, read, updated = step_batches.make_batch, TrainStep.finite, TrainStep.optimizer_step
 
     def make(*args: Any) -> Any:
         seen.append(("make", *args[6]))
@@ -50,8 +50,8 @@ def events(monkeypatch) -> list[Any]:
         updated(self)
 
     monkeypatch.setattr(step_batches, "make_batch", make)
-    monkeypatch.setattr(Trainer, "finite", finite)
-    monkeypatch.setattr(Trainer, "optimizer_step", optimizer_step)
+    monkeypatch.setattr(TrainStep, "finite", finite)
+    monkeypatch.setattr(TrainStep, "optimizer_step", optimizer_step)
     return seen
 
 
@@ -126,13 +126,13 @@ def test_when_a_batch_is_made_ahead_none_of_its_own_step_is_left(tiny_flux, tmp_
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_batch_that_was_made_ahead_of_a_cancel_is_trained_on_once(accumulation, tiny_flux, tmp_path, monkeypatch):
-    shown, trained = [], Trainer.micro_batch
+    shown, trained = [], TrainStep.micro_batch
 
     def recorded(self: Any, requests: Any, *args: Any) -> None:
         shown.extend(requests)
         trained(self, requests, *args)
 
-    monkeypatch.setattr(Trainer, "micro_batch", recorded)
+    monkeypatch.setattr(TrainStep, "micro_batch", recorded)
     options = {"steps": 5, "gradient_accumulation": accumulation, "save_every": 0}
     whole = train(tiny_flux, mixed_data(), tmp_path / "whole", **options)
     uninterrupted = list(shown)
@@ -167,10 +167,10 @@ def test_a_batch_that_can_not_be_made_ahead_is_made_by_its_own_step(events, tiny
 
 def test_a_model_that_is_placed_anew_finds_no_batch_in_its_way(events, tiny_flux, tmp_path):
     trainer = tiny.make_trainer(tiny_flux, mixed_data(), tmp_path, steps=3)
-    trainer.batches.start(0, 0, lambda: None)
-    trainer.forward_backward(trainer.batches.for_step(0))
-    trainer.place_anew()
+    trainer.train_step.batches.order.start(0, 0, lambda: None)
+    trainer.train_step.forward_backward(trainer.train_step.batches.for_step(0))
+    trainer.train_step.retries.place_again()
     trainer.progress.step = 1
-    trainer.forward_backward(trainer.batches.for_step(1))
+    trainer.train_step.forward_backward(trainer.train_step.batches.for_step(1))
     assert events == [("make", number, 0) for number in (0, 1, 1, 2)]
     trainer.close()

@@ -75,7 +75,7 @@ def calls_of_a_block(
         patched.setattr(Learner, "backward", counted_backward)
         for _ in range(2):  # the first step compiles
             forward.counts.clear(), back.counts.clear(), blocks.clear()
-            trainer.forward_backward([tiny.micro_batch(0)])
+            trainer.train_step.forward_backward([tiny.micro_batch(0)])
     trainer.close()
     return forward, back, len(blocks)
 

@@ -43,8 +43,8 @@ class Recorder:
         trainer.watchers.append(self)
         trainer.observer.step = self.reports.append
 
-    def between_steps(self, trainer: Any) -> None:
-        self.weights.append({name: p.detach().double() for name, p in trainer.network.master_weights().items()})
+    def between_steps(self, run: Any) -> None:
+        self.weights.append({name: p.detach().double() for name, p in run.placed.network.master_weights().items()})
 
     def is_due(self, step: int, steps: int) -> bool:
         return False
@@ -66,7 +66,7 @@ def trainer_of(file: Any, folder: Any, dtype: torch.dtype) -> Any:
 
 
 def written_out(trainer: Any, tensors: dict[str, Tensor]) -> Written:
-    settings, samples = trainer.settings, trainer.data.samples
+    settings, samples = trainer.settings, trainer.context.data.samples
     lora, masters = tiny.reference_masters(trainer)
     moved = {name: torch.zeros_like(p) for name, p in masters.items()}
     order = batch_order(samples, 1, settings.seed)

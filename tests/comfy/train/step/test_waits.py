@@ -71,7 +71,7 @@ class PerStep(SilentObserver):
 def run(trainer: Any) -> PerStep:
     devices = TwoDevices()
     devices.put_weights_of(trainer)
-    trainer.observer = watcher = PerStep(devices)
+    watcher = tiny.observe(trainer, PerStep(devices))
     with devices.watched():
         trainer.run()
     return watcher
@@ -122,7 +122,9 @@ def test_swapped_blocks_are_copied_and_nothing_else(checkpointing, tiny_flux, tm
     trainer = tiny.make_trainer(tiny_flux, tiny.make_data([(4, 4)], [16]), tmp_path, steps=2, memory=memory)
     counted = run(trainer)
     assert counted.reads == [ONCE] * 2
-    assert counted.mixed[1] == {"copy_": trainer.copies} and trainer.copies == 2  # two slots stay at each turn
+    assert (
+        counted.mixed[1] == {"copy_": trainer.train_step.copies} and trainer.train_step.copies == 2
+    )  # two slots stay at each turn
 
 
 @pytest.fixture(scope="module")
@@ -132,11 +134,11 @@ def after_a_backward(tiny_files, tmp_path_factory) -> Any:
     network = NetworkOptions(rank=4, alpha=8.0, include=("single_blocks.0.*",), scale_weight_norms=0.1)
     trainer = tiny.make_trainer(model, tiny.make_data([(4, 4)], [16]), tmp_path_factory.mktemp("run"), network=network)
     tiny.fill_up_matrices(trainer)
-    trainer.batches.reader.prefetch(tiny.micro_batch(0))
+    trainer.train_step.batches.reader.prefetch(tiny.micro_batch(0))
     devices = TwoDevices()
     devices.put_weights_of(trainer)
     with devices.watched():
-        loss = trainer.forward_backward([tiny.micro_batch(0)])
+        loss = trainer.train_step.forward_backward([tiny.micro_batch(0)])
     yield trainer, devices, loss
     trainer.close()
 
@@ -159,15 +161,15 @@ def test_with_each_optimizer_a_step_waits_once_but_for_what_its_library_reads(na
     trainer, devices, loss = after_a_backward
     custom = {"optimizer": "custom", "optimizer_class": name} if "." in name else {"optimizer": name}
     options = OptimizerOptions(**custom, ema_decay=0.0 if name == "adamw_schedulefree" else 0.9)
-    trainer.learner = Learner(trainer.network, options, 4, torch.float32, "cpu")
+    trainer.learner = trainer.train_step.learner = Learner(trainer.network, options, 4, torch.float32, "cpu")
     devices.put_weights_of(trainer)
     matrices = len(trainer.network.parameters())
     first, later, moved = OWN.get(name, (lambda p: {}, lambda p: {}, 0))
     for own, moves in ((first, moved), (later, 0)):
         devices.reads, devices.moved_count, devices.mixed = Counter(), 0, Counter()
         with devices.watched():
-            assert math.isfinite(trainer.finite(loss))
-            trainer.optimizer_step()
+            assert math.isfinite(trainer.train_step.finite(loss))
+            trainer.train_step.optimizer_step()
         assert devices.reads == ONCE | own(matrices)
         assert devices.moved_count == moves * matrices and not devices.mixed
 
@@ -176,7 +178,7 @@ def test_with_each_optimizer_a_step_waits_once_but_for_what_its_library_reads(na
 def test_what_is_not_finite_is_named_and_moves_nothing(what, number, tiny_flux, tmp_path, monkeypatch) -> None:
     trainer = tiny.make_trainer(tiny_flux, tiny.make_data([(4, 4)], [16]), tmp_path)
     before = {name: master.clone() for name, master in trainer.network.master_weights().items()}
-    computed = trainer.forward_backward
+    computed = trainer.train_step.forward_backward
 
     def spoilt(drawn: Any) -> torch.Tensor:
         total = computed(drawn)
@@ -184,7 +186,7 @@ def test_what_is_not_finite_is_named_and_moves_nothing(what, number, tiny_flux, 
         parameter.grad[0, 0] = number  # a loss that is not finite has such gradients too
         return total + number if what == "loss" else total
 
-    monkeypatch.setattr(trainer, "forward_backward", spoilt)
+    monkeypatch.setattr(trainer.train_step, "forward_backward", spoilt)
     with pytest.raises(TrainingStopped, match=f"The {what} is NaN or infinite at step 1, before the LoRA has changed"):
         trainer.run()
     assert all(torch.equal(before[name], master) for name, master in trainer.network.master_weights().items())

@@ -39,9 +39,9 @@ def test_the_first_check_computes_on_the_device(name, tiny_files, tmp_path) -> N
     trainer = trainer_of(name, tiny_files, tmp_path)
     devices = TwoDevices()
     devices.put_weights_of(trainer)
-    trainer.batches.reader.prefetch(tiny.micro_batch(0))
+    trainer.train_step.batches.reader.prefetch(tiny.micro_batch(0))
     with devices.watched():
-        trainer.placed.check_forward(trainer.batches.make(tiny.micro_batch(0), (0, 0)).inputs)
+        trainer.placed.check_forward(trainer.train_step.batches.make(tiny.micro_batch(0), (0, 0)).inputs)
     assert trainer.placed.checks.forward_done
     assert not devices.mixed.keys() - HARMLESS
     trainer.close()
@@ -65,6 +65,8 @@ def test_the_certificate_is_made_on_the_device(name, tiny_files, tmp_path) -> No
     devices = TwoDevices()
     devices.put_weights_of(trainer)
     with devices.watched():
-        make_certificate(trainer.placed, list(trainer.network.adapters), trainer.data.samples, 1.0, SilentObserver())
+        make_certificate(
+            trainer.placed, list(trainer.network.adapters), trainer.context.data.samples, 1.0, SilentObserver()
+        )
     assert not devices.mixed.keys() - HARMLESS
     trainer.close()

@@ -121,16 +121,16 @@ def test_weights_and_matmuls_in_int8_get_one(tmp_path, tiny_files):
 
 def test_what_the_file_lacks_is_said(tmp_path, monkeypatch, tiny_flux):
     from tessera.lora.files import formats
-    from tessera.train import saver
+    from tessera.train.loop import lora_writer
 
-    save = saver.save_lora
+    save = lora_writer.save_lora
 
     def without_one(path: Any, lora: Any, *rest: Any, **named: Any) -> None:
         left = {key: tensor for key, tensor in lora.items() if "double_blocks_0_img_attn_qkv" not in key}
         save(path, type(lora)(left, lora.metadata, lora.names), *rest, **named)
 
     assert formats.save_lora is save
-    monkeypatch.setattr(saver, "save_lora", without_one)
+    monkeypatch.setattr(lora_writer, "save_lora", without_one)
     watcher = Watcher()
     train(tiny_flux, mixed_data(), tmp_path, watcher, steps=1)
     assert any("layers of the LoRA file: not double_blocks.0.img_attn.qkv" in note for note in watcher.notes)

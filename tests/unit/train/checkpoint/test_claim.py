@@ -13,7 +13,7 @@ from tessera.common.files import MACHINE
 from tessera.train.checkpoint.run_folder import RunFolder
 from tessera.train.checkpoint.run_record import PROGRESS, RUN, RunRecord
 from tessera.train.preflight import claim
-from tessera.train.preflight.claim import claimed_by_one
+from tessera.train.preflight.claim import claimed_by_one, lock_folder
 
 ELSEWHERE = {"machine": "0" * 8, "host": "node-7", "process": 12}
 
@@ -140,7 +140,7 @@ def test_the_wait_can_be_cancelled(folder):
     with pytest.raises(KeyboardInterrupt):
         with claimed_by_one(folder, observer):
             pass
-    with folder.claimed():  # it has let go of it
+    with lock_folder(folder.path):  # it has let go of it
         pass
 
 

@@ -33,7 +33,7 @@ def test_forward_and_gradients_are_those_of_core_s_forward_on_containers(row, tm
         trainer.placed.check_forward(batch_of(trainer).inputs)
     fill_up_matrices(trainer)
     wanted = written_out(row, trainer)
-    loss = trainer.forward_backward([micro_batch(0)])
+    loss = trainer.train_step.forward_backward([micro_batch(0)])
     assert abs(loss - wanted[0]) <= BOUND * wanted[0]
     assert difference(lora_gradients(trainer), wanted[1]) <= BOUND
     assert Container.opened > before, "no container was opened"
@@ -47,7 +47,7 @@ def test_a_compiled_block_opens_them_within_its_graph(tmp_path, in_containers):
     for name, backend in (("eager", None), ("compiled", "aot_eager")):
         trainer = trainer_of(row, tmp_path / name, "full", backend=backend)
         fill_up_matrices(trainer)
-        found.append((trainer.forward_backward([micro_batch(0)]), lora_gradients(trainer)))
+        found.append((trainer.train_step.forward_backward([micro_batch(0)]), lora_gradients(trainer)))
         runner = trainer.placed.runner
         trainer.close()
     assert runner.report.counts().graphs == runner.planned_graphs > 0 and not runner.failed
@@ -61,5 +61,5 @@ def test_a_container_of_another_kind_is_named_with_the_version_of_comfyui(tmp_pa
     monkeypatch.delattr(Container, "take")
     trainer = trainer_of(row, tmp_path)
     with pytest.raises(ValueError, match=r"optimized_attention of ComfyUI [\d.]+ in a way .*its q is a Container"):
-        trainer.forward_backward([micro_batch(0)])
+        trainer.train_step.forward_backward([micro_batch(0)])
     trainer.close()

@@ -27,7 +27,7 @@ def test_krea_2_with_references_has_the_gradients_of_plain_autograd(count, metho
         trainer = trainer_of(row, tmp_path / mode, mode, blocks_to_swap=swapped)
         fill_up_matrices(trainer)
         wanted = wanted or written_out(row, trainer)
-        loss = float(trainer.forward_backward([micro_batch(0)]))
+        loss = float(trainer.train_step.forward_backward([micro_batch(0)]))
         assert loss == pytest.approx(wanted[0], rel=3e-5)
         assert difference(lora_gradients(trainer), wanted[1]) <= 3e-5, mode
         trainer.close()

@@ -39,7 +39,7 @@ def three_samples(row: Any) -> list[tuple[Any, float]]:
 def velocities(trainer: Any, samples: list[tuple[Any, float]]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The output of each sample, and the gradients of the sum of their squares."""
     read = [(sample, sample.load(), level) for sample, level in samples]
-    batch = fixed_batch(trainer.patcher, trainer.family, read, 1.0, trainer.device, 0)
+    batch = fixed_batch(trainer.context.patcher, trainer.context.family, read, 1.0, trainer.device, 0)
     trainer.network.zero_grad()
     with trainer.placed.training():
         out = trainer.placed.velocity(batch.inputs, (0, 0))
@@ -56,10 +56,10 @@ def test_each_sample_of_a_batch_has_what_it_has_alone(row, tmp_path, monkeypatch
     notes: list[str] = []
     monkeypatch.setattr(trainer.placed.observer, "note", notes.append)
     together, gradients = velocities(trainer, samples)
-    apart = trainer.placed.transformer.batching.apart or not trainer.family.facts.batches
+    apart = trainer.placed.transformer.batching.apart or not trainer.context.family.facts.batches
     assert apart == (row.name in APART)
-    told = [f"Samples of one batch change each other in {trainer.family.title}, so each runs by itself."]
-    assert notes == told * (apart and trainer.family.facts.batches)
+    told = [f"Samples of one batch change each other in {trainer.context.family.title}, so each runs by itself."]
+    assert notes == told * (apart and trainer.context.family.facts.batches)
     alone = [velocities(trainer, [one]) for one in samples]
     for index, (out, _) in enumerate(alone):
         assert float((together[index] - out[0]).norm()) <= BOUND * float(out.norm()), index

@@ -25,7 +25,7 @@ def test_a_target_inside_has_the_gradient_of_plain_autograd(row, tmp_path):
     trainer = trainer_of(row, tmp_path, network=network)
     fill_up_matrices(trainer)
     loss, wanted = written_out(row, trainer)
-    assert abs(trainer.forward_backward([micro_batch(0)]) - loss) <= 3e-3 * loss
+    assert abs(trainer.train_step.forward_backward([micro_batch(0)]) - loss) <= 3e-3 * loss
     found = lora_gradients(trainer)
     trainer.close()
     own = [name for name in found if name.startswith(inside)]
@@ -44,7 +44,7 @@ def test_a_patch_of_the_model_is_in_force_inside(row, tmp_path):
     delta = torch.randn(shape, generator=torch.Generator().manual_seed(5))
     patcher.add_patches({f"diffusion_model.{name}.weight": ("diff", (delta,))})
     trainer = trainer_of(row, tmp_path, model=patcher)
-    batch, sample, guidance = batch_of(trainer), trainer.data.samples[0], guidance_of(trainer)
+    batch, sample, guidance = batch_of(trainer), trainer.context.data.samples[0], guidance_of(trainer)
     with torch.no_grad():
         found = trainer.placed.velocity(batch.inputs, (0, 0))[0]
     trainer.close()
@@ -69,7 +69,7 @@ def test_blocks_inside_swap_as_all_others_do(row, tmp_path):
     for count in (0, 3):
         trainer = trainer_of(row, tmp_path / f"{count}", "full", network=network, blocks_to_swap=count)
         fill_up_matrices(trainer)
-        found.append((trainer.forward_backward([micro_batch(0)]), lora_gradients(trainer)))
+        found.append((trainer.train_step.forward_backward([micro_batch(0)]), lora_gradients(trainer)))
         trainer.close()
     (loss, wanted), (other, gradients) = found
     assert loss == other and all(torch.equal(gradients[name], value) for name, value in wanted.items())

@@ -55,26 +55,26 @@ def trainer_of(name: str, folder: Any, mode: str = "none", **changes: Any) -> An
 
 
 def first_batch(trainer: Any) -> Any:
-    sample, settings = trainer.data.samples[0], trainer.settings
+    sample, settings = trainer.context.data.samples[0], trainer.settings
     given = [(sample, sample.load(FIRST_VARIANT))]
-    which = trainer.device, settings.seed, (0, 0), trainer.batches.strata
-    return make_batch(trainer.patcher, trainer.family, given, settings.objective, *which)
+    which = trainer.device, settings.seed, (0, 0), trainer.train_step.batches.strata
+    return make_batch(trainer.context.patcher, trainer.context.family, given, settings.objective, *which)
 
 
 def written_out(name: str, trainer: Any) -> tuple[float, dict[str, Tensor]]:
     """The loss of the first sample and the LoRA's gradients, by autograd over core's forward with W + s·up·down in
     place of each weight."""
-    row, sample, settings = BY_NAME[name], trainer.data.samples[0], trainer.settings
+    row, sample, settings = BY_NAME[name], trainer.context.data.samples[0], trainer.settings
     given = [(sample, sample.load(FIRST_VARIANT))]
     batch = make_batch(
-        trainer.patcher,
-        trainer.family,
+        trainer.context.patcher,
+        trainer.context.family,
         given,
         settings.objective,
         trainer.device,
         settings.seed,
         (0, 0),
-        trainer.batches.strata,
+        trainer.train_step.batches.strata,
     )
     (group,) = batch.inputs.groups
     model = plain_model(build(row))
@@ -104,11 +104,11 @@ def test_convolutions_have_the_gradients_of_the_merged_weight(name, tmp_path):
     wanted = None
     for mode, swapped in (("none", 0), ("full", 2)):
         trainer = trainer_of(name, tmp_path / mode, mode, blocks_to_swap=swapped)
-        convs = convolutions(trainer.patcher.model.diffusion_model)
+        convs = convolutions(trainer.context.patcher.model.diffusion_model)
         assert convs.keys() <= trainer.network.adapters.keys()
         fill_up_matrices(trainer)
         wanted = wanted or written_out(name, trainer)
-        loss = trainer.forward_backward([micro_batch(0)])
+        loss = trainer.train_step.forward_backward([micro_batch(0)])
         assert abs(loss - wanted[0]) <= 1e-4 * wanted[0]
         check_gradients(lora_gradients(trainer), wanted[1])
         trainer.close()
@@ -139,14 +139,16 @@ def test_a_warm_start_keeps_the_update_at_its_rank_and_the_best_of_it_below(tmp_
     trainer = trainer_of("sd1.5", tmp_path / "first")
     fill_up_matrices(trainer)
     lora = trainer.network.snapshot()
-    lora.metadata[MODULES] = trainer.family.names.recorded()
+    lora.metadata[MODULES] = trainer.context.family.names.recorded()
     trainer.close()
     save_lora(tmp_path / "a.safetensors", lora, "kohya")
     source = LoraSource.from_file(tmp_path / "a.safetensors", "start_from")
     for rank in (4, 6, 2):
         options = network(rank=rank, alpha=2.0 * rank, start_from=source)
         trainer = trainer_of("sd1.5", tmp_path / str(rank), network=options)
-        start, notes = read_warm_start(options, trainer.family, trainer.patcher.model, list(trainer.network.adapters))
+        start, notes = read_warm_start(
+            options, trainer.context.family, trainer.context.patcher.model, list(trainer.network.adapters)
+        )
         assert start is not None and notes == [] and not start.dense
         told = trainer.apply_warm_start(start)
         assert bool(told) == (rank == 2)
@@ -164,11 +166,11 @@ def test_a_warm_start_keeps_the_update_at_its_rank_and_the_best_of_it_below(tmp_
 def test_core_loads_the_file_in_each_format_and_its_forward_is_the_trainer_s(name, tmp_path, caplog):
     trainer, row = trainer_of(name, tmp_path), BY_NAME[name]
     fill_up_matrices(trainer)
-    batch, sample = first_batch(trainer), trainer.data.samples[0]
+    batch, sample = first_batch(trainer), trainer.context.data.samples[0]
     with torch.no_grad():
         wanted = trainer.placed.velocity(batch.inputs, (0, 0))[0]
     lora = trainer.network.snapshot()
-    lora.metadata[MODULES] = trainer.family.names.recorded()
+    lora.metadata[MODULES] = trainer.context.family.names.recorded()
     (group,), names = batch.inputs.groups, set(trainer.network.adapters)
     for layout in FORMATS:
         tensors = convert(lora, layout)
@@ -193,7 +195,7 @@ def test_core_loads_the_file_in_each_format_and_its_forward_is_the_trainer_s(nam
 def test_the_file_tells_kohya_s_conv_dim(tmp_path):
     options = network(rank_patterns="*.in_layers.2: rank=2 alpha=1\n*.out_layers.3: rank=2 alpha=1")
     trainer = trainer_of("sdxl", tmp_path, network=options)
-    facts = collect_facts(trainer.settings, trainer.family, trainer.patcher, trainer.data, "")
+    facts = collect_facts(trainer.settings, trainer.context.family, trainer.context.patcher, trainer.context.data, "")
     header = metadata_for(facts, trainer.network.snapshot())
     assert json.loads(header["ss_network_args"]) == {"conv_dim": "2", "conv_alpha": "1.0"}
     trainer.close()
@@ -204,7 +206,7 @@ def test_the_file_tells_kohya_s_conv_dim(tmp_path):
 
 def test_the_numbers_of_convolutions_are_counted_and_shown(tmp_path):
     trainer = trainer_of("sdxl", tmp_path)
-    family, model = family_of(build(BY_NAME["sdxl"])), trainer.patcher.model
+    family, model = family_of(build(BY_NAME["sdxl"])), trainer.context.patcher.model
     total = sum(p.numel() for p in trainer.network.parameters())
     assert total == sum(4 * sum(layer_shapes(model)[name]) for name in trainer.network.adapters)
     told = describe_network(network(), family, model)
@@ -244,7 +246,7 @@ def test_dropout_is_drawn_for_convolutions_inside_blocks_and_the_norm_is_limited
         options = network(include=("*.in_layers.2",), dropout=p, rank_dropout=p, scale_weight_norms=0.05)
         trainer = trainer_of("sdxl", tmp_path / str(p), "full", network=options)
         fill_up_matrices(trainer, 0.5)
-        losses[p] = trainer.forward_backward([micro_batch(0)])
+        losses[p] = trainer.train_step.forward_backward([micro_batch(0)])
         trainer.learner.max_norm.apply()
         for adapter in trainer.network.adapters.values():
             norm = float((adapter.scale * adapter.up @ adapter.down).detach().norm())
@@ -257,7 +259,7 @@ def test_pissa_starts_at_the_model_and_saves_what_changed(tmp_path):
     plain = trainer_of("sd1.5", tmp_path / "plain")
     options = network(init="pissa", rank_patterns="input_blocks.0.0: rank=2")
     trainer = trainer_of("sd1.5", tmp_path / "pissa", network=options)
-    loss, wanted = trainer.forward_backward([micro_batch(0)]), plain.forward_backward([micro_batch(0)])
+    loss, wanted = trainer.train_step.forward_backward([micro_batch(0)]), plain.forward_backward([micro_batch(0)])
     assert float(abs(loss - wanted)) <= 1e-6 * float(wanted)
     tensors = trainer.network.snapshot()
     down, up = (tensors[f"lora_unet_input_blocks_0_0.lora_{side}.weight"] for side in SIDES)

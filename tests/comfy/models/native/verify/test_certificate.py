@@ -42,7 +42,9 @@ def certified(name: str, folder: Any, dtype: torch.dtype = torch.float32, **chan
     placed = trainer.placed
     before = {name: weight.clone() for name, weight in trainer.network.master_weights().items()}
     try:
-        made = make_certificate(placed, list(trainer.network.adapters), trainer.data.samples, 1.0, trainer.observer)
+        made = make_certificate(
+            placed, list(trainer.network.adapters), trainer.context.data.samples, 1.0, trainer.observer
+        )
         after = trainer.network.master_weights()
         assert all(torch.equal(before[name], after[name]) for name in before)
         assert placed.copies() == 0
@@ -255,7 +257,7 @@ def test_a_wrong_gradient_is_found_in_bf16(tmp_path, monkeypatch):
 def faults_as_run(trainer: Any) -> str | None:
     """Compare the blocks of a run with plain ones. Returns the sentence on the first that differs."""
     placed = trainer.placed
-    whole, sigma = check_sample(placed.family, placed.patcher, smallest(trainer.data.samples))
+    whole, sigma = check_sample(placed.family, placed.patcher, smallest(trainer.context.data.samples))
     inputs = inputs_of(placed.family, placed.patcher, whole, sigma, 1.0)
     placed.ensure()
     placed.check_forward(inputs)

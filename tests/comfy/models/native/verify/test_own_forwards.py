@@ -38,10 +38,10 @@ def test_the_own_forward_has_the_gradients_of_comfyui_s(case, tmp_path, monkeypa
     def trained(folder):
         trainer = make_trainer(case.load(path), training_data(sample), tmp_path / folder, **settings)
         fill_up_matrices(trainer)
-        loss = trainer.forward_backward([micro_batch(0)])
+        loss = trainer.train_step.forward_backward([micro_batch(0)])
         gradients = lora_gradients(trainer)
         trainer.close()
-        return trainer.family, float(loss), gradients
+        return trainer.context.family, float(loss), gradients
 
     own, loss, gradients = trained("own")
     monkeypatch.setattr(registry, "FAMILIES", ())
