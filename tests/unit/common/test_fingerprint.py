@@ -10,7 +10,7 @@ import torch
 from tessera.common.fingerprint import changed_fields, fingerprint, weights_fingerprint
 from tessera.lora.source import LoraSource
 from tessera.memory.low_bit.matmul import LOW_BIT_MATMULS
-from tessera.train.settings import CHECKPOINTING, ValidationOptions
+from tessera.train.settings import ValidationOptions
 from tiny.train.runs import run_settings, training_data
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.bool, torch.float64]
@@ -200,15 +200,3 @@ def test_a_run_with_another_low_bit_matmul_learns_otherwise():
 
     assert len({lineage(low_bit_matmul=value) for value in LOW_BIT_MATMULS}) == len(LOW_BIT_MATMULS)
     assert lineage() == lineage(low_bit_matmul="off") == lineage(blocks_to_swap=3, checkpointing="selective")
-
-
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-def test_a_run_of_version_0_1_keeps_its_name(checkpointing):
-    """There, full checkpointing was the default and so in no name."""
-    made = run_settings(memory={"blocks_to_swap": 3, "checkpointing": checkpointing})
-    whole = {"lineage": "a", "steps": made.steps, "memory": {"blocks_to_swap": 3}, "compile": made.compile}
-    if checkpointing != "full":
-        whole["memory"]["checkpointing"] = checkpointing
-    keys = made.keys("a")
-    assert fingerprint(whole) in keys and keys[0] == made.key("a")
-    assert len(keys) == (2 if checkpointing == "auto" else 1)
