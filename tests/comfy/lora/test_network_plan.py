@@ -1,5 +1,7 @@
 """LoRA Network before a run: the preview, ranks by pattern, what does not fit."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 from tessera.lora.options import NetworkOptions
@@ -25,7 +27,14 @@ def test_the_preview_says_what_a_run_trains(tiny_flux, tmp_path):
         shown = executed(TesseraLoraNetwork, **values, model=tiny_flux).ui["tessera"]
     assert list(shown[0]) == ["text"]
     watcher = Watcher()
-    result = train(tiny_flux, mixed_data(), tmp_path, watcher, steps=1, network={**vars(options)})
+    result = train(
+        tiny_flux,
+        mixed_data(),
+        tmp_path,
+        watcher,
+        steps=1,
+        network={each.name: getattr(options, each.name) for each in fields(options)},
+    )
     head = text.splitlines()[0]
     assert f"dora on {result.summary['targets']} of " in head
     assert f"{result.summary['parameters']:,} trained numbers" in head

@@ -3,7 +3,7 @@
 import json
 import math
 import runpy
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import comfy.sd
@@ -117,7 +117,7 @@ def test_each_expert_trains_with_its_own():
     assert apart.for_high_noise() == pair
     assert apart.for_low_noise() == NetworkOptions(training_adapter=low, training_adapter_strength=0.3)
     assert replace(apart, training_adapter_low_noise="none").for_low_noise() == NetworkOptions()
-    assert shared_lora_notes(run_settings(network=vars(pair))) == [
+    assert shared_lora_notes(run_settings(network={each.name: getattr(pair, each.name) for each in fields(pair)})) == [
         f"training_adapter {ADAPTER} is used for both experts; to give the low noise one its own, set "
         "training_adapter_low_noise on LoRA Network."
     ]

@@ -65,9 +65,12 @@ def make_trainer(
     targets = choose_targets(family, patcher.model, settings.network)
     run = RunFolder(folder, "test")
     context = (patcher, family, data, targets, settings, run, "lineage", lambda *_: {})
+    parts = [{"made_with": {"data_fingerprint": data.fingerprint}, "asked": "lineage"}]
     watchers = [] if held_out is None else [Validation(settings.validation, held_out)]
     return Trainer(
-        RunContext(*context, compile_settings=compile_options, validation=held_out), SilentObserver(), watchers
+        RunContext(*context, compile_settings=compile_options, validation=held_out, parts=parts),
+        SilentObserver(),
+        watchers,
     )
 
 
