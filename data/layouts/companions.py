@@ -13,9 +13,9 @@ MASK, CONTROL = "mask", "control"
 MASK_EXTENSION = ".mask"  # a grey PNG of AnimaLoraStudio
 # Ends of the names of companions. -masklabel and -condlabel are OneTrainer's; numbers are musubi-tuner's.
 _ENDS = (
-    (MASK, re.compile(r"(.+)(?:-masklabel|[_.-]mask)", re.DOTALL)),
-    (CONTROL, re.compile(r"(.+)-condlabel", re.DOTALL)),
-    (CONTROL, re.compile(r"(.+)_(\d+)", re.DOTALL)),
+    (MASK, re.compile(r"(?:-masklabel|[_.-]mask)\Z")),
+    (CONTROL, re.compile(r"-condlabel\Z")),
+    (CONTROL, re.compile(r"_(\d+)\Z")),
 )
 _FOLDERS = {"masks": MASK, "mask": MASK, "conditioning": CONTROL, "control": CONTROL, "controls": CONTROL}
 
@@ -89,10 +89,10 @@ def _roles(
         if owners := [owner for owner in stems.get(match[1] if match else beside, []) if owner != file]:
             yield role, number, owners
     for role, end in _ENDS:
-        if match := end.fullmatch(stem):
-            owners = [owner for owner in stems.get(match[1], []) if owner != file and has_caption(owner)]
+        if match := end.search(stem):
+            owners = [owner for owner in stems.get(stem[: match.start()], []) if owner != file and has_caption(owner)]
             if owners:
-                yield role, int(match[2]) if match.lastindex == 2 else 0, owners
+                yield role, int(match[1]) if match.lastindex else 0, owners
 
 
 def _role_of_folder(folder: Path, file: Path) -> str:
