@@ -316,7 +316,9 @@ def test_a_picture_that_the_vae_could_only_encode_in_tiles_is_refused_and_not_ca
 def test_notes_tell_what_was_left_out(folder, tiny_vae, tiny_clip, tmp_path):
     (folder / "e.heic").write_bytes(b"1")
     prepared = run(folder, tiny_vae, tiny_clip, tmp_path, fit="ragged edge", max_graphs=2)
-    assert prepared.notes == ("Left out, because these file types can't be read: e.heic; save them as PNG or JPEG.",)
+    assert prepared.notes == (
+        "Left out, because these file types can't be read: e.heic; save them as PNG or JPEG, or install pillow-heif.",
+    )
     assert prepared.data.notes == prepared.notes
 
 
