@@ -114,7 +114,7 @@ def test_the_run_says_and_lists_how_its_layers_multiply(files: Any, tmp_path: Pa
     assert facts["asked"] == "int8" and sum(row["count"] for row in facts["layers"]) == 16
     row = {"block": "single", "layer": "linear1", "forward": "int8", "backward": "int8", "count": 2}
     assert row in facts["layers"]
-    assert "low_bit_matmul" not in trainer_on(files["fp8"], tmp_path).facts()
+    assert "low_bit_matmul" not in trainer_on(files["fp8"], tmp_path).summary()
 
 
 @pytest.mark.parametrize(

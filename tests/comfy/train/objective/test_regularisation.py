@@ -48,7 +48,7 @@ def test_a_run_shows_them_every_second_time_and_goes_on_alike_after_a_cancel(tin
     trained = TrainStep.micro_batch
 
     def recorded(self, requests, *args):
-        shown.extend(self.data.samples[index].name for index, _ in requests)
+        shown.extend(self.batches.context.data.samples[index].name for index, _ in requests)
         trained(self, requests, *args)
 
     monkeypatch.setattr(TrainStep, "micro_batch", recorded)
