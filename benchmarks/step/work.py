@@ -35,11 +35,12 @@ class SwapWork:
     bytes: int
 
 
-def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: None = None) -> torch.Tensor:
     """Attention as torch's SDPA runs it on a GPU; its backward computes the scores again.
 
-    On the meta device SDPA would take the plain products.
+    On the meta device SDPA would take the plain products. The captions that are counted have no pads to mask.
     """
+    assert attn_mask is None
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[0]
 
 
