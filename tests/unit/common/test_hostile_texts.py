@@ -117,8 +117,8 @@ def test_a_line_longer_than_its_budget_may_be_written_in_two_goes(tmp_path):
 
 
 def test_run_json_of_millions_of_lists_is_not_parsed(tmp_path):
-    found = reader(tmp_path / "run", run='{"output_name": "fox", "x": [' + "[]," * 400_000 + "0]}", summary='{"a": 1}')
-    assert found.facts() == {"a": 1}
+    found = reader(tmp_path / "run", run='{"output_name": "fox", "x": [' + "[]," * 400_000 + "0]}")
+    assert found.facts() == {}
 
 
 def test_notes_are_kept_once_each_and_in_bounded_number(tmp_path):

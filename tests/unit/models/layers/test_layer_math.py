@@ -99,7 +99,7 @@ def test_attention_copies_nothing(choice, monkeypatch):
     monkeypatch.setattr("tessera.models.layers.attention._check_cudnn", lambda *_: None)
     if choice == "sdpa":
         flash: Any = torch.ops.aten._scaled_dot_product_flash_attention
-        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda q, k, v: flash(q, k, v)[0])
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda q, k, v, **_: flash(q, k, v)[0])
     attend = attention_function(choice, torch.device("meta"), torch.bfloat16)
     q, k, v = (torch.empty(B, T, 2, 64, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(3))
     with Launches() as launches:
