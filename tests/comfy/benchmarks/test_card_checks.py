@@ -35,9 +35,10 @@ def noted(q, k, v, *args, **kwargs):
     return call(q, k, v, *args, **kwargs)
 
 torch.nn.functional.scaled_dot_product_attention = noted
-import tessera.models.layers.attention
-tessera.models.layers.attention.settle_kernel_order = lambda: None
 with patch.object(torch.cuda, "is_available", lambda: True):
+    import tessera.models.layers.attention
+
+    tessera.models.layers.attention.settle_kernel_order = lambda: None
     attention.choose_attention(plain=True)
 import comfy.ops, tiny
 assert comfy.ops.SDPA_BACKEND_PRIORITY
