@@ -106,25 +106,29 @@ def test_no_file_is_read_for_an_embedding_named_in_a_caption(clips, name, tmp_pa
     part(clip).embedding_directory = None
 
 
-def test_wan_captions_are_512_tokens_zero_where_there_are_none_and_cut_above(clips):
+def test_wan_captions_have_512_tokens_at_least_zero_past_the_text_and_are_cut_at_a_max_length(clips):
     clip, policy = clips["wan"], text_policy(clips["wan"])
     for text in ("", "a fox", "x" * 511, "x" * 900):
-        caption = policy.tokenize(clip, text)
-        encoded = encode_caption(clip, caption, policy)["cond"]
-        assert encoded.shape[1] == caption.length == 512 == policy.model_length(512)
         bare = len([token for token in next(iter(clip.tokenize(text).values()))[0] if token[0] != 0])
-        assert caption.dropped == max(0, bare - 512)
-        assert torch.equal(encoded[0].abs().sum(dim=-1) > 0, torch.arange(512) < bare)
+        for max_length, length in ((512, 512), (None, max(512, bare))):
+            caption = policy.tokenize(clip, text, max_length)
+            encoded = encode_caption(clip, caption, policy)["cond"]
+            assert encoded.shape[1] == caption.length == length
+            assert caption.dropped == max(0, bare - length)
+            assert torch.equal(encoded[0].abs().sum(dim=-1) > 0, torch.arange(length) < bare)
     full = [token for token, _ in next(iter(clip.tokenize("x" * 900).values()))[0]]
-    assert ids(policy.tokenize(clip, "x" * 900)) == [*full[:511], full[-1]] and full[-1] == 1
+    assert ids(policy.tokenize(clip, "x" * 900, 512)) == [*full[:511], full[-1]] and full[-1] == 1
+    assert policy.model_length(512) == 512
 
 
 @pytest.mark.parametrize("name", ["klein", "mistral"])
-def test_flux2_captions_above_512_keep_their_start_and_the_end_of_the_template(clips, name):
+def test_flux2_captions_above_a_max_length_keep_their_start_and_the_end_of_the_template(clips, name):
     clip, policy = clips[name], text_policy(clips[name])
     text = "number " * 600
     full = [token for token, _ in next(iter(clip.tokenize(text).values()))[0]]
-    caption = policy.tokenize(clip, text)
+    whole = policy.tokenize(clip, text)
+    assert ids(whole) == full and whole.length == len(full) and whole.dropped == 0
+    caption = policy.tokenize(clip, text, 512)
     end = part(clip).tokenizer(clip.tokenizer.llama_template.split("{}")[1])["input_ids"]
     assert len(ids(caption)) == caption.length == 512 and caption.dropped == len(full) - 512
     assert ids(caption) == full[: 512 - len(end)] + end and full[-len(end) :] == end
