@@ -42,7 +42,8 @@ def test_lengths_are_256_and_512_and_only_t5_is_padded_to_them(tiny_clip):
         text = "tree " * words
         bare = len(core(tiny_clip, text, 0)["t5xxl"][0])
         assert bare == words + 1  # one token for each word and the end token
-        caption = policy.tokenize(tiny_clip, text.strip())
+        caption = policy.tokenize(tiny_clip, text.strip(), 512)
+        assert policy.tokenize(tiny_clip, text.strip()).length == max(256, bare)
         assert len(caption.tokens["t5xxl"]) == 1 and len(t5_ids(caption)) == caption.length
         assert all(len(chunk) == 77 for chunk in caption.tokens["l"])
         found[words] = (caption.length, caption.dropped)
@@ -54,7 +55,7 @@ def test_lengths_are_256_and_512_and_only_t5_is_padded_to_them(tiny_clip):
 
 def test_at_512_a_caption_equals_core_with_that_length_set(tiny_clip):
     text = " ".join(["a house by the lake"] * 60)
-    caption = text_policy(tiny_clip).tokenize(tiny_clip, text)
+    caption = text_policy(tiny_clip).tokenize(tiny_clip, text, 512)
     assert caption.length == 512 and caption.tokens == core(tiny_clip, text, 512)
     ((cond, _),) = tiny_clip.encode_from_tokens_scheduled(core(tiny_clip, text, 512))
     assert torch.equal(encode_caption(tiny_clip, caption, text_policy(tiny_clip))["cond"], cond)
@@ -101,9 +102,10 @@ def test_no_file_is_read_for_an_embedding_named_in_a_caption(tiny_clip, tmp_path
     assert tiny_clip.tokenizer.clip_l.embedding_identifier == "embedding:"
 
 
-def test_options_that_a_node_set_on_the_clip_do_not_change_the_lengths(tiny_clip):
+def test_options_that_a_node_set_on_the_clip_count_as_in_comfyui_unless_there_is_a_max_length(tiny_clip):
     changed = tiny_clip.clone()
     changed.set_tokenizer_option("t5xxl_min_length", 300)
     changed.set_tokenizer_option("t5xxl_min_padding", 7)
     policy = text_policy(changed)
-    assert policy.tokenize(changed, "a fox").tokens == policy.tokenize(tiny_clip, "a fox").tokens
+    assert policy.tokenize(changed, "a fox", 512).tokens == policy.tokenize(tiny_clip, "a fox", 512).tokens
+    assert policy.tokenize(changed, "a fox").tokens == changed.tokenize("a fox")
