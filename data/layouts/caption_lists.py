@@ -14,7 +14,7 @@ from ...common.text import cut, shortlist
 from ...common.untrusted.budgets import CAPTION_LINE, CAPTION_LIST, check_size
 from ...common.untrusted.json_text import parse_json
 from ...common.untrusted.regular_files import file_state, read_regular
-from .captions import TAG_FIELDS, TEXT_FIELDS, CaptionSource, caption_in, decoded
+from .captions import TAG_FIELDS, TEXT_FIELDS, CaptionSource, caption_in, decoded, unreadable
 from .files import stem_of
 
 _LISTS = re.compile(r"(?:metadata|captions?|prompts?)\.(?:jsonl|json|csv|tsv|txt)", re.IGNORECASE)
@@ -80,9 +80,7 @@ def read_list(path: Path) -> CaptionList:
     try:
         return _read(path, file_state(path))
     except OSError as error:
-        raise ValueError(
-            f"The file {path.name!r} can't be read ({error.strerror or error}); check its access rights."
-        ) from error
+        raise unreadable("file", path, error) from error
 
 
 @lru_cache(maxsize=16)

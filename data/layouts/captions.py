@@ -91,8 +91,12 @@ def read_text(file: Path) -> str:
     except UnicodeDecodeError as error:
         raise ValueError(f"The caption file {file.name!r} is not UTF-8 text; save it as UTF-8.") from error
     except OSError as error:
-        fix = "check its access rights"
-        raise ValueError(f"The caption file {file.name!r} can't be read ({error.strerror or error}); {fix}.") from error
+        raise unreadable("caption file", file, error) from error
+
+
+def unreadable(kind: str, file: Path, error: OSError) -> ValueError:
+    """Make the error for a file that the system doesn't let us read. kind: its name for the user."""
+    return ValueError(f"The {kind} {file.name!r} can't be read ({error.strerror or error}); check its access rights.")
 
 
 def decoded(data: bytes) -> str:

@@ -13,7 +13,7 @@ from ...common.text import joined, quoted, shortlist
 from ...common.untrusted.budgets import DATASET_FILE, OverBudget, check_size
 from ...common.untrusted.json_text import parse_json
 from ...common.untrusted.regular_files import file_state, read_regular
-from .captions import decoded
+from .captions import decoded, unreadable
 
 _NAMES = re.compile(r".+\.(?:toml|ya?ml)|.*(?:dataset|config).*\.json", re.IGNORECASE)
 KOHYA, MUSUBI, AI_TOOLKIT = "kohya's scripts", "musubi-tuner", "ai-toolkit"
@@ -71,9 +71,7 @@ def read_dataset_file(path: Path) -> DatasetFile | None:
     try:
         return _read(path, file_state(path))
     except OSError as error:
-        raise ValueError(
-            f"The file {path.name!r} can't be read ({error.strerror or error}); check its access rights."
-        ) from error
+        raise unreadable("file", path, error) from error
 
 
 @lru_cache(maxsize=64)

@@ -1,4 +1,4 @@
-"""What a run reads otherwise than a user may expect is said in one sentence before it begins; all else is not."""
+"""Notes before a run begins: a sentence on each thing that it reads otherwise than a user may expect, and no other."""
 
 import re
 from dataclasses import replace

@@ -306,7 +306,7 @@ def make(tmp_path):
 
 
 def facts(entry: ImageEntry | VideoEntry) -> Any:
-    """What training takes of an entry, without the place that it comes from."""
+    """Return the parts of an entry that training takes, without the folder that it comes from."""
     variants = entry.variants and replace(entry.variants, class_texts=())
     beside = (entry.mask and entry.mask.name, [c.name for c in getattr(entry, "controls", ())])
     return (

@@ -452,7 +452,7 @@ def test_a_moved_file_is_read_again_if_only_its_inode_differs(tmp_path, monkeypa
 
 
 def without_change_time(path):
-    """What Path.stat says on Windows, where the change time is that of creation."""
+    """Return the status that Path.stat gives on Windows, where the change time is that of creation."""
     status = os.stat(path)
     return SimpleNamespace(
         st_size=status.st_size,
