@@ -109,7 +109,7 @@ class TesseraTinyEncoders(io.ComfyNode):
 
     @classmethod
     def execute(cls, qwen: str, flux2: bool, clip_vision: bool) -> io.NodeOutput:
-        from tessera_tiny import image_encoders
+        from tessera_tiny.data import image_encoders
 
         clip = image_encoders.load_klein_clip() if flux2 else None
         if qwen:

@@ -167,7 +167,7 @@ def test_a_block_of_a_stored_model_keeps_its_stored_bytes_for_backward_and_no_ca
     angle = torch.rand(1, TEXT + TOKENS, 1, 64, generator=generator)
     pe = torch.stack((angle.cos(), angle.sin()), dim=-1)
 
-    result, kept = saved_bytes(lambda: runner(block, *states, vec, pe, {}))
+    result, kept = saved_bytes(lambda: runner(block, *states, vec, pe, None, {}))
     # Nothing upstream of the modulation is trained, so autograd may let its weight go.
     needed = {n: lin.frozen() for n, lin in block.linears().items() if not n.endswith("mod")}
     stored = [part for frozen in needed.values() for part in (frozen.weight, *frozen.parts)]

@@ -42,7 +42,10 @@ def core_forward(core: Any, ours: Any) -> Any:
         else:
             core.get_submodule(native).forward = linear.forward
 
-    def forward(img: Tensor, txt: Tensor, vec: Tensor, pe: Tensor, masks: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def forward(
+        img: Tensor, txt: Tensor, vec: Tensor, pe: Tensor, key_mask: Tensor | None, masks: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        assert key_mask is None and not masks
         cos, sin = pe.transpose(1, 2).unbind(-1)
         matrices = torch.stack((cos, -sin, sin, cos), dim=-1).unflatten(-1, (2, 2))
         comfy.model_management.in_training = True

@@ -305,7 +305,7 @@ def test_the_grid_shows_frames_of_a_clip_or_runs(experts, vae, files, clips, fra
                 across = range(left, min(left + 17, sheet.shape[1] - 31))
                 places = [(y, x) for y in range(sheet.shape[0] - 31) for x in across]
                 assert sum(torch.equal(sheet[y : y + 32, x : x + 32], picture) for y, x in places) == 1
-    told = made.ui.as_dict()
+    told = made.ui
     (shown,) = told["images"]
     with Image.open(Path(folder_paths.get_temp_directory(), shown["subfolder"], shown["filename"])) as picture:
         assert getattr(picture, "n_frames", 1) == len(frames)

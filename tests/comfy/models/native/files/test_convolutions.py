@@ -259,7 +259,7 @@ def test_pissa_starts_at_the_model_and_saves_what_changed(tmp_path):
     plain = trainer_of("sd1.5", tmp_path / "plain")
     options = network(init="pissa", rank_patterns="input_blocks.0.0: rank=2")
     trainer = trainer_of("sd1.5", tmp_path / "pissa", network=options)
-    loss, wanted = trainer.train_step.forward_backward([micro_batch(0)]), plain.forward_backward([micro_batch(0)])
+    loss, wanted = (each.train_step.forward_backward([micro_batch(0)]) for each in (trainer, plain))
     assert float(abs(loss - wanted)) <= 1e-6 * float(wanted)
     tensors = trainer.network.snapshot()
     down, up = (tensors[f"lora_unet_input_blocks_0_0.lora_{side}.weight"] for side in SIDES)

@@ -131,7 +131,9 @@ def test_a_cancel_ends_it_between_two_blocks(tmp_path, monkeypatch):
 
     monkeypatch.setattr(trainer.observer, "check_interrupted", interrupted, raising=False)
     with pytest.raises(InterruptProcessingException):
-        make_certificate(trainer.placed, list(trainer.network.adapters), trainer.data.samples, 1.0, trainer.observer)
+        make_certificate(
+            trainer.placed, list(trainer.network.adapters), trainer.context.data.samples, 1.0, trainer.observer
+        )
     assert next(looks) == 6
     trainer.close()
 
