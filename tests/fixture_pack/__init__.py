@@ -135,7 +135,9 @@ class TesseraTinyNative(io.ComfyNode):
     def execute(cls, name: str) -> io.NodeOutput:
         from tessera_tiny.native.loaded import load_native
 
-        loaded = load_native(name, Path(folder_paths.get_temp_directory()))
+        folder = Path(folder_paths.get_temp_directory())
+        folder.mkdir(parents=True, exist_ok=True)  # a process over the same folders removes it when it ends
+        loaded = load_native(name, folder)
         return io.NodeOutput(*loaded, *[None] * (4 - len(loaded)))
 
 
