@@ -128,7 +128,7 @@ def random_model(
     return patcher
 
 
-def _of_shapes(shapes: Callable[..., dict[str, tuple[int, ...]]], *sizes: Any) -> Entry:
+def _shaped_entry(shapes: Callable[..., dict[str, tuple[int, ...]]], *sizes: Any) -> Entry:
     return partial(detected, shapes, sizes)
 
 
@@ -138,14 +138,16 @@ VIDEO = Picture(832, 480, 512, frames=81)
 _flux, _flux2, _chroma = tiny.models.flux.flux_shapes, tiny.models.flux2.flux2_shapes, tiny.models.chroma.chroma_shapes
 _wan, _qwen_image = tiny.models.wan.wan_shapes, tiny.models.qwen_image.qwen_image_shapes
 FULL: dict[str, Model] = {
-    "flux": Model("flux", ONE_MEGAPIXEL, None, _of_shapes(_flux, 3072, 19, 38, T5_WIDTH, 768, True), T5_WIDTH, 768),
+    "flux": Model("flux", ONE_MEGAPIXEL, None, _shaped_entry(_flux, 3072, 19, 38, T5_WIDTH, 768, True), T5_WIDTH, 768),
     # FLUX.2 klein reads three layers of Qwen3 4B (2560 wide) or 8B (4096 wide), 512 tokens.
-    "flux2_klein": Model("flux2", ONE_MEGAPIXEL, None, _of_shapes(_flux2, 3072, 5, 20, 7680, False), 7680),
-    "flux2_klein_9b": Model("flux2", ONE_MEGAPIXEL, None, _of_shapes(_flux2, 4096, 8, 24, 12288, False), 12288),
-    "chroma": Model("chroma", ONE_MEGAPIXEL, None, _of_shapes(_chroma, 3072, 19, 38, T5_WIDTH), T5_WIDTH),
-    "wan": Model("wan", VIDEO, None, _of_shapes(_wan, 5120, 13824, 40, 0, T5_WIDTH), T5_WIDTH),
-    "wan_1.3b": Model("wan", VIDEO, None, _of_shapes(_wan, 1536, 8960, 30, 0, T5_WIDTH), T5_WIDTH),
-    "qwen_image": Model("qwen_image", Picture(1024, 1024, 128), None, _of_shapes(_qwen_image, 24, 128, 60, 3584), 3584),
+    "flux2_klein": Model("flux2", ONE_MEGAPIXEL, None, _shaped_entry(_flux2, 3072, 5, 20, 7680, False), 7680),
+    "flux2_klein_9b": Model("flux2", ONE_MEGAPIXEL, None, _shaped_entry(_flux2, 4096, 8, 24, 12288, False), 12288),
+    "chroma": Model("chroma", ONE_MEGAPIXEL, None, _shaped_entry(_chroma, 3072, 19, 38, T5_WIDTH), T5_WIDTH),
+    "wan": Model("wan", VIDEO, None, _shaped_entry(_wan, 5120, 13824, 40, 0, T5_WIDTH), T5_WIDTH),
+    "wan_1.3b": Model("wan", VIDEO, None, _shaped_entry(_wan, 1536, 8960, 30, 0, T5_WIDTH), T5_WIDTH),
+    "qwen_image": Model(
+        "qwen_image", Picture(1024, 1024, 128), None, _shaped_entry(_qwen_image, 24, 128, 60, 3584), 3584
+    ),
     "sdxl": Model("sdxl", Picture(1024, 1024, 77), None, sdxl, 2048, 1280),
 }
 TINY: dict[str, Model] = {

@@ -44,7 +44,7 @@ def swapped_blocks(percent: float, total: int) -> int:
 def times_the_least(seconds: Sequence[Sequence[float]], resident: Sequence[Sequence[float]], copying: float) -> Spread:
     """Quotient of its seconds and the least of a swapped step, by rounds: the greater one of a step that swaps nothing
     (`resident`, in the same rounds) and of copying alone. Seconds."""
-    return ratio_by_round(seconds, [[max(median(of_round), copying)] for of_round in resident])
+    return ratio_by_round(seconds, [[max(median(values), copying)] for values in resident])
 
 
 def peak_and_rest(changes: Iterable[tuple[float, int]]) -> tuple[int, int]:

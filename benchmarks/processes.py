@@ -42,7 +42,7 @@ class Measured:
     memory: dict[str, Any] = field(default_factory=dict)
     ended: str = ""
 
-    def of_rounds(self, figure: str) -> list[list[float]]:
+    def round_values(self, figure: str) -> list[list[float]]:
         return [reply[figure] for reply in self.rounds]
 
 

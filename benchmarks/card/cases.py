@@ -73,7 +73,7 @@ class _Room:
         weights = shape.weights * (0.5 if settings.get("stored") == "fp8" else 1.0)
         # A loader's model in addition to the weights that it is made from.
         if (needed := weights * (2 if "how" in settings else 1) + SPARE_RAM) > ram:
-            return _without(case, f"needs about {needed:.0f} GB of RAM, {ram:.0f} are free")
+            return _mark_missing(case, f"needs about {needed:.0f} GB of RAM, {ram:.0f} are free")
         working = working_set(shape, settings["checkpointing"], settings.get("budget"), settings["compiled"])
         swapped = weights * settings["swap"] / 100
         if (needed := weights - swapped + working) <= 0.95 * card:
@@ -81,7 +81,7 @@ class _Room:
         least = weights * SLOTS / shape.blocks + working
         if not settings["swap"] and least <= 0.95 * card:
             return replace(case, name=f"{case.name}, swapped to fit", settings=settings | {"blocks": -1})
-        return _without(case, f"needs about {min(needed, least):.0f} GB, this card has {card:.0f}")
+        return _mark_missing(case, f"needs about {min(needed, least):.0f} GB, this card has {card:.0f}")
 
     def steps(self, model: str, side: int, rows: list[Case], **spec: Any) -> Group:
         """Return a group of training steps of one model. rows: cases; TRAINED has the defaults of their settings."""
@@ -90,7 +90,7 @@ class _Room:
         return Group({"kind": "steps", "model": model, **spec}, tuple(self.fitted(c, shape) for c in filled))
 
 
-def _without(case: Case, reason: str) -> Case:
+def _mark_missing(case: Case, reason: str) -> Case:
     return replace(case, missing=reason)
 
 
@@ -157,9 +157,9 @@ def _swap(device: str, room: _Room) -> Iterator[Group]:
                  "dynamic VRAM": "KSampler, ComfyUI's dynamic VRAM, half the model's memory"}  # fmt: skip
         case = room.fitted(Case(names[mode], TRAINED | {"how": mode, "compiled": True}, 150.0, 25.0), "flux")
         if device == "cpu" and mode == "dynamic VRAM":
-            case = _without(case, "needs an NVIDIA card")
+            case = _mark_missing(case, "needs an NVIDIA card")
         elif mode == "resident" and case.settings.get("blocks"):
-            case = _without(case, "the model does not fit this card")
+            case = _mark_missing(case, "the model does not fit this card")
         yield Group({"kind": "beside", "model": "flux", "how": mode}, (case,))
 
 
@@ -197,7 +197,7 @@ def _other_models(device: str, room: _Room) -> Iterator[Group]:
         "flux2_klein",
     )
     if core.settings.get("blocks"):  # core's swaps nothing
-        core = _without(core, "the model with all it keeps does not fit this card")
+        core = _mark_missing(core, "the model with all it keeps does not fit this card")
     yield Group({"kind": "beside", "model": "flux2_klein", "how": "core"}, (core,))
     if room.size == "full":
         rows = [

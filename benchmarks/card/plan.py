@@ -30,7 +30,7 @@ GRAPHS, TUNED = "reduce-overhead", "max-autotune"  # modes, in the names of case
 def plan(device: str, size: str, machine: dict[str, Any]) -> list[Group]:
     """Return the groups in the order in which they run. Tuned cases take minutes and come last."""
     planned = list(_plan(device, size, machine))
-    groups = [_without(group, (TUNED,)) for group in planned] + [_matching(group, TUNED) for group in planned]
+    groups = [_drop_cases(group, (TUNED,)) for group in planned] + [_matching(group, TUNED) for group in planned]
     return [group for group in groups if group.cases]
 
 
@@ -41,11 +41,11 @@ def _plan(device: str, size: str, machine: dict[str, Any]) -> Iterator[Group]:
     allocators = len({group.process() for group in by_part["smoke"]})
     first, rest = by_part["smoke"][:allocators], by_part["smoke"][allocators:]
     yield from (replace(group, share=FIRST) for group in first)
-    yield _of_one_process("flux", by_part)
+    yield _single_process("flux", by_part)
     yield from (replace(_matching(group, GRAPHS), share=SOME) for group in rest)
     yield from (replace(group, share=FIRST) for group in by_part["nodes"])
     yield from (replace(_matching(group, "wan 1.3B, compiled, full"), share=SOME) for group in by_part["wan"])
-    yield from (replace(_without(group, (GRAPHS,)), share=SOME) for group in rest)
+    yield from (replace(_drop_cases(group, (GRAPHS,)), share=SOME) for group in rest)
     yield from (_matching(group, "wan 14B", "wan, ") for group in by_part["wan"])
     yield from (_matching(group, "qwen_image") for group in by_part["others"])
     yield from (_matching(group, "core's Train LoRA") for group in by_part["others"])
@@ -53,7 +53,7 @@ def _plan(device: str, size: str, machine: dict[str, Any]) -> Iterator[Group]:
     yield from (_matching(group, "KSampler") for group in reversed(by_part["swap"]))
 
 
-def _of_one_process(model: str, by_part: dict[str, list[Group]]) -> Group:
+def _single_process(model: str, by_part: dict[str, list[Group]]) -> Group:
     """FLUX's cases from several parts, on one MODEL."""
     by_name = {(part, _plain(case)): case for part in by_part for group in by_part[part] for case in group.cases}
     cases = tuple(by_name[name] for name in FLUX if name in by_name)
@@ -68,5 +68,5 @@ def _matching(group: Group, *texts: str) -> Group:
     return replace(group, cases=tuple(c for c in group.cases if any(text in c.name for text in texts)), share=LAST)
 
 
-def _without(group: Group, texts: Sequence[str]) -> Group:
+def _drop_cases(group: Group, texts: Sequence[str]) -> Group:
     return replace(group, cases=tuple(c for c in group.cases if not any(text in c.name for text in texts)))

@@ -144,9 +144,9 @@ def count_some(cases: Sequence[tuple[str, str, Sequence[str]]]) -> list[dict[str
     """Count single blocks without recompute in a process of its own: the row's name, the kind of block, the graphs."""
     set_up()
     rows, counted = {row.name: row for row in ROWS}, []
-    of_rows = {name: calls(rows[name]) for name in {name for name, _, _ in cases}}
+    calls_by_row = {name: calls(rows[name]) for name in {name for name, _, _ in cases}}
     for name, kind, graphs in cases:
-        (calls_of_kind,) = (group for group in of_rows[name] if group[-1][0].kind == kind)
+        (calls_of_kind,) = (group for group in calls_by_row[name] if group[-1][0].kind == kind)
         counted.append(lowered(calls_of_kind, WAYS, graphs)[NONE])
     return counted
 

@@ -281,10 +281,10 @@ def _kernels(node: Any) -> list[Kernel]:
     if origin is None:
         return [Kernel("other", str(node.node.get_name()), size)]
     options = {name: _value(value) for name, value in origin.kwargs.items()}
-    return _of_op(origin.target, [_value(a) for a in origin.args], options, origin.meta["val"], size)
+    return _op_kernels(origin.target, [_value(a) for a in origin.args], options, origin.meta["val"], size)
 
 
-def _of_op(op: Any, args: Sequence[Any], options: dict[str, Any], out: Any, size: int) -> list[Kernel]:
+def _op_kernels(op: Any, args: Sequence[Any], options: dict[str, Any], out: Any, size: int) -> list[Kernel]:
     """The kernels that an op of torch launches. size: bytes read and written."""
     from torch.utils.flop_counter import flop_registry
 
@@ -350,7 +350,7 @@ class Launches(TorchDispatchMode):
             results = [] if changed else out
             leaves = tree_leaves((args, kwargs, changed, results))
             size = sum(_bytes_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
-            self.kernels += _of_op(op, args, kwargs or {}, out, size)
+            self.kernels += _op_kernels(op, args, kwargs or {}, out, size)
         return out
 
 

@@ -143,7 +143,7 @@ def compared(old_rows: Rows, new_rows: Rows, card: str = "H100") -> str:
     return f"{markdown_table(header, list(_compared_lines(old_rows, new_rows)))}\n\n{markdown_table(titles, price)}"
 
 
-def _longest(blocks: list[Block], how_many: int) -> Iterator[list[str]]:
+def _longest(blocks: list[Block], limit: int) -> Iterator[list[str]]:
     totals: dict[str, list[float]] = {}
     for block in blocks:
         for name, graph in block["graphs"][NONE].items():
@@ -151,7 +151,7 @@ def _longest(blocks: list[Block], how_many: int) -> Iterator[list[str]]:
                 sums = totals.setdefault(f"{block['kind']} {name}: {line[1]}", [0.0, 0.0, 0.0])
                 values = 1e3 * seconds_of(line, rates("H100")), line[2], (*line, line[3])[5] / 1e9
                 sums[:] = [old + block["count"] * value for old, value in zip(sums, values, strict=True)]
-    for name, (ms, count, gigabytes) in sorted(totals.items(), key=lambda item: -item[1][0])[:how_many]:
+    for name, (ms, count, gigabytes) in sorted(totals.items(), key=lambda item: -item[1][0])[:limit]:
         yield [name, str(int(count)), f"{gigabytes:.2f}", f"{ms:.1f}"]
 
 

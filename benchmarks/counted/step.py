@@ -86,10 +86,10 @@ def launches_of(sizes: Sequence[int], lists: int) -> int:
     launches = tensors = chunks = 0
     for size in sizes:
         tensors += 1
-        of_this = -(-size // CHUNK)
-        for chunk in range(of_this):
+        chunk_count = -(-size // CHUNK)
+        for chunk in range(chunk_count):
             chunks += 1
-            last = chunk == of_this - 1
+            last = chunk == chunk_count - 1
             if chunks == MOST_CHUNKS or (last and tensors == MOST_TENSORS[lists - 1]):
                 launches, chunks, tensors = launches + 1, 0, 0 if last else 1
     return launches + (chunks > 0)

@@ -58,14 +58,16 @@ def cost_table(run: Sequence[Measured], core: Measured | None, cpu: bool) -> tup
     rows = []
     for c in run:
         seconds = total([c.first], "seconds")
-        of_core = f"{seconds / total([core.first], 'seconds'):.2f}" if core not in (None, c) and c.name != EAGER else ""
+        core_ratio = (
+            f"{seconds / total([core.first], 'seconds'):.2f}" if core not in (None, c) and c.name != EAGER else ""
+        )
         rows.append(
             [
                 c.name,
                 str(total([c.first], "graphs")),
                 str(total([c.first], "breaks")),
                 f"{seconds:.0f}",
-                of_core,
+                core_ratio,
                 f"{c.first['cpu_seconds']:.0f}",
                 str(total([c.memory, *c.rounds], "graphs")),
                 f"{max(reply[memory] for reply in c.rounds):.0f}",

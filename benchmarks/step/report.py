@@ -72,7 +72,7 @@ def time_table(run: Sequence[Measured], core: Measured | None, cpu: bool) -> tup
     for c in run:
         row = [c.name]
         for figure in ("seconds", "cpu_seconds") if cpu else ("seconds",):
-            row.append(spread(sum(c.of_rounds(figure), [])).text(3))
+            row.append(spread(sum(c.round_values(figure), [])).text(3))
             row += [ratio(c, own_of(c, run), figure)] if has_pairs else []
             row.append(ratio(core, c, figure))
         is_ours = c is not core
@@ -85,7 +85,7 @@ def time_table(run: Sequence[Measured], core: Measured | None, cpu: bool) -> tup
 def ratio(numerator: Measured | None, denominator: Measured | None, figure: str) -> str:
     if numerator is None or denominator is None or numerator is denominator:
         return ""
-    return ratio_by_round(numerator.of_rounds(figure), denominator.of_rounds(figure)).text()
+    return ratio_by_round(numerator.round_values(figure), denominator.round_values(figure)).text()
 
 
 def own_of(native: Measured, run: Sequence[Measured]) -> Measured | None:
@@ -158,12 +158,12 @@ def head(args: argparse.Namespace) -> str:
     threads = f", {args.threads} thread{'s' if args.threads > 1 else ''}" if args.device == "cpu" else ""
     unit = "step" if args.steps_per_round == 1 else "steps"
     rounds = f"{args.rounds} rounds of {args.steps_per_round} {unit} each after {WARM_UP} steps of warm-up, by turns"
-    of_core = OF_CORE + (OF_FLUX if any(f.startswith("flux") for f in args.family) else OF_OTHERS)
+    core_text = OF_CORE + (OF_FLUX if any(f.startswith("flux") for f in args.family) else OF_OTHERS)
     parts = [
         f"# A training step, `{args.size}` on {args.device}",
         f"Made by `{command}` on {date.today()}: {machine(args)}{threads}.",
         f"{args.dtype}, batch {args.batch_size}, rank {args.rank}, LoRA on {args.targets} Linears, {rounds}. {FIGURES}",
-        *([of_core] if "core" in args.contestants else []),
+        *([core_text] if "core" in args.contestants else []),
         *([ON_PATHS] if "native" in args.path else []),
         ON_CPU if args.device == "cpu" else ON_GPU,
     ]

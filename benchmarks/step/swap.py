@@ -34,10 +34,10 @@ def _counts(c: Measured) -> list[str]:
 
 
 def _times(c: Measured, resident: Measured | None) -> list[str]:
-    seconds = c.of_rounds("seconds")
+    seconds = c.round_values("seconds")
     row = [spread(sum(seconds, [])).text(3)]
     other = resident is not None and resident is not c
-    row.append(ratio_by_round(seconds, resident.of_rounds("seconds")).text() if resident and other else "")
+    row.append(ratio_by_round(seconds, resident.round_values("seconds")).text() if resident and other else "")
     row.append(f"{max(reply['driver_mib'] for reply in c.rounds):.0f}")
     if not c.spec["swap"]:
         return [*row, "", "", "", ""]
@@ -46,5 +46,5 @@ def _times(c: Measured, resident: Measured | None) -> list[str]:
     row += [f"{last['link'] / GB:.1f}", f"{c.memory['copied_bytes'] / copying / GB:.1f}" if copying else ""]
     row.append(f"{last['copied_bytes'] / median(sum(seconds, [])) / GB:.1f}")
     least = last["copied_bytes"] / last["link"]
-    row.append(times_the_least(seconds, resident.of_rounds("seconds"), least).text() if resident and other else "")
+    row.append(times_the_least(seconds, resident.round_values("seconds"), least).text() if resident and other else "")
     return row

@@ -83,8 +83,8 @@ class ToySet:
         logs = -away[:, :KNOWN].square().sum(2) / (2 * (keep**2 * wide + sigma**2))
         mixed = (logs.softmax(1)[..., None] * guess[:, :KNOWN]).sum(1)
         rows = torch.tensor(list(captions))
-        of_caption = guess[torch.arange(len(x)), rows.clamp_min(0)]
-        inside_clean = torch.where(rows[:, None] == EMPTY, mixed, of_caption)
+        caption_guess = guess[torch.arange(len(x)), rows.clamp_min(0)]
+        inside_clean = torch.where(rows[:, None] == EMPTY, mixed, caption_guess)
         outside = flat - inside @ self.directions.T
         clean = inside_clean @ self.directions.T + shrunk(narrow) * outside
         return ((flat - clean) / sigma).view_as(x)

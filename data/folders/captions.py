@@ -41,8 +41,8 @@ def read_captions(subsets: Sequence[Subset], interrupted: Interrupted) -> dict[P
     if len(failed) > 1:
         rest = len(failed) - _MOST_NAMED
         listed = " ".join(str(error) for error in failed[:_MOST_NAMED])
-        more = f" And {rest} more." if rest > 0 else ""
-        raise ValueError(f"{len(failed)} captions can't be read. {listed}{more}") from failed[0]
+        rest_text = f" And {rest} more." if rest > 0 else ""
+        raise ValueError(f"{len(failed)} captions can't be read. {listed}{rest_text}") from failed[0]
     if failed:
         raise failed[0]
     return texts
@@ -85,18 +85,18 @@ def _caption_name(example: Example, caption: CaptionSource) -> str:
 def _missing_captions(folder: Path, count: int, missing: Sequence[Path], extension: str, noun: str) -> str:
     """Message for images without caption files."""
     example = f"such as {caption_file(missing[0], extension).name!r} for {missing[0].name!r}"
-    others = _other_texts(missing)
+    hint = _other_texts(missing)
     if len(missing) == count:
         return (
             f"The folder {folder.name!r} holds {noun}s ({len(missing)}) but no {extension} caption files; put a text "
-            f"file with the same name next to each {noun}, {example} (an empty file means an empty caption){others}."
+            f"file with the same name next to each {noun}, {example} (an empty file means an empty caption){hint}."
         )
     inside = [file for file in missing if file.is_relative_to(folder)]
     names = list_files(folder, inside) if len(inside) == len(missing) else ", ".join(file.name for file in missing[:5])
     return (
         f"{len(missing)} of {count} {noun}s in {folder.name!r} have no {extension} caption file: "
         f"{names}; add one next to each, {example} (an empty file means an empty caption), or "
-        f"take the {noun} out of the folder{others}."
+        f"take the {noun} out of the folder{hint}."
     )
 
 
@@ -104,5 +104,5 @@ def _other_texts(missing: Sequence[Path]) -> str:
     """Offer what lies beside a picture under another extension."""
     first = missing[0]
     beside = (f"{first.stem}{ending}" for ending in (".txt", ".caption", ".cap", ".tags", ".json", ".md"))
-    found = next((name for name in beside if first.with_name(name).is_file()), None)
-    return f"; beside it is {cut(found)!r}, see caption_extension" if found else ""
+    neighbour = next((name for name in beside if first.with_name(name).is_file()), None)
+    return f"; beside it is {cut(neighbour)!r}, see caption_extension" if neighbour else ""

@@ -123,7 +123,7 @@ class _Options:
     captions: CaptionOptions
     extraction: Extraction | None = None
 
-    def of(self, subset: Subset) -> "_Options":
+    def subset_options(self, subset: Subset) -> "_Options":
         """Combine them with what the layout says of a subset, which wins; repeats multiply.
 
         Regularisation of a layout takes no trigger words, no class word and no preservation, and shows all its files.
@@ -233,8 +233,8 @@ def folder_fingerprint(
     mask is added, removed, renamed or written to. Files that are not read count by name, because notes list them.
     Raises ValueError as `read_layout` does.
     """
-    others = (other for other in (control_folder, mask_folder) if other is not None)
-    excluded = tuple(other for other in others if not same_folder(folder, other))
+    companions = (other for other in (control_folder, mask_folder) if other is not None)
+    excluded = tuple(other for other in companions if not same_folder(folder, other))
     layout = read_layout((places or Places()).request(folder, kind, caption_extension, excluded))
     entries: list[tuple[str, str]] = []
     for example in (example for subset in layout.subsets for example in subset.examples):
@@ -312,7 +312,7 @@ def _scan(
     check_captions_exist(folder, examples, request.extension, kind.noun)
     texts = read_captions(layout.subsets, interrupted)
     parts = [
-        _entries(subset, node_options.of(subset), texts, mask_folder, has_controls, interrupted)
+        _entries(subset, node_options.subset_options(subset), texts, mask_folder, has_controls, interrupted)
         for subset in layout.subsets
     ]
     dataset = parts[0]

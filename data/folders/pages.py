@@ -66,8 +66,8 @@ def read_page(
     listed = missing if missing_only else examples
     pages = max(1, -(-len(listed) // PER_PAGE))
     page = min(max(page, 0), pages - 1)
-    shown = listed[page * PER_PAGE : (page + 1) * PER_PAGE]
-    entries = tuple(_entry(subset, example, may_read) for subset, example in shown)
+    page_examples = listed[page * PER_PAGE : (page + 1) * PER_PAGE]
+    entries = tuple(_entry(subset, example, may_read) for subset, example in page_examples)
     unread = list_files(request.folder, [file for file in layout.unread if file.is_relative_to(request.folder)])
     return FolderPage(len(examples), len(missing), unread, page, pages, entries, layout.notes)
 
@@ -83,5 +83,5 @@ def _entry(subset: Subset, example: Example, may_read: Callable[[Path], bool]) -
         text = subset.caption_text(caption.read()).strip()
     except ValueError as error:
         return PageEntry(example.path, example.name, None, str(error))
-    shown = text if len(text) <= MOST_CAPTION else f"{text[:MOST_CAPTION]}…"
-    return PageEntry(example.path, example.name, shown)
+    cut_caption = text if len(text) <= MOST_CAPTION else f"{text[:MOST_CAPTION]}…"
+    return PageEntry(example.path, example.name, cut_caption)

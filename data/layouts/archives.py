@@ -123,7 +123,7 @@ def _replace_others(folder: Path, new: Path) -> None:
 def _write_all(archive: Path, folder: Path, interrupted: Interrupted) -> None:
     """Write the files of an archive into a new folder, and the names of others into _LEFT_OUT."""
     folder.mkdir()
-    written, left_out = 0, list[str]()
+    byte_count, left_out = 0, list[str]()
     for count, (name, member) in enumerate(_members(archive), 1):
         interrupted()
         check_size(ARCHIVE, archive.name, items=count)
@@ -139,9 +139,9 @@ def _write_all(archive: Path, folder: Path, interrupted: Interrupted) -> None:
         with target.open("xb") as file, member() as source:
             while piece := source.read(_PIECE):
                 interrupted()
-                written += len(piece)
-                check_size(ARCHIVE, archive.name, bytes=written)
-                if written % (64 * _PIECE) < len(piece) and shutil.disk_usage(folder).free < _FREE_BYTES:
+                byte_count += len(piece)
+                check_size(ARCHIVE, archive.name, bytes=byte_count)
+                if byte_count % (64 * _PIECE) < len(piece) and shutil.disk_usage(folder).free < _FREE_BYTES:
                     raise ValueError(
                         f"The archive {archive.name!r} is too large for the disk of ComfyUI's user folder; free some "
                         "space, or unpack it yourself into a folder."

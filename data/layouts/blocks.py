@@ -64,22 +64,22 @@ def read_blocks(
     may_read: predicate for places outside of the file's folder.
     Raises ValueError for a place that can't be read, and for values that mean nothing here.
     """
-    subsets, used, unused, others = [], dict[str, str](), dict[str, None](), 0
+    subsets, used, unused, rest = [], dict[str, str](), dict[str, None](), 0
     sources: list[Path] = [file.path]
     for block in file.blocks:
         words = _Words(block)
         subset, files = _subset(file, words, root, kind, extension, may_read)
         sources += files
         if subset is None:
-            others += 1
+            rest += 1
             continue
         subsets.append(subset)
         used |= words.used
         unused |= dict.fromkeys(name for name in block.values if name not in words.used)
     notes = [unused_note(file, used, [name for name in unused if name not in used])] if subsets else []
-    if others:
+    if rest:
         notes.append(
-            f"{others} folders of {file.path.name!r} hold no {kind.noun}s and are left out; chain {kind.node} for them."
+            f"{rest} folders of {file.path.name!r} hold no {kind.noun}s and are left out; chain {kind.node} for them."
         )
     return tuple(subsets), tuple(notes), tuple(sources)
 
@@ -100,16 +100,21 @@ def _subset(
         text = words.take(name, meaning)
         if text is None:
             return None
-        found = resolve_place(text, base, may_read) if isinstance(text, str) else None
-        if found is None:
+        path = resolve_place(text, base, may_read) if isinstance(text, str) else None
+        if path is None:
             raise missing_place(file, name, str(text))
-        return found
+        return path
 
     if any(name.startswith("image_" if kind is VIDEOS else "video_") for name in block.values if name in _PLACES[1:5]):
         return None, []
     lists = [place(name, "captions") for name in ("image_jsonl_file", "video_jsonl_file", "metadata_file")]
     folder = next(
-        (at for name in (*_PLACES[:3], *_PLACES[5:], "dataset_path") if (at := place(name, "folder")) is not None), None
+        (
+            location
+            for name in (*_PLACES[:3], *_PLACES[5:], "dataset_path")
+            if (location := place(name, "folder")) is not None
+        ),
+        None,
     )
     own_extension = words.take("caption_extension", "caption_extension") or words.take(
         "caption_ext", "caption_extension"
@@ -120,14 +125,14 @@ def _subset(
     default = str(words.take("class_tokens", "caption where there is none") or "")
     default = default or str(words.take("default_caption", "caption where there is none") or "")
     listed = ListedCaptions()
-    used_lists = [each for each in lists if each is not None]
+    used_lists = [entry for entry in lists if entry is not None]
     if used_lists:
         files, listed = _listed(file, used_lists, files, may_read)
     if not files and block.trainer == AI_TOOLKIT:
         return None, [*([folder] if folder else []), *used_lists]
-    controls = [at for name in ("control_directory", "control_path") for at in _places(place, words, name)]
+    controls = [location for name in ("control_directory", "control_path") for location in _places(place, words, name)]
     # In the training of a LoRA, sd-scripts reads this folder for masked loss.
-    masks = [at for name in ("mask_path", "conditioning_data_dir") for at in _places(place, words, name)]
+    masks = [location for name in ("mask_path", "conditioning_data_dir") for location in _places(place, words, name)]
     if words.take("invert_mask", "masks"):
         raise ValueError(
             f"{file.path.name!r} has invert_mask on, and masks are never inverted here; invert the pictures of the "
@@ -178,22 +183,24 @@ def _listed(
     """Read the captions of lists; without a folder of its own, a block has the files that the lists name."""
     read = [read_list(path) for path in lists]
     if not files:
-        found = []
-        for each in read:
-            for row in each.rows:
-                picture = resolve_place(row.file, each.path.parent, may_read)
+        pictures = []
+        for caption_list in read:
+            for row in caption_list.rows:
+                picture = resolve_place(row.file, caption_list.path.parent, may_read)
                 if picture is None or not picture.is_file():
-                    raise missing_place(file, f"a file of {each.path.name!r}", row.file)
-                found.append(picture)
-        files = list(dict.fromkeys(found))
-        read = [_renamed(each, found) for each in read] if len(read) == 1 else read
+                    raise missing_place(file, f"a file of {caption_list.path.name!r}", row.file)
+                pictures.append(picture)
+        files = list(dict.fromkeys(pictures))
+        read = [_renamed(caption_list, pictures) for caption_list in read] if len(read) == 1 else read
     return list(files), match_lists(read, files)
 
 
-def _renamed(each: Any, files: Sequence[Path]) -> Any:
+def _renamed(caption_list: Any, files: Sequence[Path]) -> Any:
     """Put the files that were found in place of the paths that a list has."""
-    rows = tuple(CaptionRow(str(file), row.text, row.controls) for row, file in zip(each.rows, files, strict=True))
-    return type(each)(each.path, rows, each.text, each.unused)
+    rows = tuple(
+        CaptionRow(str(file), row.text, row.controls) for row, file in zip(caption_list.rows, files, strict=True)
+    )
+    return type(caption_list)(caption_list.path, rows, caption_list.text, caption_list.unused)
 
 
 def _examples(
@@ -234,28 +241,28 @@ def _with_companions(
     found_controls = [optional_controls(names, folder) for folder in controls]
     result = []
     for index, example in enumerate(examples):
-        mask = next((each[index] for each in found_masks if each[index] is not None), None)
-        own = tuple(path for each in found_controls for path in each[index])
+        mask = next((companions[index] for companions in found_masks if companions[index] is not None), None)
+        control_paths = tuple(path for companions in found_controls for path in companions[index])
         for text in listed.controls.get(example.path, ()):
             place = resolve_place(text, file.path.parent, may_read)
             if place is None:
                 raise missing_place(file, "control_path", text)
-            own += (place,)
-        result.append(Example(example.path, example.name, example.caption, mask, own))
+            control_paths += (place,)
+        result.append(Example(example.path, example.name, example.caption, mask, control_paths))
     return tuple(result)
 
 
 def _options(words: _Words, kind: FileKind) -> dict[str, Mapping[str, Any]]:
     """Map the options of a block to fields of FolderOptions, CaptionOptions and Extraction."""
     values: dict[str, Any] = {}
-    for name, own in _SWITCHES.items():
+    for name, option in _SWITCHES.items():
         if (value := words.block.values.get(name)) is not None and isinstance(value, bool):
-            values[own] = words.take(name, own)
-    for name, own in _NUMBERS.items():
+            values[option] = words.take(name, option)
+    for name, option in _NUMBERS.items():
         value = words.block.values.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool):
-            values[own] = int(value) if own in _WHOLE else float(value)
-            words.take(name, own)
+            values[option] = int(value) if option in _WHOLE else float(value)
+            words.take(name, option)
     if words.block.values.get("enable_wildcard") is True and words.block.trainer == KOHYA:
         values["caption_per_line"] = True  # sd-scripts has one switch for both
     for name in ("flip_aug", "flip_x"):

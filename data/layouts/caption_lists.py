@@ -100,8 +100,8 @@ def _read(path: Path, state: tuple[int, ...]) -> CaptionList:
         if row is not None:
             rows.append(row)
             check_size(CAPTION_LIST, path.name, items=len(rows))
-    known = {*_FILE_FIELDS, *TEXT_FIELDS, *TAG_FIELDS}
-    unused = tuple(name for name in fields if name not in known and not _CONTROL.fullmatch(name))
+    known_fields = {*_FILE_FIELDS, *TEXT_FIELDS, *TAG_FIELDS}
+    unused = tuple(name for name in fields if name not in known_fields and not _CONTROL.fullmatch(name))
     return CaptionList(path, tuple(rows), unused=unused)
 
 
@@ -175,19 +175,19 @@ def match_lists(lists: Iterable[CaptionList], files: Sequence[Path]) -> ListedCa
     for file in files:
         for key in (str(file.with_suffix("")), file.name, file.stem):
             by_stem.setdefault(stem_of(f"{key}.x"), []).append(file)
-    for each in lists:
-        for row in each.rows:
-            match = _match(each.path.parent, row.file, by_path, by_stem)
+    for caption_list in lists:
+        for row in caption_list.rows:
+            match = _match(caption_list.path.parent, row.file, by_path, by_stem)
             if match is None:
                 listed.missing.append(row.file)
             elif row.text is not None:
-                listed.texts.setdefault(match, CaptionSource(text=row.text, list=each.path))
+                listed.texts.setdefault(match, CaptionSource(text=row.text, list=caption_list.path))
                 listed.controls |= {match: row.controls} if row.controls else {}
-        if each.text:
-            source = CaptionSource(text=each.text, list=each.path)
-            listed.per_line |= "\n" in each.text
+        if caption_list.text:
+            source = CaptionSource(text=caption_list.text, list=caption_list.path)
+            listed.per_line |= "\n" in caption_list.text
             for file in files:
-                if file.is_relative_to(each.path.parent):
+                if file.is_relative_to(caption_list.path.parent):
                     listed.texts.setdefault(file, source)
     return listed
 
@@ -206,9 +206,11 @@ def _match(folder: Path, name: str, by_path: Mapping[str, Path], by_stem: Mappin
 def list_notes(lists: Sequence[CaptionList], listed: ListedCaptions) -> Iterator[str]:
     """Yield notes on what was read of the lists."""
     used = {source.list for source in listed.texts.values()}
-    names = [each.path.name for each in lists if each.path in used]
+    names = [caption_list.path.name for caption_list in lists if caption_list.path in used]
     if names:
-        unused = dict.fromkeys(name for each in lists if each.path in used for name in each.unused)
+        unused = dict.fromkeys(
+            name for caption_list in lists if caption_list.path in used for name in caption_list.unused
+        )
         rest = f"; these fields aren't used: {shortlist(list(unused))}" if unused else ""
         yield f"{len(listed.texts)} captions come from {shortlist(list(dict.fromkeys(names)))}{rest}."
     if names and listed.missing:

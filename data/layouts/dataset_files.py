@@ -57,8 +57,8 @@ def find_dataset_files(folder: Path, files: Sequence[Path]) -> list[DatasetFile]
 
     Raises ValueError for one that can't be parsed, if its name ends in .toml.
     """
-    found = (read_dataset_file(file) for file in files if file.parent == folder and is_dataset_name(file.name))
-    return [each for each in found if each is not None]
+    candidates = (read_dataset_file(file) for file in files if file.parent == folder and is_dataset_name(file.name))
+    return [dataset_file for dataset_file in candidates if dataset_file is not None]
 
 
 def is_dataset_name(name: str) -> bool:
@@ -121,12 +121,12 @@ def _kohya(value: Mapping[str, Any]) -> Iterator[DatasetBlock]:
     """Yield the subsets of sd-scripts and the datasets of musubi-tuner; the inner value of a field wins."""
     general = _fields(value.get("general"))
     for dataset in _objects(value.get("datasets")):
-        shared = general | _fields(dataset)
+        defaults = general | _fields(dataset)
         for subset in _objects(dataset.get("subsets")):
             if "image_dir" in subset or "metadata_file" in subset:
-                yield DatasetBlock(KOHYA, shared | _fields(subset))
-        if any(f"{kind}_{place}" in shared for kind in ("image", "video") for place in ("directory", "jsonl_file")):
-            yield DatasetBlock(MUSUBI, shared)
+                yield DatasetBlock(KOHYA, defaults | _fields(subset))
+        if any(f"{kind}_{place}" in defaults for kind in ("image", "video") for place in ("directory", "jsonl_file")):
+            yield DatasetBlock(MUSUBI, defaults)
 
 
 def _ai_toolkit(value: Mapping[str, Any]) -> Iterator[DatasetBlock]:
@@ -134,21 +134,21 @@ def _ai_toolkit(value: Mapping[str, Any]) -> Iterator[DatasetBlock]:
     config = value.get("config") if isinstance(value.get("config"), dict) else value
     assert isinstance(config, Mapping)
     for process in (*_objects(config.get("process")), config):
-        shared = {"trigger_word": process["trigger_word"]} if process.get("trigger_word") else {}
+        defaults = {"trigger_word": process["trigger_word"]} if process.get("trigger_word") else {}
         for dataset in _objects(process.get("datasets")):
             if "folder_path" in dataset or "dataset_path" in dataset:
-                yield DatasetBlock(AI_TOOLKIT, shared | _fields(dataset))
+                yield DatasetBlock(AI_TOOLKIT, defaults | _fields(dataset))
 
 
 def _objects(value: Any) -> list[dict[str, Any]]:
-    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
 
 
 def _fields(value: Any) -> dict[str, Any]:
     """Return the fields of an object that are no lists of objects."""
     if not isinstance(value, dict):
         return {}
-    return {str(name): each for name, each in value.items() if not _objects(each)}
+    return {str(name): entry for name, entry in value.items() if not _objects(entry)}
 
 
 def resolve_place(text: str, base: Path, may_read: Callable[[Path], bool]) -> Path | None:
@@ -190,9 +190,9 @@ def missing_place(file: DatasetFile, field: str, text: str) -> ValueError:
 
 def unused_note(file: DatasetFile, used: Mapping[str, str], unused: Sequence[str]) -> str:
     """Make the note on what was read of a dataset file. used: name of the input for each field that was taken over."""
-    taken = [f"{field} as {name}" if field != name else field for field, name in used.items()]
-    left = f" Not used, as inputs of Tessera's nodes decide: {shortlist(unused)}." if unused else ""
+    renamed = [f"{field} as {name}" if field != name else field for field, name in used.items()]
+    ignored = f" Not used, as inputs of Tessera's nodes decide: {shortlist(unused)}." if unused else ""
     return (
-        f"Read as {file.path.name!r} of {file.trainers} says ({len(file.blocks)} folders): {', '.join(taken)}.{left} "
-        "Set layout to plain to read the folder without it."
+        f"Read as {file.path.name!r} of {file.trainers} says ({len(file.blocks)} folders): {', '.join(renamed)}."
+        f"{ignored} Set layout to plain to read the folder without it."
     )

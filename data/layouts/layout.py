@@ -169,8 +169,8 @@ def _lists(
     """Read the lists of captions in a folder, for files without a caption of their own; all files if it is chosen."""
     forced = request.choice == CAPTION_LIST
     needy = list(files) if forced else [file for file in files if file not in beside]
-    own = {source.file for source in beside.values()}
-    paths = [file for file in everything if is_list(file.name) and file not in own]
+    caption_files = {source.file for source in beside.values()}
+    paths = [file for file in everything if is_list(file.name) and file not in caption_files]
     if forced and not paths:
         raise _absent(request, "holds no list such as metadata.jsonl, metadata.csv or captions.txt")
     lists = [read_list(path) for path in paths] if needy else []
@@ -185,8 +185,8 @@ def _with_texts(subset: Subset, listed: ListedCaptions, forced: bool) -> Subset:
     examples = []
     for example in subset.examples:
         text = listed.texts.get(example.path)
-        own = example.caption is not None and example.caption.file is not None
-        examples.append(replace(example, caption=text) if text is not None and (forced or not own) else example)
+        has_file = example.caption is not None and example.caption.file is not None
+        examples.append(replace(example, caption=text) if text is not None and (forced or not has_file) else example)
     # OneTrainer takes one line of a text for all pictures each time.
     captions = {**subset.captions, "caption_per_line": True} if listed.per_line else subset.captions
     return replace(subset, examples=tuple(examples), captions=captions)
@@ -216,7 +216,7 @@ def _with_rest(
 ) -> FolderLayout:
     """Add what is not read of a folder, by name."""
     examples = [example for subset in subsets for example in subset.examples]
-    used = {example.path for example in examples} | {each.path for each in lists}
+    used = {example.path for example in examples} | {caption_list.path for caption_list in lists}
     used |= {example.caption.file for example in examples if example.caption is not None and example.caption.file}
     used |= {file for example in examples for file in (example.mask, *example.controls) if file is not None}
     loose = [file for file in everything if file not in used and not _is_ignored(file)]
@@ -230,24 +230,28 @@ def _with_rest(
         and file not in spare
         and stem_of(str(file)) not in stems  # the mask or the first frame of a clip
     ]
-    named = stems | {stem_of(str(file)) for file in (*unread, *other)}
-    alone = [file for file in text_files(loose, request.extension) if stem_of(str(file)) not in named]
-    known = {*unread, *other, *alone, *spare}
-    others = {stem_of(str(file)) for file in (*unread, *other)}
-    rest = [file for file in loose if file not in known and stem_of(str(file)) not in others]
+    known_stems = stems | {stem_of(str(file)) for file in (*unread, *other)}
+    alone = [file for file in text_files(loose, request.extension) if stem_of(str(file)) not in known_stems]
+    known_files = {*unread, *other, *alone, *spare}
+    other_stems = {stem_of(str(file)) for file in (*unread, *other)}
+    rest = [file for file in loose if file not in known_files and stem_of(str(file)) not in other_stems]
     names = _namer(request.folder)
     usual = CaptionFiles((), request.extension).usual
     unusual = [e.caption.file for e in examples if e.caption and e.caption.file and not usual(e.path, e.caption.file)]
-    found = [
+    messages = [
         (unusual, f"Captions are read from other files than {request.extension}: {{}}."),
         (other, f"Not read here: {{}}; {request.kind.node} reads them."),
         (sorted_files.spare, "These masks and control pictures belong to no picture and are ignored: {}."),
         (alone, f"These captions belong to no {request.kind.noun}: {{}}."),
         (rest, "Not used, as nothing here reads them: {}."),
     ]
-    more = tuple(text.format(names(files)) for files, text in found if files)
+    file_notes = tuple(text.format(names(files)) for files, text in messages if files)
     return FolderLayout(
-        subsets, (*notes, *more), tuple(each.path for each in lists), tuple(unread), (*other, *alone, *rest)
+        subsets,
+        (*notes, *file_notes),
+        tuple(caption_list.path for caption_list in lists),
+        tuple(unread),
+        (*other, *alone, *rest),
     )
 
 

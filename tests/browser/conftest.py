@@ -170,10 +170,10 @@ class Frontend:
 
     def faults(self) -> dict[str, list[Any]]:
         """Faults that the frontend finds in the graph, by kind, without the kinds of which there is nothing."""
-        return {kind: found for kind, found in self.page.evaluate(FAULTS).items() if found}
+        return {kind: messages for kind, messages in self.page.evaluate(FAULTS).items() if messages}
 
-    def use_new_renderer(self, on: bool) -> None:
-        self.page.evaluate(f"on => app.extensionManager.setting.set('{NEW_RENDERER}', on)", on)
+    def use_new_renderer(self, enabled: bool) -> None:
+        self.page.evaluate(f"on => app.extensionManager.setting.set('{NEW_RENDERER}', on)", enabled)
 
     def use_tiny_encoders(self) -> None:
         """In place of core's loader, which can't load tiny ones."""
@@ -187,14 +187,14 @@ class Frontend:
         """The graph in API form."""
         return self.page.evaluate("async () => (await app.graphToPrompt()).output")
 
-    def picture(self, name: str, *kinds: str, of: Any = None, themes: tuple[str, ...] = ("dark",)) -> None:
+    def picture(self, name: str, *kinds: str, locator: Any = None, themes: tuple[str, ...] = ("dark",)) -> None:
         """Save a picture of nodes of these types, or `of` a part of the page, or else the page: into the folder
         TESSERA_PICTURES, where that is set. The name ends in the theme where it is light, and in _canvas for nodes of
         the canvas renderer."""
         if not (folder := os.environ.get("TESSERA_PICTURES")):
             return
-        before, view = self.page.viewport_size, self.page.evaluate(VIEW)
-        self.page.set_viewport_size({"width": before["width"], "height": 1400} if kinds else before)
+        viewport, view = self.page.viewport_size, self.page.evaluate(VIEW)
+        self.page.set_viewport_size({"width": viewport["width"], "height": 1400} if kinds else viewport)
         is_new = self.page.evaluate(f"app.extensionManager.setting.get('{NEW_RENDERER}')")
         canvas = "_canvas" if kinds and not is_new else ""
         box = self.page.evaluate(SHOW, kinds) if kinds else None
@@ -203,8 +203,8 @@ class Frontend:
             self.page.evaluate(f"app.extensionManager.setting.set('Comfy.ColorPalette', '{theme}')")
             self.page.wait_for_timeout(1000)  # until it is drawn so
             path = f"{folder}/{name}{'' if theme == 'dark' else f'_{theme}'}{canvas}.png"
-            of.screenshot(path=path) if of else self.page.screenshot(path=path, clip=box)
-        self.page.set_viewport_size(before)
+            locator.screenshot(path=path) if locator else self.page.screenshot(path=path, clip=box)
+        self.page.set_viewport_size(viewport)
         self.page.evaluate("view => Object.assign(app.canvas.ds, view)", view)
         self.page.evaluate("app.extensionManager.setting.set('Comfy.ColorPalette', 'dark')")
 

@@ -72,8 +72,8 @@ def center(page, kind="TesseraImageFolder"):
 
 def drop(page, files, kind="TesseraImageFolder"):
     """Drops files, by name, on the middle of a node's gallery, or of the node where there is none."""
-    given = {name: base64.b64encode(data).decode() for name, data in files.items()}
-    page.evaluate(DROP, [kind, given])
+    contents = {name: base64.b64encode(data).decode() for name, data in files.items()}
+    page.evaluate(DROP, [kind, contents])
 
 
 DROP = """async ([kind, files]) => {
@@ -127,8 +127,8 @@ def test_pictures_captions_and_crops_are_on_the_node_and_hostile_text_is_text(fr
     page.get_by_role("button", name="Show all 10").click()
     expect(tiles(frontend)).to_have_count(10)
 
-    before = page.evaluate("app.graph.serialize().nodes[0].widgets_values.length")
-    assert before == page.evaluate("app.graph.nodes[0].widgets.filter((w) => w.serialize !== false).length")
+    value_count = page.evaluate("app.graph.serialize().nodes[0].widgets_values.length")
+    assert value_count == page.evaluate("app.graph.nodes[0].widgets.filter((w) => w.serialize !== false).length")
     assert "tessera_gallery" not in json.dumps(frontend.prompt())
     flower = folder / "flower.txt"
     flower.write_text("a pink flower")
@@ -144,7 +144,7 @@ def test_pictures_captions_and_crops_are_on_the_node_and_hostile_text_is_text(fr
         assert all((box[0], box[2]) == (0, 100) or (box[1], box[3]) == (0, 100) for box in boxes)
         listed = comfyui.get("/tessera/folder?kind=pictures&folder=input/gallery")["entries"]
         assert boxes == [
-            pytest.approx([100 * side for side in box], abs=0.02) for one in listed for box in one["crops"]
+            pytest.approx([100 * side for side in box], abs=0.02) for entry in listed for box in entry["crops"]
         ]
         frontend.picture("training_images", "TesseraImageFolder", themes=("dark", "light"))
         page.reload()
@@ -234,10 +234,12 @@ def test_dropped_files_are_copied_under_new_names_and_shown(frontend, comfyui, n
     expect(tiles(frontend)).to_have_count(24)
     drop(page, {"a.png": png("red")})
     expect(tiles(frontend)).to_have_count(1)
-    made = page.evaluate("app.graph.nodes[0].widgets.find((w) => w.name === 'folder').value")
-    assert made.startswith("input/dropped_pictures") and [p.name for p in (comfyui.base / made).iterdir()] == ["a.png"]
-    told = f"Copied to {made}, which this node reads now: files can be dropped into folders under input only."
-    expect(page.locator(".tessera-gallery")).to_contain_text(told)
+    new_folder = page.evaluate("app.graph.nodes[0].widgets.find((w) => w.name === 'folder').value")
+    assert new_folder.startswith("input/dropped_pictures") and [
+        p.name for p in (comfyui.base / new_folder).iterdir()
+    ] == ["a.png"]
+    message = f"Copied to {new_folder}, which this node reads now: files can be dropped into folders under input only."
+    expect(page.locator(".tessera-gallery")).to_contain_text(message)
     assert len(list((comfyui.base / "photos of mine").iterdir())) == 60
     assert page.evaluate("app.graph.nodes.length") == 1  # no file was taken for a workflow or a picture to load
     assert page.get_by_text("Unable to find workflow").count() == 0

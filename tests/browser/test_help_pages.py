@@ -45,7 +45,7 @@ def test_every_help_page_fits_the_panel(frontend):
         page.wait_for_function(TITLE, arg=schema.display_name)
         if folder := os.environ.get("TESSERA_LOOK"):
             page.get_by_test_id("properties-panel").screenshot(path=f"{folder}/{schema.node_id}.png")
-        if found := page.evaluate(UNFIT):
-            unfit[schema.node_id] = found
+        if overflow := page.evaluate(UNFIT):
+            unfit[schema.node_id] = overflow
     assert not frontend.crashes
-    assert not unfit, "\n".join(f"{name}: {found}" for name, found in unfit.items())
+    assert not unfit, "\n".join(f"{name}: {overflow}" for name, overflow in unfit.items())

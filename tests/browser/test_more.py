@@ -50,10 +50,10 @@ AS_OF_OLD = """graph => {
 
 def shows(frontend, new_renderer, names):
     """Waits until the node shows just these of its widgets."""
-    found = "[...document.querySelectorAll('[data-testid=widget-layout-field-label]')].map((e) => e.innerText)"
+    labels = "[...document.querySelectorAll('[data-testid=widget-layout-field-label]')].map((e) => e.innerText)"
     known = json.dumps(FIRST + EXTRA)
     frontend.page.wait_for_function(
-        f"names => String(({found if new_renderer else f'({DRAWN})()'}).filter((n) => {known}.includes(n)).sort()) "
+        f"names => String(({labels if new_renderer else f'({DRAWN})()'}).filter((n) => {known}.includes(n)).sort()) "
         "=== String(names.sort())",
         arg=names,
         timeout=15_000,
@@ -64,12 +64,12 @@ def press_more(frontend, new_renderer):
     if new_renderer:
         frontend.page.get_by_test_id("advanced-inputs-button").first.click()
     else:
-        was = frontend.page.evaluate(f"{TRAIN}.showAdvanced")
+        previous = frontend.page.evaluate(f"{TRAIN}.showAdvanced")
         for _ in range(20):  # a click that comes while the graph is still being drawn finds no widget
             frontend.page.mouse.click(1200, 700)  # nothing is there; two clicks at one place would be a double click
             frontend.page.mouse.click(*frontend.page.evaluate(BUTTON))
             frontend.page.wait_for_timeout(100)
-            if frontend.page.evaluate(f"{TRAIN}.showAdvanced") != was:
+            if frontend.page.evaluate(f"{TRAIN}.showAdvanced") != previous:
                 return
         raise AssertionError("The button does nothing.")
 
@@ -94,18 +94,18 @@ def test_few_widgets_are_in_view_and_none_that_was_set_or_linked_is_out_of_it(fr
     frontend.use_new_renderer(new_renderer)
     page.evaluate(NEW)
     shows(frontend, new_renderer, FIRST)
-    was, low = saved(frontend), height(frontend)
+    previous, low = saved(frontend), height(frontend)
     frontend.picture("more", "TesseraTrainLora")
-    assert len(json.loads(was)[0]) == len(FIRST + EXTRA) + 1  # and control_after_generate, of the seed
+    assert len(json.loads(previous)[0]) == len(FIRST + EXTRA) + 1  # and control_after_generate, of the seed
     press_more(frontend, new_renderer)
     shows(frontend, new_renderer, FIRST + EXTRA)
-    assert saved(frontend) == was
+    assert saved(frontend) == previous
     frontend.picture("more_shown", "TesseraTrainLora")
     open_again(frontend)
     shows(frontend, new_renderer, FIRST + EXTRA)
     press_more(frontend, new_renderer)
     shows(frontend, new_renderer, FIRST)
-    assert saved(frontend) == was
+    assert saved(frontend) == previous
     assert new_renderer or height(frontend) == low
 
     frontend.set_widgets({"TesseraTrainLora": {"resume": "off", "keep_last": 3}})
@@ -115,25 +115,25 @@ def test_few_widgets_are_in_view_and_none_that_was_set_or_linked_is_out_of_it(fr
     linked = (
         ["seed"] if page.evaluate(f"{TRAIN}.isWidgetVisible({TRAIN}.widgets.find((w) => w.name === 'seed'))") else []
     )
-    every = FIRST + [name for name in EXTRA if name != "seed" or linked]
-    kept = [*FIRST, *linked, "resume", "keep_last"]
-    shows(frontend, new_renderer, kept)
+    widgets = FIRST + [name for name in EXTRA if name != "seed" or linked]
+    remaining = [*FIRST, *linked, "resume", "keep_last"]
+    shows(frontend, new_renderer, remaining)
     frontend.set_widgets({"TesseraTrainLora": {"keep_last": 0}})  # it doesn't vanish under the hand
-    shows(frontend, new_renderer, kept)
+    shows(frontend, new_renderer, remaining)
     frontend.set_widgets({"TesseraTrainLora": {"keep_last": 3}})
-    was, low = saved(frontend), height(frontend)
+    previous, low = saved(frontend), height(frontend)
     press_more(frontend, new_renderer)
-    shows(frontend, new_renderer, every)
+    shows(frontend, new_renderer, widgets)
     open_again(frontend, AS_OF_OLD)
-    shows(frontend, new_renderer, kept)
-    assert saved(frontend) == was
+    shows(frontend, new_renderer, remaining)
+    assert saved(frontend) == previous
     assert new_renderer or abs(height(frontend) - low) < 24  # less than a widget
     low = height(frontend)
     open_again(frontend)
-    shows(frontend, new_renderer, kept)
+    shows(frontend, new_renderer, remaining)
     assert new_renderer or height(frontend) == low
     page.evaluate(ALWAYS, True)
-    shows(frontend, new_renderer, every)
+    shows(frontend, new_renderer, widgets)
     page.evaluate(ALWAYS, False)
-    shows(frontend, new_renderer, kept)
+    shows(frontend, new_renderer, remaining)
     assert not frontend.crashes

@@ -64,12 +64,12 @@ def test_a_preset_fills_in_what_suits_the_model_and_says_so(frontend, new_render
     page.evaluate(NEW, "flux1-dev.safetensors")
     set_train(frontend, preset="style, balanced")
     assert values(frontend) == [2000, 16, 4, 1e-4, "style, balanced"]
-    told = "style, balanced, for FLUX.1: steps 2000, rank 16, gradient_accumulation 4, learning_rate 0.0001."
-    playwright.expect(hint).to_have_text(told)
+    text = "style, balanced, for FLUX.1: steps 2000, rank 16, gradient_accumulation 4, learning_rate 0.0001."
+    playwright.expect(hint).to_have_text(text)
     page.evaluate(CONNECT_OPTIMIZER)
-    playwright.expect(hint).to_have_text(f"{told} The connected Optimizer sets learning_rate instead.")
+    playwright.expect(hint).to_have_text(f"{text} The connected Optimizer sets learning_rate instead.")
     page.evaluate("async () => app.loadGraphData(app.graph.serialize())")
-    playwright.expect(hint).to_have_text(f"{told} The connected Optimizer sets learning_rate instead.")
+    playwright.expect(hint).to_have_text(f"{text} The connected Optimizer sets learning_rate instead.")
     assert values(frontend) == [2000, 16, 4, 1e-4, "style, balanced"]
     set_train(frontend, steps=1999)
     assert values(frontend) == [1999, 16, 4, 1e-4, "custom"]

@@ -70,7 +70,7 @@ def test_the_menu_puts_nodes_of_ours_in_its_place(frontend, new_renderer):
     page = frontend.page
     frontend.use_new_renderer(new_renderer)
     opened(frontend, "core")
-    before = page.evaluate(STATE)
+    state = page.evaluate(STATE)
     page.wait_for_timeout(300)
     x, y = page.evaluate(TITLE)
     page.wait_for_timeout(300)  # until it is drawn there
@@ -79,20 +79,20 @@ def test_the_menu_puts_nodes_of_ours_in_its_place(frontend, new_renderer):
     page.wait_for_function(f"!{OLD}")
 
     prompt = frontend.prompt()
-    ours = {node["class_type"]: (key, node["inputs"]) for key, node in prompt.items()}
-    data, train = ours["TesseraLatentsToDataset"], ours["TesseraTrainLora"]
+    nodes = {node["class_type"]: (key, node["inputs"]) for key, node in prompt.items()}
+    data, train = nodes["TesseraLatentsToDataset"], nodes["TesseraTrainLora"]
     assert [data[1]["latents"], data[1]["positive"]] == [["4", 0], ["5", 0]]
     assert train[1] | COPIED | {"model": ["1", 0], "data": [data[0], 0]} == train[1]
-    assert ours["LossGraphNode"][1]["loss"] == [train[0], 1] and ours["SaveLoRA"][1]["lora"] == [train[0], 0]
-    head, *told = page.evaluate(NOTE).splitlines()
+    assert nodes["LossGraphNode"][1]["loss"] == [train[0], 1] and nodes["SaveLoRA"][1]["lora"] == [train[0], 0]
+    head, *lines = page.evaluate(NOTE).splitlines()
     assert head == "What core's Train LoRA had and these nodes have not:"
-    assert [line.removeprefix("- ") for line in told] == TOLD
+    assert [line.removeprefix("- ") for line in lines] == TOLD
     assert frontend.faults() == {}
     frontend.picture("replaced", "TesseraLatentsToDataset", "TesseraTrainLora", "Note")
 
     page.evaluate("app.extensionManager.command.execute('Comfy.Undo')")
     page.wait_for_function("() => !app.graph.nodes.some((n) => n.type === 'TesseraTrainLora')")
-    assert page.evaluate(STATE) == before
+    assert page.evaluate(STATE) == state
     assert frontend.crashes == []
 
 
@@ -111,9 +111,9 @@ def test_the_new_nodes_run_in_a_subgraph_too(frontend):
     frontend.set_widgets({"SaveLoRA": {"steps": 2}})
     prompt, entry = frontend.run()
     assert entry["status"]["status_str"] == "success", entry["status"]
-    ours = {node["class_type"]: (key, node["inputs"]) for key, node in prompt.items()}
-    key, train = ours["TesseraTrainLora"]
+    nodes = {node["class_type"]: (key, node["inputs"]) for key, node in prompt.items()}
+    key, train = nodes["TesseraTrainLora"]
     assert train["model"] == ["1", 0] and train["steps"] == ["8", 0] and train["rank"] == 4
-    assert ours["LossGraphNode"][1]["loss"] == [key, 1] and ours["SaveLoRA"][1]["lora"] == [key, 0]
+    assert nodes["LossGraphNode"][1]["loss"] == [key, 1] and nodes["SaveLoRA"][1]["lora"] == [key, 0]
     assert entry["outputs"][key]["tessera"][0]["steps_done"] == 2
     assert frontend.crashes == []

@@ -24,16 +24,16 @@ def picture(page, name):
         page.screenshot(path=f"{folder}/{name}.png")
 
 
-def write_run(root, place, steps, of, status="finished", level=0.5, model="flux1-dev.safetensors", **facts):
+def write_run(root, place, steps, total_steps, status="finished", level=0.5, model="flux1-dev.safetensors", **facts):
     """A run as Train LoRA writes it, with a preview."""
     folder = root / place
     name = folder.name.rpartition(" (")[0]
     (folder / "previews").mkdir(parents=True)
-    facts = {"output_name": f"animals/{name}", "model": model, "steps": of, **facts}
+    facts = {"output_name": f"animals/{name}", "model": model, "steps": total_steps, **facts}
     (folder / "run.json").write_text(json.dumps(facts))
     lines = [{"kind": "start"}, {"kind": "begin", "step": 0, "loss": [], "validation": []}]
     for step in range(1, steps + 1):
-        loss = level * (1 + math.exp(-step / of * 4)) + 0.2 * level * math.sin(step * step)
+        loss = level * (1 + math.exp(-step / total_steps * 4)) + 0.2 * level * math.sin(step * step)
         lines.append({"kind": "step", "step": step, "loss": loss, "rate": 1e-4})
     if steps:
         lines.append({"kind": "preview", "step": steps})
@@ -61,9 +61,9 @@ def runs(comfyui):
     write_run(root, "wolf (001)", 200, 200, level=0.3, model="Chroma1-HD.safetensors")
     write_run(root, "owl (001)", 40, 100, status="", level=0.8, model=HOSTILE)
     write_run(root, "none (001)", 0, 100, status="failed")
-    for at, place in enumerate(["none (001)", "owl (001)", "wolf (001)", "red fox (002)", "red fox (001)"]):
+    for index, place in enumerate(["none (001)", "owl (001)", "wolf (001)", "red fox (002)", "red fox (001)"]):
         for file in ("run.json", "progress.jsonl"):
-            os.utime(root / place / file, (1.795e9 + 8e4 * at, 1.795e9 + 8e4 * at))
+            os.utime(root / place / file, (1.795e9 + 8e4 * index, 1.795e9 + 8e4 * index))
     yield root
     shutil.rmtree(root)
     shutil.rmtree(comfyui.base / "output" / ".tessera-trash", ignore_errors=True)
@@ -182,7 +182,7 @@ def test_runs_are_listed_filtered_compared_opened_added_and_deleted(frontend, co
     picture(page, f"compared_{new_renderer}")
     open_tab(frontend, "animals/ safetensors")
     expect(tab).to_contain_text("4 runs")
-    frontend.picture("training_tab", of=tab, themes=("dark", "light"))
+    frontend.picture("training_tab", locator=tab, themes=("dark", "light"))
     open_tab(frontend, "fox animals")
     expect(tab).to_contain_text("2 runs")
     assert names(page) == ["animals/red fox (001)", "animals/red fox (002)"]
@@ -224,22 +224,22 @@ def test_runs_are_listed_filtered_compared_opened_added_and_deleted(frontend, co
     expect(tab).to_contain_text("1 run")
     expect(row(tab, "red fox")).to_have_count(0)
     wolf = row(tab, "wolf (001)").get_attribute("data-run")
-    asked = []
-    page.on("request", lambda request: asked.append(request.url))
+    urls = []
+    page.on("request", lambda request: urls.append(request.url))
     for id in ("../../evil", fox, wolf):  # another page's drag may name anything; only what is listed is asked for
         page.evaluate(DROP_RUN, id)
     page.wait_for_function(f"({LOADERS})().some((loader) => loader.lora.includes('wolf') && loader.at[1] > 390)")
-    assert [url.rpartition("/")[2] for url in asked if url.endswith("points=3")] == [f"{wolf}?points=3"]
+    assert [url.rpartition("/")[2] for url in urls if url.endswith("points=3")] == [f"{wolf}?points=3"]
     open_tab(frontend, "animals/")
     expect(tab).to_contain_text("5 runs")
 
-    before = page.evaluate("app.extensionManager.workflow.openWorkflows.length")
+    open_count = page.evaluate("app.extensionManager.workflow.openWorkflows.length")
     row(tab, "red fox (001)").get_by_role("button", name="Open workflow").click()
     page.wait_for_function(
         "app.graph.nodes.length === 1 && app.graph.nodes[0].widgets[0].value === 'this made the fox'"
     )
     page.wait_for_function(
-        "n => app.extensionManager.workflow.openWorkflows.length === n", arg=before + 1
+        "n => app.extensionManager.workflow.openWorkflows.length === n", arg=open_count + 1
     )  # none is lost
     page.wait_for_function("app.extensionManager.workflow.activeWorkflow.filename === 'red fox (001)'")
     row(tab, "owl (001)").get_by_role("button", name="Open workflow").click()
@@ -332,13 +332,13 @@ def test_many_runs_come_in_pages_and_the_page_is_readable_in_light(frontend, com
             row(tab, name).get_by_role("checkbox").check()
         page.wait_for_function("document.querySelectorAll('.tessera-runs-chart path[d^=M]').length === 2")
         picture(page, "tab_light")
-        asked = page.evaluate(f"{ROWS}.filter((row) => row.detail).length")
-        assert 0 < asked < 60  # those that are seen
+        requests = page.evaluate(f"{ROWS}.filter((row) => row.detail).length")
+        assert 0 < requests < 60  # those that are seen
         tab.get_by_role("button", name="Show 5 more").click()
         page.wait_for_function(f"{ROWS}.length === 205")
         assert len(set(names(page))) == 205
-        asked = []
-        page.on("request", lambda request: asked.append(request.url))
+        requests = []
+        page.on("request", lambda request: requests.append(request.url))
         page.evaluate(HOLD, "fox&page=0")
         redraw(page)
         page.wait_for_function("window.held")
@@ -346,7 +346,7 @@ def test_many_runs_come_in_pages_and_the_page_is_readable_in_light(frontend, com
         expect(tab).to_contain_text("1 run")
         page.evaluate("window.goOn()")
         page.wait_for_timeout(500)
-        assert any("fox&page=0" in url for url in asked) and not any("page=1" in url for url in asked)
+        assert any("fox&page=0" in url for url in requests) and not any("page=1" in url for url in requests)
     finally:
         page.evaluate("app.extensionManager.setting.set('Comfy.ColorPalette', 'dark')")
     assert frontend.crashes == []

@@ -43,8 +43,8 @@ def test_only_files_below_the_wanted_folder_are_unpacked(tmp_path):
         links=("p-1/vendor/ComfyUI/link",),
     )
     dev.unpack(source, "vendor/ComfyUI", tmp_path / "out")
-    found = {str(p.relative_to(tmp_path / "out").as_posix()) for p in (tmp_path / "out").rglob("*") if p.is_file()}
-    assert found == {"main.py", "comfy/sd.py"}
+    names = {str(p.relative_to(tmp_path / "out").as_posix()) for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    assert names == {"main.py", "comfy/sd.py"}
     assert (tmp_path / "out" / "main.py").read_bytes() == b"main"
 
 
@@ -169,15 +169,19 @@ def test_without_a_chromium_everything_else_is_checked_and_the_browser_tests_fai
 
 
 def ignored(command):
-    return [word for before, word in zip(command, command[1:], strict=False) if before == "--ignore"]
+    return [word for flag, word in zip(command, command[1:], strict=False) if flag == "--ignore"]
 
 
 def test_linters_and_types_come_before_chromium_is_looked_for_and_every_failure_is_named(monkeypatch, capsys):
     commands = recorded(monkeypatch, failing=("format", "pytest"))
-    before: list[int] = []
-    monkeypatch.setattr(dev, "provide_chromium", lambda python: before.append(len(commands)))
+    command_counts: list[int] = []
+    monkeypatch.setattr(dev, "provide_chromium", lambda python: command_counts.append(len(commands)))
     assert dev.test([]) == 1
-    assert before == [6] and len(commands) == 8 and ignored(commands[-2]) == [PURE, *dev.test_files(dev.CORE_TESTS)]
+    assert (
+        command_counts == [6]
+        and len(commands) == 8
+        and ignored(commands[-2]) == [PURE, *dev.test_files(dev.CORE_TESTS)]
+    )
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "Failed: ruff format, pytest without torch, pytest, pytest with the newest packages."
     recorded(monkeypatch)
@@ -192,8 +196,8 @@ def test_the_whole_run_is_of_one_comfyui_the_oldest_that_the_pages_and_the_packa
     assert dev.test([]) == 0 and len(commands) == 8
     parts = [word for command in commands for word in command if word.startswith("COMFYUI_PATH=")]
     assert parts == [f"COMFYUI_PATH={dev.unpacked_comfyui()}"] * 3
-    asked = re.search(r'^requires-comfyui = ">=(.+)"$', (dev.ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
-    assert asked and asked[1] == dev.OLDEST.version
+    match = re.search(r'^requires-comfyui = ">=(.+)"$', (dev.ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
+    assert match and match[1] == dev.OLDEST.version
     assert f"with {dev.OLDEST.version})" in (dev.ROOT / "README.md").read_text("utf-8")
 
 
@@ -301,8 +305,8 @@ def test_another_torch_comes_first_and_all_else_from_the_first_environment(tmp_p
     assert dev.python_with_torch(sys.executable, "2.99") == python
     assert installed == [["torch==2.99", "torchvision", "torchaudio"]] * 2
     code = "import pytest, _pytest; print(pytest.own, _pytest.__file__)"
-    found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert found[0] == "True" and any(found[1].startswith(folder) for folder in dev.packages_of(sys.executable))
+    output = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert output[0] == "True" and any(output[1].startswith(folder) for folder in dev.packages_of(sys.executable))
 
 
 def test_with_arguments_pytest_runs_alone_and_with_no_other_options(monkeypatch):
@@ -369,9 +373,9 @@ def test_a_link_to_another_checkout_or_to_nowhere_is_replaced(tmp_path):
     link_folder(other, link)
     link_folder(mine, link)
     assert link.samefile(mine)
-    before = os.lstat(link).st_ino
+    inode = os.lstat(link).st_ino
     link_folder(mine, link)
-    assert os.lstat(link).st_ino == before
+    assert os.lstat(link).st_ino == inode
     os.unlink(link)
     os.symlink(tmp_path / "gone", link)
     link_folder(mine, link)
@@ -467,12 +471,12 @@ def test_a_start_that_is_told_of_is_waited_for_as_long_as_the_server_lives(monke
     path = comfyui(tmp_path / "comfyui")
     (path / "main.py").write_text(SLOW_COMFYUI)
     lines: list[str] = []
-    told = comfy_server.ComfyServer(tmp_path / "told", path, tell=lines.append)
+    server = comfy_server.ComfyServer(tmp_path / "told", path, tell=lines.append)
     try:
-        told.start(timeout=0.1)
+        server.start(timeout=0.1)
         assert "loading custom nodes" in lines
     finally:
-        told.kill()
+        server.kill()
     with pytest.raises(comfy_server.ServerFailure, match="did not answer in time"):
         comfy_server.ComfyServer(tmp_path / "silent", path).start(timeout=0.1)
     (path / "main.py").write_text("raise SystemExit('no torch here')")

@@ -41,16 +41,16 @@ def held_nodes(code: str) -> list[int]:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_no_node_is_held_without_its_tensor(folder):
-    found = {
+    violations = {
         f"{file.relative_to(ROOT)}:{line}"
         for file in (ROOT / folder).rglob("*.py")
         for line in held_nodes(file.read_text("utf-8"))
     }
-    assert not found
+    assert not violations
 
 
 @pytest.mark.parametrize(
-    ("code", "held"),
+    ("code", "expected"),
     [
         ("self.inputs = Saved.apply(anchor, *tensors).grad_fn", True),
         ("self.node = out.grad_fn", True),
@@ -66,5 +66,5 @@ def test_no_node_is_held_without_its_tensor(folder):
         ("nodes = [end.grad_fn for end in ends]", False),
     ],
 )
-def test_what_is_taken_for_holding_a_node(code, held):
-    assert bool(held_nodes(code)) == held
+def test_what_is_taken_for_holding_a_node(code, expected):
+    assert bool(held_nodes(code)) == expected

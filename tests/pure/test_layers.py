@@ -35,7 +35,7 @@ class Import:
 
     module: str
     name: str
-    own: bool
+    is_own: bool
     at_once: bool
 
 
@@ -55,7 +55,7 @@ MODULES = {name_of(file): file for file in FILES}
 def imports_of(file: Path) -> Iterator[Import]:
     package = file.relative_to(ROOT).parent.parts
 
-    def found(node: ast.AST, at_once: bool) -> Iterator[Import]:
+    def walk(node: ast.AST, at_once: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Import):
                 yield from (Import(alias.name, "", False, at_once) for alias in child.names)
@@ -71,9 +71,9 @@ def imports_of(file: Path) -> Iterator[Import]:
             else:
                 later = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
                 later |= isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
-                yield from found(child, at_once and not later)
+                yield from walk(child, at_once and not later)
 
-    return found(tree_of(file), True)
+    return walk(tree_of(file), True)
 
 
 def folder_of(module: str) -> str:
@@ -88,10 +88,12 @@ def families() -> dict[str, Path]:
 
 def test_the_imports_of_the_pack_are_found():
     assert len(FILES) > 200
-    seen = {
-        (name_of(file).partition(".")[0], each.module.partition(".")[0]) for file in FILES for each in imports_of(file)
+    pairs = {
+        (name_of(file).partition(".")[0], imported.module.partition(".")[0])
+        for file in FILES
+        for imported in imports_of(file)
     }
-    assert {("nodes", "train"), ("train", "compile"), ("compile", "models"), ("models", "memory")} <= seen
+    assert {("nodes", "train"), ("train", "compile"), ("compile", "models"), ("models", "memory")} <= pairs
     assert {"flux", "qwen_image", "wan"} <= families().keys()
 
 
@@ -99,17 +101,17 @@ def test_the_imports_of_the_pack_are_found():
 def test_imports_run_down_the_layers(layer):
     wrong = []
     for file in (file for file in FILES if name_of(file).partition(".")[0] == layer):
-        for each in imports_of(file):
-            where = f"{file.relative_to(ROOT)} imports {each.module}"
-            top = each.module.partition(".")[0]
-            if each.own:
+        for imported in imports_of(file):
+            message = f"{file.relative_to(ROOT)} imports {imported.module}"
+            top = imported.module.partition(".")[0]
+            if imported.is_own:
                 if top not in {layer, *BELOW[layer]}:
-                    wrong.append(f"{where}, which stands above or beside it")
+                    wrong.append(f"{message}, which stands above or beside it")
                 continue
             if top in {*BELOW, ROOT.name} and (layer, top) != ("nodes", "nodes"):
-                wrong.append(f"{where}: not relative")
+                wrong.append(f"{message}: not relative")
             if layer != "nodes" and top in OF_THE_NODES:
-                wrong.append(f"{where}, which only nodes/ may")
+                wrong.append(f"{message}, which only nodes/ may")
     assert not wrong, "\n".join(wrong)
 
 
@@ -122,19 +124,19 @@ def no_circle(needs: dict[str, set[str]]) -> None:
 
 def test_no_module_needs_itself():
     """Imports in functions and for type checkers count: they hide a circle, and do not open it."""
-    no_circle({name_of(file): {each.module for each in imports_of(file) if each.own} for file in FILES})
+    no_circle({name_of(file): {imported.module for imported in imports_of(file) if imported.is_own} for file in FILES})
 
 
 def test_no_folder_needs_itself():
     """A folder and the folders in it may see each other."""
     needs: dict[str, set[str]] = defaultdict(set)
     for file in FILES:
-        here = folder_of(name_of(file))
-        for each in imports_of(file):
-            if each.own and each.module:
-                there = folder_of(each.module)
-                if not f"{here}.".startswith(f"{there}.") and not f"{there}.".startswith(f"{here}."):
-                    needs[here].add(there)
+        folder = folder_of(name_of(file))
+        for imported in imports_of(file):
+            if imported.is_own and imported.module:
+                target = folder_of(imported.module)
+                if not f"{folder}.".startswith(f"{target}.") and not f"{target}.".startswith(f"{folder}."):
+                    needs[folder].add(target)
     no_circle(needs)
 
 
@@ -173,16 +175,16 @@ def test_a_public_class_name_stands_once():
         for node in tree_of(file).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(name_of(file))
-    twice = {name: where for name, where in places.items() if len(where) > 1}
+    twice = {name: files for name, files in places.items() if len(files) > 1}
     assert not twice, twice
 
 
 def test_private_names_stay_in_their_folder():
     wrong = [
-        f"{file.relative_to(ROOT)} imports {each.name} of {each.module}"
+        f"{file.relative_to(ROOT)} imports {imported.name} of {imported.module}"
         for file in FILES
-        for each in imports_of(file)
-        if each.own and each.name.startswith("_") and folder_of(each.module) != folder_of(name_of(file))
+        for imported in imports_of(file)
+        if imported.is_own and imported.name.startswith("_") and folder_of(imported.module) != folder_of(name_of(file))
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -199,11 +201,11 @@ def family_names() -> set[str]:
                 if isinstance(node, ast.ClassDef):
                     names.add(node.name)
                     names |= {
-                        each.value.value
-                        for each in node.body
-                        if isinstance(each, ast.Assign | ast.AnnAssign)
-                        and "title" in ast.unparse(each).partition("=")[0]
-                        and isinstance(each.value, ast.Constant)
+                        statement.value.value
+                        for statement in node.body
+                        if isinstance(statement, ast.Assign | ast.AnnAssign)
+                        and "title" in ast.unparse(statement).partition("=")[0]
+                        and isinstance(statement.value, ast.Constant)
                     }
     return names
 
@@ -230,14 +232,16 @@ def test_only_a_family_knows_which_family_a_model_is():
             continue
         for condition in conditions(tree_of(file)):
             for node in ast.walk(condition):
-                asked = node.value if isinstance(node, ast.Constant) else getattr(node, "id", getattr(node, "attr", ""))
-                if (isinstance(asked, str) and asked in names) or (
-                    isinstance(node, ast.Attribute) and asked == "title"
+                literal = (
+                    node.value if isinstance(node, ast.Constant) else getattr(node, "id", getattr(node, "attr", ""))
+                )
+                if (isinstance(literal, str) and literal in names) or (
+                    isinstance(node, ast.Attribute) and literal == "title"
                 ):
-                    wrong.append(f"{file.relative_to(ROOT)}:{node.lineno} asks for {asked!r}")
-        for each in imports_of(file):
-            if each.own and any(f"{each.module}.".startswith(f"models.{family}.") for family in families()):
-                wrong.append(f"{file.relative_to(ROOT)} imports {each.module}, which is a family's own")
+                    wrong.append(f"{file.relative_to(ROOT)}:{node.lineno} asks for {literal!r}")
+        for imported in imports_of(file):
+            if imported.is_own and any(f"{imported.module}.".startswith(f"models.{family}.") for family in families()):
+                wrong.append(f"{file.relative_to(ROOT)} imports {imported.module}, which is a family's own")
     assert not wrong, "\n".join(sorted(set(wrong)))
 
 
@@ -262,21 +266,21 @@ def run_as_code(tree: ast.Module) -> set[str]:
 
     A parameter may be called `compile`; a call of that name runs a text.
     """
-    found = set()
+    calls = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in RUNNING_TEXT:
-            found.add(ast.unparse(node))
+            calls.add(ast.unparse(node))
         elif isinstance(node, ast.Name) and node.id in RUNNING_TEXT - {"compile"}:
-            found.add(node.id)
+            calls.add(node.id)
         elif isinstance(node, ast.Attribute) and node.attr in RUNNING_TEXT:
             if isinstance(node.value, ast.Name) and node.value.id in ("builtins", "__builtins__"):
-                found.add(ast.unparse(node))
+                calls.add(ast.unparse(node))
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-            found |= RUNNING_MODULES & {name for name in names if not getattr(node, "level", 0)}
+            calls |= RUNNING_MODULES & {name for name in names if not getattr(node, "level", 0)}
             if "builtins" in names:
-                found |= {alias.name for alias in node.names} & RUNNING_TEXT
-    return found
+                calls |= {alias.name for alias in node.names} & RUNNING_TEXT
+    return calls
 
 
 def test_no_text_is_run_as_code():
@@ -303,5 +307,5 @@ def test_every_way_to_run_a_text_is_found(text):
 
 
 def test_what_only_shares_a_name_with_it_is_allowed():
-    own = ["re.compile('a')", "torch.compile(f)", "model.eval()", "def f(compile):\n    return compile == 'auto'"]
-    assert not run_as_code(ast.parse("\n".join(own)))
+    snippets = ["re.compile('a')", "torch.compile(f)", "model.eval()", "def f(compile):\n    return compile == 'auto'"]
+    assert not run_as_code(ast.parse("\n".join(snippets)))

@@ -13,7 +13,7 @@ PATH = re.compile(r"`([\w.-]+(?:/[\w.-]+)*/?)`")
 def named_paths(page: str) -> set[str]:
     """Paths in code marks: each ends with a slash or a suffix, or has a slash within."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    return {found for found in PATH.findall(text) if "/" in found or re.search(r"\.(py|md|toml|json)$", found)}
+    return {path for path in PATH.findall(text) if "/" in path or re.search(r"\.(py|md|toml|json)$", path)}
 
 
 @pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
@@ -64,5 +64,5 @@ def test_the_readme_lists_every_workflow():
 def test_every_link_of_a_page_leads_to_a_file(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     links = {link for link in re.findall(r"\]\(([^)#]+)|(?:src|srcset)=\"([^\"]+)", text) for link in link if link}
-    here = (ROOT / page).parent
-    assert [link for link in links if "://" not in link and not (here / link).exists()] == []
+    folder = (ROOT / page).parent
+    assert [link for link in links if "://" not in link and not (folder / link).exists()] == []

@@ -13,9 +13,9 @@ def test_the_demo_has_photographs_of_at_least_six_aspect_ratios_each_with_a_capt
     spec = importlib.util.spec_from_file_location("photos", PHOTOS)
     photos = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(photos)
-    written = photos.write_photos(tmp_path)
+    pictures = photos.write_photos(tmp_path)
     shapes = set()
-    for picture, caption in written.values():
+    for picture, caption in pictures.values():
         with Image.open(picture) as image:
             shapes.add(round(math.log(image.width / image.height) / math.log(1.05)))
             assert image.convert("L").getextrema()[1] > 100

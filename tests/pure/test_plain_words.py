@@ -51,8 +51,8 @@ def texts() -> Iterator[tuple[str, str]]:
 
 
 def test_no_text_for_users_speaks_the_codes_own_words():
-    found = [f"{name}: {m[0]}" for name, text in texts() for m in UNCLEAR.finditer(text)]
-    assert not found, found
+    matches = [f"{name}: {m[0]}" for name, text in texts() for m in UNCLEAR.finditer(text)]
+    assert not matches, matches
 
 
 @pytest.mark.parametrize("text", ["one graph for each kind of block", "it runs eager", "9 % in the mean"])

@@ -16,6 +16,6 @@ def test_a_test_that_loads_torch_or_comfyui_fails_the_run_of_the_folder(tmp_path
     (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
     (tmp_path / "test_it.py").write_text(f"def test_it():\n    import {loaded}\n")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == (loaded != "json"), done.stdout
-    assert (f"A test of tests/pure loaded {loaded};" in done.stdout) == (loaded != "json")
+    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert process.returncode == (loaded != "json"), process.stdout
+    assert (f"A test of tests/pure loaded {loaded};" in process.stdout) == (loaded != "json")

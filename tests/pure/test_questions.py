@@ -22,7 +22,7 @@ def targets(node: ast.stmt) -> list[str]:
         return [node.name]
     if isinstance(node, ast.Assign | ast.AnnAssign):
         assigned = node.targets if isinstance(node, ast.Assign) else [node.target]
-        return [each.id for target in assigned for each in ast.walk(target) if isinstance(each, ast.Name)]
+        return [leaf.id for target in assigned for leaf in ast.walk(target) if isinstance(leaf, ast.Name)]
     return []
 
 

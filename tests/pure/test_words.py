@@ -89,8 +89,8 @@ def test_names_are_nouns_of_the_field():
 
 @pytest.mark.parametrize("kind", PHRASES)
 def test_docstrings_and_comments_are_plain(kind):
-    found = Counter(match[0].lower() for text in texts() for match in re.finditer(PHRASES[kind], text, re.I | re.M))
-    assert found.total() <= MOST_PHRASES * sum(len(text.split()) for text in texts()) / 1000, found
+    counts = Counter(match[0].lower() for text in texts() for match in re.finditer(PHRASES[kind], text, re.I | re.M))
+    assert counts.total() <= MOST_PHRASES * sum(len(text.split()) for text in texts()) / 1000, counts
 
 
 @pytest.mark.parametrize("name", ["of", "_told", "of_forms", "is_lone_share"])

@@ -168,8 +168,8 @@ def changes() -> st.SearchStrategy[dict[str, dict[str, Any]]]:
         "5": ("trigger_words", "class_word", "keep_tokens_separator", "caption_extension"),
         "11": ("output_name", "resume"),
     }
-    of_nodes = {
+    node_fields = {
         node: st.fixed_dictionaries({}, optional={name: hostile.texts() for name in names})
         for node, names in fields.items()
     }
-    return st.fixed_dictionaries({}, optional=of_nodes)
+    return st.fixed_dictionaries({}, optional=node_fields)

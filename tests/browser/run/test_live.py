@@ -34,7 +34,7 @@ def points(frontend):
     return frontend.page.locator(".tessera-run svg").get_attribute("aria-label")
 
 
-def shown(page, loss):
+def loss_text(page, loss):
     return page.evaluate("loss => loss.toPrecision(3)", loss)
 
 
@@ -66,13 +66,13 @@ def test_the_curve_grows_is_there_after_a_reload_and_cancel_says_what_it_saved(f
     frontend.use_new_renderer(new_renderer)
     prompt = graph(frontend.ENCODERS, name)
     open_graph(frontend, prompt)
-    page, before, values = frontend.page, frontend.prompt(), frontend.page.evaluate(VALUES)
+    page, workflow, values = frontend.page, frontend.prompt(), frontend.page.evaluate(VALUES)
     with paused_at(comfyui, 23):
         prompt_id = press_run(frontend)
         panel_says(frontend, "Step 23 / 60")
         assert points(frontend) == "Loss of 23 points up to step 23"
-        drawn = page.evaluate(CURVES)
-        saves, loss, mean, _ = drawn
+        curves = page.evaluate(CURVES)
+        saves, loss, mean, _ = curves
         assert saves.count("M") == 4 and loss.count("L") == mean.count("L") == 22
         panel_says(frontend, " left")  # the time
         playwright.expect(page.get_by_role("button", name="Save now")).to_be_enabled()
@@ -81,8 +81,10 @@ def test_the_curve_grows_is_there_after_a_reload_and_cancel_says_what_it_saved(f
         frontend.open()
         open_graph(frontend, prompt)
         panel_says(frontend, "Step 23 / 60")
-        assert page.evaluate(CURVES) == drawn
-        assert frontend.prompt() == before and page.evaluate(VALUES) == values  # the panel is no value of the workflow
+        assert page.evaluate(CURVES) == curves
+        assert (
+            frontend.prompt() == workflow and page.evaluate(VALUES) == values
+        )  # the panel is no value of the workflow
         comfyui.interrupt()
     comfyui.wait(prompt_id)
     panel_says(frontend, "and saved; Run goes on from there.")
@@ -107,7 +109,7 @@ def test_the_curve_grows_is_there_after_a_reload_and_cancel_says_what_it_saved(f
     run = comfyui.get(f"/tessera/runs/{comfyui.get(f'/tessera/runs?name={name}')['runs'][0]['id']}")
     first, last = (sum(p[1] for p in part) / 3 for part in (run["loss"][:3], run["loss"][-3:]))
     card = page.locator(".tessera-run", has_text=re.compile(r"Done in 0:\d\d:\d\d, loss from "))
-    playwright.expect(card).to_contain_text(f"loss from {shown(page, first)} to {shown(page, last)}")
+    playwright.expect(card).to_contain_text(f"loss from {loss_text(page, first)} to {loss_text(page, last)}")
     playwright.expect(button).to_be_hidden()
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.get_by_role("button", name="Copy LoRA name").click()
@@ -116,32 +118,32 @@ def test_the_curve_grows_is_there_after_a_reload_and_cancel_says_what_it_saved(f
     page.get_by_role("button", name="Copy LoRA name").click()  # as on a page without https
     panel_says(frontend, f"The name is {run['lora']}")
     assert page.evaluate("navigator.clipboard.readText()") == run["lora"]
-    more = page.get_by_role("button", name="Continue + 60")
-    playwright.expect(more).to_be_visible()
+    continuation = page.get_by_role("button", name="Continue + 60")
+    playwright.expect(continuation).to_be_visible()
     assert page.evaluate(CUT_OFF) == []
     frontend.set_widgets({"TesseraTrainLora": {"resume": "off"}})  # it would begin anew
     redraw(page)
-    playwright.expect(more).to_be_hidden()
+    playwright.expect(continuation).to_be_hidden()
     frontend.set_widgets({"TesseraTrainLora": {"resume": "latest"}})
     redraw(page)
     frontend.set_widgets({"TesseraLatentsToDataset": {"max_graphs": 0}})  # the server refuses it
-    more.click()
+    continuation.click()
     panel_says(frontend, "steps is 120 now, but not all of the workflow was queued; press Run.")
     page.keyboard.press("Escape")
     frontend.set_widgets({"TesseraLatentsToDataset": {"max_graphs": 1}, "TesseraTrainLora": {"steps": 60}})
     redraw(page)
-    more.evaluate(PRESS_RENAMED)
+    continuation.evaluate(PRESS_RENAMED)
     panel_says(frontend, "The inputs of this node have changed; press Run.")
-    more.click()
+    continuation.click()
     panel_says(frontend, "Done, steps 61 to 120 in 0:")
     assert points(frontend) == "Loss of 120 points up to step 120"
     assert frontend.prompt()["6"]["inputs"]["steps"] == 120
-    more = page.get_by_role("button", name="Continue + 60")  # the steps that were asked for at first, again
-    playwright.expect(more).to_be_visible()
+    continuation = page.get_by_role("button", name="Continue + 60")  # the steps that were asked for at first, again
+    playwright.expect(continuation).to_be_visible()
     for source, is_known in [(node("StringLength", string="x" * 120), False), (node("PrimitiveInt", value=120), True)]:
         open_graph(frontend, graph(frontend.ENCODERS, name, steps=["8", 0]) | {"8": source})
         panel_says(frontend, "Done, steps 61 to 120 in 0:")
-        playwright.expect(more).to_be_visible(visible=is_known)
+        playwright.expect(continuation).to_be_visible(visible=is_known)
     assert frontend.faults() == {} and frontend.crashes == []
 
 
@@ -185,7 +187,7 @@ def test_a_run_that_goes_on_from_an_earlier_state_is_drawn_anew(frontend, comfyu
     folder = comfyui.base / "output" / "loras" / "drawn (001)"
     folder.mkdir(parents=True)
 
-    def written(started, *lines):
+    def write_lines(started, *lines):
         (folder / "run.json").write_text(json.dumps({"output_name": "drawn", "steps": 20, "started": started}))
         with open(folder / "progress.jsonl", "a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
@@ -194,7 +196,7 @@ def test_a_run_that_goes_on_from_an_earlier_state_is_drawn_anew(frontend, comfyu
         return [{"kind": "step", "step": step, "loss": loss * step, "rate": 1e-4} for step in numbers]
 
     checks = [{"kind": "validation", "step": step, "loss": 0.5} for step in (0, 5)]
-    written("first", *steps(*range(1, 11), loss=1.0), *checks, {"kind": "saved", "step": 4, "file": "a"})
+    write_lines("first", *steps(*range(1, 11), loss=1.0), *checks, {"kind": "saved", "step": 4, "file": "a"})
     open_graph(frontend, graph(frontend.ENCODERS, "drawn"))
     panel_says(frontend, "Step 10 / 20")
     assert points(frontend) == "Loss of 10 points up to step 10"
@@ -202,14 +204,14 @@ def test_a_run_that_goes_on_from_an_earlier_state_is_drawn_anew(frontend, comfyu
     assert (saves.count("M"), loss.count("L"), mean.count("L"), validation.count("M")) == (1, 9, 9, 2)
     first = [1.0, 2.0, 3.0, 4.0]
     begin = {"kind": "begin", "step": 4, "loss": first, "validation": [[0, 0.5]]}
-    written("second", {"kind": "start"}, begin, *steps(*range(5, 13), loss=2.0))  # past what was seen
+    write_lines("second", {"kind": "start"}, begin, *steps(*range(5, 13), loss=2.0))  # past what was seen
     redraw(frontend.page)
     panel_says(frontend, "Step 12 / 20")
     assert points(frontend) == "Loss of 12 points up to step 12"
-    grown = frontend.page.evaluate(CURVES)
+    curves = frontend.page.evaluate(CURVES)
     open_graph(frontend, graph(frontend.ENCODERS, "drawn"))  # as a page that was opened after it
     panel_says(frontend, "Step 12 / 20")
-    assert frontend.page.evaluate(CURVES) == grown and grown[3].count("M") == 1
+    assert frontend.page.evaluate(CURVES) == curves and curves[3].count("M") == 1
     assert frontend.crashes == []
 
 
@@ -360,8 +362,10 @@ def test_a_page_that_was_reloaded_still_knows_which_workflow_it_queued(frontend,
         page.wait_for_function(ACTIVE, arg="live.json")
         page.evaluate("prompt => app.loadApiJson(prompt, 'other')", graph(frontend.ENCODERS, "of_the_other"))
         page.wait_for_function(ACTIVE, arg="other.json")
-        heard = "window.heard = []; app.api.addEventListener('tessera.train', ({ detail }) => heard.push(detail.kind))"
-        page.evaluate(heard)
+        listener = (
+            "window.heard = []; app.api.addEventListener('tessera.train', ({ detail }) => heard.push(detail.kind))"
+        )
+        page.evaluate(listener)
     comfyui.wait(prompt_id)
     page.wait_for_function("window.heard.includes('end')")  # the notes and saves before it have come too
     page.wait_for_timeout(500)
@@ -372,20 +376,20 @@ def test_a_page_that_was_reloaded_still_knows_which_workflow_it_queued(frontend,
 def test_an_answer_that_comes_late_draws_nothing_for_a_workflow_that_is_gone(frontend, comfyui):
     folder = comfyui.base / "output" / "loras" / "late (001)"
     folder.mkdir(parents=True)
-    asked = re.compile(r"/tessera/runs/.+\?since=")
+    pattern = re.compile(r"/tessera/runs/.+\?since=")
     (folder / "run.json").write_text(json.dumps({"output_name": "late", "model": "FLUX", "steps": 1}))
     (folder / "progress.jsonl").write_text('{"kind": "step", "step": 1, "loss": 1.0, "rate": 1e-4}\n')
-    page, held = frontend.page, []
-    page.route(asked, lambda route: held.append(route))
+    page, routes = frontend.page, []
+    page.route(pattern, lambda route: routes.append(route))
     open_graph(frontend, graph(frontend.ENCODERS, "late"))
     for _ in range(200):
-        if not held:
+        if not routes:
             page.wait_for_timeout(50)
-    assert held
+    assert routes
     open_graph(frontend, graph(frontend.ENCODERS, "of_the_other"))
-    for route in held:
+    for route in routes:
         route.continue_()
-    page.unroute(asked)
+    page.unroute(pattern)
     page.wait_for_timeout(500)
     assert page.locator(".tessera-report").all_text_contents() == []
     assert frontend.crashes == []
@@ -434,8 +438,8 @@ def test_an_error_in_a_subgraph_stands_on_the_node_around_it_too_until_run_is_pr
     assert page.evaluate(IN_SUBGRAPH, said) == [said, said]
     page.evaluate("app.graph.nodes.find((n) => n.type === 'TesseraLatentsToDataset').widgets[0].value = 0")
     assert press_run(frontend) is None  # the server refuses it, for another node
-    shown = "app.graph.nodes.find((n) => n.subgraph).tessera?.error"
-    page.wait_for_function(f"!{shown}")
+    error = "app.graph.nodes.find((n) => n.subgraph).tessera?.error"
+    page.wait_for_function(f"!{error}")
     assert frontend.crashes == []
 
 
@@ -456,12 +460,12 @@ def test_a_name_that_is_linked_is_followed_to_where_it_is_written(frontend, comf
     (folder / "progress.jsonl").write_text(json.dumps({"kind": "step", "step": 1, "loss": 1.0, "rate": 1e-4}) + "\n")
     open_graph(frontend, graph(frontend.ENCODERS, "of no run"))
     panel = frontend.page.locator(".tessera-run")
-    for source, shown in [("PrimitiveString", 1), ("StringConcatenate", 0), ("PrimitiveNode", 1)]:
+    for source, count in [("PrimitiveString", 1), ("StringConcatenate", 0), ("PrimitiveNode", 1)]:
         frontend.page.evaluate(LINK_NAME, source)
         if source == "PrimitiveNode":  # it has taken the value of the widget that it stands for
             frontend.page.evaluate("app.graph.nodes.find((n) => n.type === 'PrimitiveNode').widgets[0].value = 'known'")
         redraw(frontend.page)
-        playwright.expect(panel).to_have_count(shown)
+        playwright.expect(panel).to_have_count(count)
     assert frontend.crashes == []
 
 
@@ -530,10 +534,10 @@ def test_the_panel_speaks_the_language_of_the_settings(frontend, comfyui):
     try:
         for text in ("第 1 / 1 步", "已完成", "学习率 0.0001"):
             panel_says(frontend, text)
-        more = (
+        widget = (
             "app.graph.nodes.find((n) => n.type === 'TesseraTrainLora').widgets.find((w) => w.name === 'tessera_more')"
         )
-        assert frontend.page.evaluate(f"{more}.label.startsWith('显示其余 ')")
+        assert frontend.page.evaluate(f"{widget}.label.startsWith('显示其余 ')")
         assert frontend.crashes == []
     finally:
         frontend.page.evaluate(SET_LANGUAGE, "en")

@@ -30,7 +30,7 @@ def test_previews_are_sampled_when_asked_open_large_and_saves_are_compared(front
     frontend.use_new_renderer(new_renderer)
     page = frontend.page
     open_graph(frontend, with_previews(frontend.ENCODERS, name))
-    before = frontend.prompt()
+    prompt = frontend.prompt()
     with paused_at(comfyui, 6):
         prompt_id = press_run(frontend)
         panel_says(frontend, "Step 6 / 12")
@@ -45,9 +45,9 @@ def test_previews_are_sampled_when_asked_open_large_and_saves_are_compared(front
     comfyui.wait(prompt_id)
     panel_says(frontend, "Done in 0:")
     page.wait_for_function(f"({STRIP}).length === 5")
-    shown = page.evaluate(STRIP)
-    at = int(shown[2].rpartition(" ")[2])
-    assert 6 <= at < 8 and shown == titles(0, 4, at, 8, 12)
+    labels = page.evaluate(STRIP)
+    step = int(labels[2].rpartition(" ")[2])
+    assert 6 <= step < 8 and labels == titles(0, 4, step, 8, 12)
     page.wait_for_function(LOADED)
     last = "[...document.querySelectorAll('.tessera-previews img')].at(-1).getBoundingClientRect().right"
     page.wait_for_function(f"{last} <= document.querySelector('.tessera-previews').getBoundingClientRect().right + 1")
@@ -60,7 +60,7 @@ def test_previews_are_sampled_when_asked_open_large_and_saves_are_compared(front
     page.wait_for_function("document.querySelector('.tessera-large img').naturalWidth === 64")
     picture(page, f"large_{name}")
     frontend.picture("preview_large")
-    for key, alt in [("ArrowRight", titles(at)), ("ArrowDown", titles(at, seed=4)), ("End", titles(12, seed=4))]:
+    for key, alt in [("ArrowRight", titles(step)), ("ArrowDown", titles(step, seed=4)), ("End", titles(12, seed=4))]:
         page.keyboard.press(key)
         playwright.expect(large).to_have_attribute("alt", alt[0])
     page.keyboard.press("Delete")  # of the page: it would remove what is chosen
@@ -70,8 +70,8 @@ def test_previews_are_sampled_when_asked_open_large_and_saves_are_compared(front
     page.locator(".tessera-large").click(position={"x": 10, "y": 10})
     playwright.expect(large).to_have_count(0)
     page.get_by_role("button", name="1 of 2").click()
-    assert page.evaluate(STRIP) == titles(0, 4, at, 8, 12, seed=4)
-    assert frontend.prompt() == before
+    assert page.evaluate(STRIP) == titles(0, 4, step, 8, 12, seed=4)
+    assert frontend.prompt() == prompt
 
     center(page)
     page.get_by_role("button", name="Compare saves").click()
@@ -84,7 +84,7 @@ def test_previews_are_sampled_when_asked_open_large_and_saves_are_compared(front
     picture(page, f"compare_{name}")
     history = comfyui.wait(press_run(frontend))
     assert history["status"]["status_str"] == "success"
-    (grid,) = [output["images"] for key, output in history["outputs"].items() if key not in before]
+    (grid,) = [output["images"] for key, output in history["outputs"].items() if key not in prompt]
     assert len(grid) == 1
     center(page)
     page.get_by_role("button", name="Compare saves").click()

@@ -39,10 +39,10 @@ def test_the_sheet_so_far_is_seen_on_the_node_while_it_trains(frontend, comfyui)
         sheet = page.locator(".tessera-report > img")
         playwright.expect(sheet).to_be_visible()
         for _ in range(3):
-            shown = sheet.get_attribute("alt")
-            assert shown.startswith("Previews up to step ")
+            alt = sheet.get_attribute("alt")
+            assert alt.startswith("Previews up to step ")
             another = "alt => document.querySelector('.tessera-report > img').alt !== alt"
-            page.wait_for_function(another, arg=shown)
+            page.wait_for_function(another, arg=alt)
         assert page.evaluate("document.querySelector('.tessera-report > img').naturalWidth") > 64
         heights = page.evaluate("window.heights")
         assert len(heights) > 3 and min(heights) > 20
@@ -69,7 +69,7 @@ def test_what_comes_last_is_shown_on_the_nodes_that_it_is_for(frontend):
         )
     page.evaluate(TELL, {"kind": "note", "node": "1", "text": "A note"})
     page.evaluate(TELL, {"kind": "note", "node": "8", "text": "Another note"})
-    shown = "app.graph.nodes.filter((n) => n.widgets?.some((w) => w.name === 'tessera_report')).map((n) => n.type)"
-    assert page.evaluate(shown) == ["TesseraTrainLora"]
+    expression = "app.graph.nodes.filter((n) => n.widgets?.some((w) => w.name === 'tessera_report')).map((n) => n.type)"
+    assert page.evaluate(expression) == ["TesseraTrainLora"]
     assert page.locator(".tessera-report").inner_text().strip() == "Another note"
     assert frontend.crashes == []

@@ -65,14 +65,14 @@ def picture(page, name):
 
 def put_down(page, attempt):
     """Click until the node no longer hangs on the pointer."""
-    at = f"JSON.stringify({OUTER}?.pos ?? null)"
+    position = f"JSON.stringify({OUTER}?.pos ?? null)"
     for _ in range(4):
         page.mouse.click(900, 500)
         page.wait_for_timeout(500 * attempt)
-        before = page.evaluate(at)
+        previous = page.evaluate(position)
         page.mouse.move(800, 420, steps=3)
         page.wait_for_timeout(300 * attempt)
-        if page.evaluate(at) == before:
+        if page.evaluate(position) == previous:
             return
         page.mouse.move(900, 500, steps=3)
 
@@ -106,15 +106,18 @@ def test_the_blueprint_is_listed_and_fits_the_nodes(comfyui):
     blueprint = json.loads(comfyui.get(f"/global_subgraphs/{key}")["data"])
     (outer,), (inside,) = blueprint["nodes"], blueprint["definitions"]["subgraphs"]
     assert outer["type"] == inside["id"] and outer["title"] == inside["name"] == BLUEPRINT
-    assert [one["name"] for one in outer["inputs"]] == [one["name"] for one in inside["inputs"]] == INPUTS
-    assert [(one["name"], one["type"]) for one in inside["outputs"]] == [("lora", "LORA_MODEL"), ("picture", "IMAGE")]
-    known = comfyui.get("/object_info")
-    nodes = {one["id"]: one for one in inside["nodes"]}
-    for one in nodes.values():
-        of_it = known[one["type"]]
-        names = {name for part in ("required", "optional") for name in of_it["input"].get(part, {})}
-        assert {slot["name"] for slot in one["inputs"]} <= names, one["type"]
-        assert [slot["type"] for slot in one["outputs"]] == of_it["output"], one["type"]
+    assert [item["name"] for item in outer["inputs"]] == [item["name"] for item in inside["inputs"]] == INPUTS
+    assert [(item["name"], item["type"]) for item in inside["outputs"]] == [
+        ("lora", "LORA_MODEL"),
+        ("picture", "IMAGE"),
+    ]
+    object_info = comfyui.get("/object_info")
+    nodes = {item["id"]: item for item in inside["nodes"]}
+    for item in nodes.values():
+        definition = object_info[item["type"]]
+        names = {name for part in ("required", "optional") for name in definition["input"].get(part, {})}
+        assert {slot["name"] for slot in item["inputs"]} <= names, item["type"]
+        assert [slot["type"] for slot in item["outputs"]] == definition["output"], item["type"]
     for link in inside["links"]:
         if link["origin_id"] in nodes and link["target_id"] in nodes:
             source = nodes[link["origin_id"]]["outputs"][link["origin_slot"]]
@@ -136,12 +139,12 @@ def test_it_is_added_trains_and_tells_on_its_own_node_how_far_it_is(frontend, co
     values = {"folder": "input/dots", "name": name, "trigger_word": "a dot", "preset": "custom", "steps": 2}
     page.evaluate(WIRE, [frontend.ENCODERS, SMALL, values])
     assert page.evaluate(VALUES) == values and frontend.faults() == {}
-    before = page.evaluate(f"{OUTER}.serialize()")
+    original = page.evaluate(f"{OUTER}.serialize()")
     prompt, entry = frontend.run()
     assert entry["status"]["status_str"] == "success", entry["status"]["messages"][-1]
-    key, train = next((key, one["inputs"]) for key, one in prompt.items() if one["class_type"] == "TesseraTrainLora")
+    key, train = next((key, node["inputs"]) for key, node in prompt.items() if node["class_type"] == "TesseraTrainLora")
     assert (train["steps"], train["output_name"]) == (2, name)
-    (texts,) = [one["inputs"]["text"] for one in prompt.values() if one["class_type"] == "CLIPTextEncode"]
+    (texts,) = [node["inputs"]["text"] for node in prompt.values() if node["class_type"] == "CLIPTextEncode"]
     assert prompt[texts[0]]["inputs"]["value"] == "a dot"
     run = entry["outputs"][key]["tessera"][0]
     assert run["steps_done"] == 2 and run["previews"]["files"] and entry["outputs"][key]["images"]
@@ -149,7 +152,7 @@ def test_it_is_added_trains_and_tells_on_its_own_node_how_far_it_is(frontend, co
     panel_says(frontend, "Done in 0:")
     frontend.picture("blueprint", page.evaluate(f"{OUTER}.type"))
     after = page.evaluate(f"{OUTER}.serialize()")
-    assert {**after, "size": before["size"]} == before
+    assert {**after, "size": original["size"]} == original
     page.get_by_role("button", name="Continue + 2").click()
     panel_says(frontend, "Step 4 / 4")
     assert page.evaluate(VALUES)["steps"] == 4
@@ -177,8 +180,8 @@ def test_an_absent_folder_is_marked_on_it_when_it_is_opened_until_another_is_cho
     page.evaluate(f"{OUTER}.widgets.find((w) => w.name === 'folder').value = 'input/squares'")
     playwright.expect(error).to_have_count(0)
     page.wait_for_timeout(1500)  # each second it looks again
-    shown = f"[{OUTER}, ...{OUTER}.subgraph.nodes].filter((n) => n.tessera?.error).length"
-    assert page.evaluate(shown) == 0 and frontend.crashes == []
+    error_count = f"[{OUTER}, ...{OUTER}.subgraph.nodes].filter((n) => n.tessera?.error).length"
+    assert page.evaluate(error_count) == 0 and frontend.crashes == []
 
 
 def choose(frontend, name, option, new_renderer):
@@ -204,12 +207,12 @@ def test_a_preset_chosen_on_it_fills_in_what_suits_the_model_in_front(frontend, 
     playwright.expect(hint).to_contain_text("style, quick, for Qwen-Image")
     assert page.evaluate(VALUES)["steps"] == 1000 and page.evaluate(INSIDE) == [5e-5, 16, 2]
     choose(frontend, "preset", "object, best", new_renderer)
-    told = "object, best, for Qwen-Image: steps 1500, rank 16, gradient_accumulation 1, learning_rate 0.00005."
-    playwright.expect(hint).to_have_text(told)
+    text = "object, best, for Qwen-Image: steps 1500, rank 16, gradient_accumulation 1, learning_rate 0.00005."
+    playwright.expect(hint).to_have_text(text)
     assert page.evaluate(VALUES)["steps"] == 1500 and page.evaluate(INSIDE) == [5e-5, 16, 1]
     picture(page, f"preset_{'new' if new_renderer else 'old'}")
     page.evaluate("async () => app.loadGraphData(app.graph.serialize())")
-    playwright.expect(hint).to_have_text(told)
+    playwright.expect(hint).to_have_text(text)
     page.wait_for_timeout(500)  # two looks at the new nodes, which change nothing
     page.evaluate(f"{OUTER}.widgets.find((w) => w.name === 'steps').value = 1499")
     playwright.expect(hint).to_have_count(0)

@@ -128,7 +128,7 @@ def cells_of(report: dict[str, Any]) -> list[dict[str, Any]]:
 
     def cells(region: dict[str, Any]) -> dict[str, Any]:
         (speed,) = region["speed"]
-        hits, misses = (region[f"cache_{what}"] + region[f"autograd_cache_{what}"] for what in ("hits", "misses"))
+        hits, misses = (region[f"cache_{kind}"] + region[f"autograd_cache_{kind}"] for kind in ("hits", "misses"))
         return {
             "region": region["region"],
             "graphs": region["graphs"],

@@ -48,8 +48,8 @@ def small_api_prompt(output_name: str, encoders: dict[str, str]) -> dict[str, An
 
 
 def node_of(prompt: dict[str, Any], kind: str) -> str:
-    (found,) = (key for key, node in prompt.items() if node["class_type"] == kind)
-    return found
+    (match,) = (key for key, node in prompt.items() if node["class_type"] == kind)
+    return match
 
 
 def trained_file(server: ComfyServer, entry: dict[str, Any]) -> Path:
@@ -98,17 +98,17 @@ def test_the_run_button_trains_and_the_api_workflow_gives_the_same_lora(frontend
     assert entry["status"]["status_str"] == "success", entry["status"]["messages"]
     assert frontend.faults() == {}
 
-    of_graph = trained_file(comfyui, entry)
+    graph_file = trained_file(comfyui, entry)
     pictures = {
         image["filename"] for output in entry["outputs"].values() for image in output.get("images", ())
         if image["type"] == "output" and (comfyui.base / "output" / image["filename"]).is_file()
     }  # fmt: skip
     assert any("_without_" in file for file in pictures) and any("_with_" in file for file in pictures)
     reports = frontend.page.locator(".tessera-report")
-    playwright.expect(reports.filter(has_text=of_graph.name)).to_be_visible()
+    playwright.expect(reports.filter(has_text=graph_file.name)).to_be_visible()
     playwright.expect(reports.filter(has_text="Cropping cuts off")).to_be_visible()
     live = frontend.page.evaluate("app.graph.nodes.find((n) => n.type === 'TesseraTrainLora').tessera.lines")
-    assert f"Saved: {of_graph.name}" in live  # told by an event while the run went on
+    assert f"Saved: {graph_file.name}" in live  # told by an event while the run went on
     values = frontend.page.evaluate(
         "app.graph.serialize().nodes.find((n) => n.type === 'TesseraTrainLora').widgets_values"
     )
@@ -116,16 +116,16 @@ def test_the_run_button_trains_and_the_api_workflow_gives_the_same_lora(frontend
     assert frontend.crashes == []
 
     posted = comfyui.run(small_api_prompt(f"api_{new_renderer}", frontend.ENCODERS))
-    of_api = trained_file(comfyui, posted)
-    assert of_api != of_graph
-    assert same_tensors(of_graph, of_api)
+    api_file = trained_file(comfyui, posted)
+    assert api_file != graph_file
+    assert same_tensors(graph_file, api_file)
     saved = comfyui.base / "output" / "loras"
     assert len(list(saved.glob("my_lora_*.safetensors"))) >= 2
-    with safe_open(of_graph, framework="pt") as file:
+    with safe_open(graph_file, framework="pt") as file:
         assert str(comfyui.base) not in json.dumps(file.metadata())
 
-    (shown,) = entry["outputs"][node_of(prompt, "TesseraSaveLora")]["tessera"]
-    carrying = {saved / shown["filename"]: "", of_graph.parent / "previews" / "sheet.png": "image/png"}
+    (picture,) = entry["outputs"][node_of(prompt, "TesseraSaveLora")]["tessera"]
+    carrying = {saved / picture["filename"]: "", graph_file.parent / "previews" / "sheet.png": "image/png"}
     opened = frontend.page.evaluate("app.graph.id")
     for file, kind in carrying.items():
         frontend.page.evaluate("app.loadGraphData({ nodes: [], links: [], groups: [], version: 0.4 })")

@@ -32,8 +32,8 @@ def test_the_list_of_templates_shows_titles_in_their_order(frontend):
     frontend.page.get_by_text("Tessera: LoRA training").first.click()
     titles = sorted(TITLES["template"]["tessera"].values(), key=lambda title: int(title.split()[0]))
     playwright.expect(frontend.page.get_by_text(titles[0], exact=True)).to_be_visible()
-    shown = frontend.page.locator("[data-testid^='template-workflow-'] h3").all_inner_texts()
-    assert shown[:6] == titles[:6]
+    headings = frontend.page.locator("[data-testid^='template-workflow-'] h3").all_inner_texts()
+    assert headings[:6] == titles[:6]
     frontend.page.get_by_text(TITLES["template"]["tessera"]["flux_lora"], exact=True).hover()  # newer ones ask for it
     playwright.expect(frontend.page.get_by_text(TITLES["templateDescription"]["tessera"]["flux_lora"])).to_be_visible()
     frontend.picture("templates")

@@ -34,10 +34,10 @@ def test_each_workflow_opens_without_a_fault_and_equals_its_api_form(frontend):
         frontend.drop((PACK / "workflows" / f"{name}.json").read_text(encoding="utf-8"))
         assert frontend.faults() == {}, name
         api = json.loads((PACK / "workflows" / "api" / f"{name}.json").read_text(encoding="utf-8"))
-        for prompt in (shown := frontend.prompt(), api):
+        for prompt in (graph_prompt := frontend.prompt(), api):
             for node in prompt.values():
                 node.pop("_meta")
-        assert shown == api, name
+        assert graph_prompt == api, name
     labels = frontend.page.evaluate(
         "app.graph.nodes.find((n) => n.type === 'TesseraCompareLoras').inputs.map((i) => i.label)"
     )
@@ -47,9 +47,9 @@ def test_each_workflow_opens_without_a_fault_and_equals_its_api_form(frontend):
 
 def test_outputs_of_the_low_noise_expert_are_labelled_so_and_keep_their_names(frontend):
     frontend.drop((PACK / "workflows" / "wan22_two_experts_lora.json").read_text(encoding="utf-8"))
-    found = frontend.page.evaluate(
+    outputs = frontend.page.evaluate(
         "app.graph.nodes.find((n) => n.type === 'TesseraTrainLora')"
         ".outputs.map((output) => [output.name, output.label ?? output.localized_name])"
     )
-    assert [label for _, label in found][3:6] == ["lora (low noise)", "loss (low noise)", "path (low noise)"]
-    assert [name for name, _ in found][3:6] == ["lora_low_noise", "loss_low_noise", "path_low_noise"]
+    assert [label for _, label in outputs][3:6] == ["lora (low noise)", "loss (low noise)", "path (low noise)"]
+    assert [name for name, _ in outputs][3:6] == ["lora_low_noise", "loss_low_noise", "path_low_noise"]

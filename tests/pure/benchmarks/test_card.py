@@ -32,7 +32,7 @@ def machine(card: float, ram: float = 120.0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "said"),
     [
         (["--part", "smok"], "--part is smok; take one of smoke, flux, swap, nodes, wan, others."),
         (["--device", "cpu", "--size", "full"], "--size is full, which takes a GPU; with --device cpu take tiny."),
@@ -42,9 +42,9 @@ def machine(card: float, ram: float = 120.0) -> dict[str, Any]:
         (["--part", "flux", "--minutes", "5"], "--minutes is for all parts together; leave out --part"),
     ],
 )
-def test_bad_arguments_end_in_a_sentence(given, said, capsys):
+def test_bad_arguments_end_in_a_sentence(arguments, said, capsys):
     with pytest.raises(SystemExit):
-        command.parse(given)
+        command.parse(arguments)
     assert said in capsys.readouterr().err
 
 
@@ -58,11 +58,11 @@ def test_twelve_minutes_of_all_parts_unless_one_is_named():
 @pytest.fixture
 def runs(monkeypatch) -> list[tuple[str, Path]]:
     """Interpreter and ComfyUI that `dev.py card` would run with."""
-    found: list[tuple[str, Path]] = []
-    monkeypatch.setattr(command, "run", lambda args, python, comfyui: found.append((python, comfyui)))
+    calls: list[tuple[str, Path]] = []
+    monkeypatch.setattr(command, "run", lambda args, python, comfyui: calls.append((python, comfyui)))
     monkeypatch.setattr(dev, "setup", lambda: ("its own python", Path("its own ComfyUI")))
     monkeypatch.delenv("TESSERA_PYTHON", raising=False)
-    return found
+    return calls
 
 
 def comfyui(folder: Path) -> Path:
@@ -145,9 +145,14 @@ def test_the_plan_holds_all_of_smoke_and_of_the_nodes():
 
 
 def test_a_real_model_is_made_in_one_process_of_the_plan():
-    made = [group for group in plan("cuda", "full", H100) if group.spec["kind"] == "steps"]
-    assert len({group.process() for group in made}) == len(made) == len({group.spec["model"] for group in made}) == 5
-    assert all(group.timed for group in made)
+    model_groups = [group for group in plan("cuda", "full", H100) if group.spec["kind"] == "steps"]
+    assert (
+        len({group.process() for group in model_groups})
+        == len(model_groups)
+        == len({group.spec["model"] for group in model_groups})
+        == 5
+    )
+    assert all(group.timed for group in model_groups)
 
 
 def test_a_plan_of_a_small_card_swaps_to_fit():
@@ -157,8 +162,8 @@ def test_a_plan_of_a_small_card_swaps_to_fit():
 # What has room
 
 
-def flux(of: dict[str, Any]) -> list[Case]:
-    return [c for g in groups("flux", "cuda", "full", of) for c in g.cases if c.name.startswith("flux, ")]
+def flux(hardware: dict[str, Any]) -> list[Case]:
+    return [c for g in groups("flux", "cuda", "full", hardware) for c in g.cases if c.name.startswith("flux, ")]
 
 
 def test_all_of_flux_fits_an_h100_but_what_eager_keeps():
@@ -167,9 +172,9 @@ def test_all_of_flux_fits_an_h100_but_what_eager_keeps():
 
 
 def test_what_does_not_fit_is_swapped_and_what_still_does_not_is_left_out_with_a_sentence():
-    of = {c.name: c for c in flux(machine(24.0))}
-    assert of["flux, compiled, full, swapped to fit"].settings["blocks"] == -1
-    assert of["flux, compiled, none"].missing == "needs about 45 GB, this card has 26"
+    by_name = {c.name: c for c in flux(machine(24.0))}
+    assert by_name["flux, compiled, full, swapped to fit"].settings["blocks"] == -1
+    assert by_name["flux, compiled, none"].missing == "needs about 45 GB, this card has 26"
 
 
 def test_a_card_of_8_gb_trains_on_smaller_pictures_with_swap():
@@ -222,17 +227,17 @@ def run_part(folder: Path, *cases: Case, limit: float = 60.0) -> tuple[Report, i
     return report, run_groups(args, report, [Group({"kind": "stand-in"}, cases)], limit)
 
 
-def run_groups(args: Any, report: Report, made: list[Group], limit: float = 60.0) -> int:
-    return command.run_groups(args, report, made, time.monotonic() + limit, sys.executable, dict(os.environ))
+def run_groups(args: Any, report: Report, planned: list[Group], limit: float = 60.0) -> int:
+    return command.run_groups(args, report, planned, time.monotonic() + limit, sys.executable, dict(os.environ))
 
 
 def test_the_files_are_written_after_every_case_and_say_what_is_missing(stand_in, tmp_path):
     file = tmp_path / "out" / "card_today_flux.json"
     counts = Case("counts", {"file": str(file)})
     report, failed = run_part(tmp_path, Case("measures", {}), Case("reads", {}), counts, Case("last", {}))
-    kept = json.loads(file.read_text())
-    assert failed == 0 and kept["finished"] and kept["machine"] == H100
-    assert [r["text"] for r in kept["results"][1:3]] == ["0.5", "2 results, finished False"]
+    record = json.loads(file.read_text())
+    assert failed == 0 and record["finished"] and record["machine"] == H100
+    assert [r["text"] for r in record["results"][1:3]] == ["0.5", "2 results, finished False"]
     page = report.page_file.read_text()
     assert "- card: NVIDIA H100 80GB HBM3\n- memory: 79.1 GiB\n- torch: 2.14.0" in page
     assert "|  | s a step |\n| --- | ---: |\n| measures | 0.500 |" in page
@@ -293,33 +298,33 @@ def test_only_what_is_asked_for_runs(stand_in, tmp_path):
     assert command.command_of(args, "plan") == "python dev.py card --minutes 12 --only one two"
 
 
-def of_processes(report: Report) -> list[str]:
+def process_lines(report: Report) -> list[str]:
     return [result["text"] for result in report.results]
 
 
 def test_a_process_waits_for_the_next_group_of_its_model(stand_in, tmp_path):
     report = Report(tmp_path / "card", "plan", H100, "")
-    one, other = (Group({"kind": "stand-in", "model": name}, (Case(name, {}),)) for name in ("one", "other"))
-    again = replace(one, cases=(Case("one again", {}),))
-    assert run_groups(command.parse([]), report, [one, other, again]) == 0
-    first, second, third = of_processes(report)
+    group, other = (Group({"kind": "stand-in", "model": name}, (Case(name, {}),)) for name in ("one", "other"))
+    repeat = replace(group, cases=(Case("one again", {}),))
+    assert run_groups(command.parse([]), report, [group, other, repeat]) == 0
+    first, second, third = process_lines(report)
     assert first == third != second
 
 
 def test_the_next_process_starts_beside_what_is_not_timed(stand_in, tmp_path, monkeypatch):
-    begun: list[str] = []
+    started_models: list[str] = []
     begin = command.Processes.begin
 
-    def note(self: Any, group: Group, until: float) -> None:
-        begun.append(group.spec["model"])
-        begin(self, group, until)
+    def note(self: Any, group: Group, deadline: float) -> None:
+        started_models.append(group.spec["model"])
+        begin(self, group, deadline)
 
     monkeypatch.setattr(command.Processes, "begin", note)
     report = Report(tmp_path / "card", "plan", H100, "")
     names = ("checked", "timed", "last")
-    made = [Group({"kind": "stand-in", "model": name}, (Case(name, {}),), timed=name == "timed") for name in names]
-    assert run_groups(command.parse([]), report, made) == 0
-    assert begun == ["timed"] and len(set(of_processes(report))) == 3
+    planned = [Group({"kind": "stand-in", "model": name}, (Case(name, {}),), timed=name == "timed") for name in names]
+    assert run_groups(command.parse([]), report, planned) == 0
+    assert started_models == ["timed"] and len(set(process_lines(report))) == 3
 
 
 def test_what_the_minutes_cut_off_is_what_comes_last_and_a_short_case_still_runs(stand_in, tmp_path):
@@ -356,17 +361,17 @@ def test_a_card_s_name_is_a_file_s():
 
 
 def test_kernels_are_summed_by_kind_and_what_overlaps_counts_once():
-    found = [
+    events = [
         ("triton_poi_fused_add_3", 0.0, 2000.0),
         ("nvjet_tst_128x256", 1000.0, 2000.0),
         ("flash_bwd_dq_dk_dv", 5000.0, 1000.0),
         ("Memcpy HtoD (Pinned -> Device)", 0.0, 9000.0),
         ("vectorized_elementwise_kernel", 9000.0, 10.0),
     ]
-    assert [kernels.kind_of(name) for name, *_ in found] == ["Triton", "products", "attention", "copies", "other"]
-    busy = kernels.busy_seconds((start, start + length) for name, start, length in found if "Mem" not in name)
+    assert [kernels.kind_of(name) for name, *_ in events] == ["Triton", "products", "attention", "copies", "other"]
+    busy = kernels.busy_seconds((start, start + length) for name, start, length in events if "Mem" not in name)
     assert busy == pytest.approx(4.01e-3)
-    text = kernels.table(found)
+    text = kernels.table(events)
     assert "5 launches in one step" in text and "       1      9.00  copies" in text
     assert kernels.table([]) == ""
 
@@ -374,8 +379,8 @@ def test_kernels_are_summed_by_kind_and_what_overlaps_counts_once():
 def test_only_what_runs_in_a_compiled_graph_is_compared():
     calls = [("aten::mm", True), ("aten::mm", False), ("aten::addmm", True), ("aten::add", True)]
     calls += [("aten::_scaled_dot_product_flash_attention_backward", True)]
-    found = kernels.launches(calls, ["triton_red_fused_1", "triton_poi_fused_2", "nvjet"])
-    assert found == {"products": 2, "8-bit products": 0, "attention": 1, "triton": 2}
+    counts = kernels.launches(calls, ["triton_red_fused_1", "triton_poi_fused_2", "nvjet"])
+    assert counts == {"products": 2, "8-bit products": 0, "attention": 1, "triton": 2}
 
 
 def counted(triton: int, products: int) -> list[dict[str, Any]]:
@@ -390,11 +395,11 @@ def test_the_profiled_step_is_held_against_the_counted_one():
     blocks = counted(triton=4, products=3)
     none = {"triton": 50, "products": 30, "attention": 20, "bytes_of_graphs": 1000, "all": 0.5}
     full = {"triton": 90, "products": 60, "attention": 30, "bytes_of_graphs": 0, "all": 0.7}
-    before = {"flux, compiled, none": none, "flux, compiled, full": full}
-    found = kernels.beside(blocks, before, None)
-    assert found["state"] == "ok" and "flux, compiled, full: triton 90 counted, 90 here (+0.0%)" in found["details"]
+    baseline = {"flux, compiled, none": none, "flux, compiled, full": full}
+    result = kernels.beside(blocks, baseline, None)
+    assert result["state"] == "ok" and "flux, compiled, full: triton 90 counted, 90 here (+0.0%)" in result["details"]
     for name, value in (("triton", 52), ("products", 29), ("bytes_of_graphs", 1031)):
-        found = kernels.beside(blocks, before | {"flux, compiled, none": none | {name: value}}, None)
-        assert found["state"] == "failed" and found["text"].startswith("differs from the count: flux, compiled, none")
+        result = kernels.beside(blocks, baseline | {"flux, compiled, none": none | {name: value}}, None)
+        assert result["state"] == "failed" and result["text"].startswith("differs from the count: flux, compiled, none")
     with pytest.raises(ValueError, match="No compiled step was profiled before"):
         kernels.beside(blocks, {}, None)

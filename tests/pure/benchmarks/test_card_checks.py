@@ -14,11 +14,11 @@ from card.checks.pairs import covering_rows, pairs_of, possible_pairs
 
 def test_every_pair_of_options_that_can_be_together_is_in_a_row():
     rows = training_rows(ALLOCATORS)
-    held = {pair for row in rows for pair in pairs_of(row)}
+    covered_pairs = {pair for row in rows for pair in pairs_of(row)}
     for first, second in combinations(OPTIONS, 2):
         for a, b in product(OPTIONS[first], OPTIONS[second]):
             pair = ((first, a), (second, b))
-            assert (pair in held) is not excludes({first: a, second: b}), pair
+            assert (pair in covered_pairs) is not excludes({first: a, second: b}), pair
     assert not any(excludes(row) for row in rows)
 
 

@@ -26,14 +26,14 @@ def kinds(graph: graphs.Graph) -> list[str]:
 
 def model_of(graph: graphs.Graph, number: str) -> list[str]:
     """Kinds of the nodes that a node's model comes through, the nearest first."""
-    found = []
+    class_types = []
     while isinstance(link := graph[number]["inputs"].get("model"), list):
         number = link[0]
-        found.append(graph[number]["class_type"])
-    return found
+        class_types.append(graph[number]["class_type"])
+    return class_types
 
 
-def made(shared: graphs.Graph) -> dict[str, graphs.Graph]:
+def card_graphs(shared: graphs.Graph) -> dict[str, graphs.Graph]:
     chain = [graphs.swap_node(), graphs.compile_node(mode="reduce-overhead")]
     return {
         "training": graphs.training(shared, 120, "auto"),
@@ -44,7 +44,7 @@ def made(shared: graphs.Graph) -> dict[str, graphs.Graph]:
 
 
 def test_every_link_leads_to_a_node_of_the_graph(shared):
-    for name, graph in made(shared).items():
+    for name, graph in card_graphs(shared).items():
         links = [value for node in graph.values() for value in node["inputs"].values() if isinstance(value, list)]
         assert links and all(link[0] in graph for link in links), name
 
@@ -54,51 +54,55 @@ def test_training_is_the_shared_workflow_with_fewer_steps(shared):
     assert kinds(graph) == kinds(shared)
     (train,) = (node["inputs"] for node in graph.values() if node["class_type"] == "TesseraTrainLora")
     assert (train["steps"], train["compile"], train["save_every"]) == (120, "auto", 60)
-    (before,) = (node["inputs"] for node in shared.values() if node["class_type"] == "TesseraTrainLora")
-    assert before["steps"] == 800
+    (original,) = (node["inputs"] for node in shared.values() if node["class_type"] == "TesseraTrainLora")
+    assert original["steps"] == 800
 
 
 def test_two_pictures_are_sampled_behind_the_chain_and_reported_on(shared):
-    graph = made(shared)["changed"]
+    graph = card_graphs(shared)["changed"]
     samplers = [number for number, node in graph.items() if node["class_type"] == "KSampler"]
     assert [graph[number]["inputs"]["seed"] for number in samplers] == list(graphs.SEEDS)
     for number in samplers:
         assert model_of(graph, number) == ["TesseraCompileModel", "TesseraBlockSwap", "TesseraTryItModels"]
     assert model_of(graph, "report") == model_of(graph, samplers[0])
-    assert "TesseraTrainLora" not in kinds(graph) and "report" not in made(shared)["plain"]
+    assert "TesseraTrainLora" not in kinds(graph) and "report" not in card_graphs(shared)["plain"]
 
 
 def test_the_lora_is_trained_once_and_sampled_resident_and_swapped(shared):
-    graph = made(shared)["lora"]
+    graph = card_graphs(shared)["lora"]
     assert kinds(graph).count("TesseraTrainLora") == kinds(graph).count("LoraModelLoader") == 1
     behind = [model_of(graph, number)[0] for number, node in graph.items() if node["class_type"] == "KSampler"]
     assert behind == ["LoraModelLoader"] * 2 + ["TesseraBlockSwap"] * 2
 
 
 def test_a_report_without_graphs_or_with_eager_calls_fails():
-    def shown(graphs_: int, eager: int) -> dict[str, Any]:
+    def report_node(graphs_: int, eager: int) -> dict[str, Any]:
         regions = [{"eager_calls": eager, "recompiles": ["size 3"]}]
         report = {"graphs": graphs_, "compile_seconds": 4.2, "graph_breaks": 0, "notes": ["a note"], "regions": regions}
         return {"report": {"tessera": [report]}}
 
     words = "2 graphs in 4 s, 0 breaks, 1 compiled again, 0 eager calls; a note"
-    assert graphs.read_report(shown(2, 0)) == (words, True)
-    assert not graphs.read_report(shown(0, 0))[1] and not graphs.read_report(shown(2, 1))[1]
+    assert graphs.read_report(report_node(2, 0)) == (words, True)
+    assert not graphs.read_report(report_node(0, 0))[1] and not graphs.read_report(report_node(2, 1))[1]
     assert graphs.read_report({}) == ("", True)
 
 
-def told(name: str) -> list[dict[str, Any]]:
+def compile_settings(name: str) -> list[dict[str, Any]]:
     return [case.settings[name] for group in nodes("cuda") for case in group.cases if name in case.settings]
 
 
 def test_each_mode_and_scope_of_compile_model_runs_and_graphs_have_their_allocator():
-    assert {how.get("mode", "default") for how in told("compiled")} == {
+    assert {settings.get("mode", "default") for settings in compile_settings("compiled")} == {
         "default",
         "reduce-overhead",
         "max-autotune",
         "max-autotune-no-cudagraphs",
     }
-    assert {how.get("scope", "blocks") for how in told("compiled")} == {"blocks", "stack", "model"}
+    assert {settings.get("scope", "blocks") for settings in compile_settings("compiled")} == {
+        "blocks",
+        "stack",
+        "model",
+    }
     default, graphs_ = nodes("cuda")
     assert (default.spec["option"], graphs_.spec["option"]) == ("", OWN_MALLOC)
     assert {case.settings["compiled"]["mode"] for case in graphs_.cases} == {"reduce-overhead", "max-autotune"}

@@ -29,8 +29,8 @@ def test_full_computes_the_forward_again_and_selective_never_attention() -> None
 
 @pytest.mark.parametrize("budget", [0.1, 0.3, 0.7])
 def test_a_larger_budget_computes_less_again(budget: float) -> None:
-    less, more = (BLOCK.recompute_work("selective", b) for b in (budget + 0.1, budget))
-    assert RATES.seconds(more) > RATES.seconds(less)
+    less_work, more_work = (BLOCK.recompute_work("selective", b) for b in (budget + 0.1, budget))
+    assert RATES.seconds(more_work) > RATES.seconds(less_work)
 
 
 COUNTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "counted.json"
@@ -43,8 +43,8 @@ def counted_work(kernels: list[list[Any]]) -> KernelWork:
     def flop(kind: str) -> int:
         return sum(line[4] for line in kernels if line[0] == kind)
 
-    others = sum(line[3] for line in kernels if line[0] in ("thin", "triton", "other"))
-    return KernelWork(flop("product"), flop("attention"), flop("attention_backward"), others)
+    other_work = sum(line[3] for line in kernels if line[0] in ("thin", "triton", "other"))
+    return KernelWork(flop("product"), flop("attention"), flop("attention_backward"), other_work)
 
 
 def eager_flop(kernels: list[list[Any]]) -> dict[str, float]:
@@ -67,8 +67,8 @@ def test_what_is_reckoned_without_lowering_is_near_what_was_counted(row: str) ->
                 eager_flop(eager["backward"]["kernels"]),
                 eager["forward"]["kept"],
             )
-            again = work.recompute_work(checkpointing, float(budget or 0.0))
-            reckoned += block["count"] * H100_RATES.seconds(work.forward + again + work.backward)
+            recompute = work.recompute_work(checkpointing, float(budget or 0.0))
+            reckoned += block["count"] * H100_RATES.seconds(work.forward + recompute + work.backward)
             graphs = block["graphs"]["none" if way == "full" else way]
             forward, backward = (counted_work(graphs[name]["kernels"]) for name in ("forward", "backward"))
             twice = forward if way == "full" else KernelWork()

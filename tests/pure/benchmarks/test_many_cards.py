@@ -33,8 +33,8 @@ def test_a_step_is_its_parts():
 def test_alone_nothing_is_sent_and_more_devices_are_never_worth_more_than_their_number():
     assert many_cards.step(1.0, 1, SLOW, base=1e9).seconds == 64 + many_cards.UPDATE
     for link in many_cards.LINKS.values():
-        found = [many_cards.efficiency(0.4, ranks, link) for ranks in many_cards.RANKS]
-        assert found[0] == 1 and found == sorted(found, reverse=True)
+        efficiencies = [many_cards.efficiency(0.4, ranks, link) for ranks in many_cards.RANKS]
+        assert efficiencies[0] == 1 and efficiencies == sorted(efficiencies, reverse=True)
 
 
 def test_the_page_is_of_these_figures():

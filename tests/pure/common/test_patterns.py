@@ -25,7 +25,7 @@ MOST = 8  # times as long, where linear takes 4
 
 def constants(tree: ast.Module) -> dict[str, str]:
     """Texts of a module's names, f-strings of known names included."""
-    known: dict[str, str] = {}
+    strings: dict[str, str] = {}
     for node in tree.body:
         if not isinstance(node, ast.Assign):
             continue
@@ -33,20 +33,20 @@ def constants(tree: ast.Module) -> dict[str, str]:
         names = target.elts if isinstance(target, ast.Tuple) else [target]
         values = node.value.elts if isinstance(node.value, ast.Tuple) and len(names) > 1 else [node.value]
         for name, value in zip(names, values, strict=False):
-            if isinstance(name, ast.Name) and (text := text_of(value, known)) is not None:
-                known[name.id] = text
-    return known
+            if isinstance(name, ast.Name) and (text := text_of(value, strings)) is not None:
+                strings[name.id] = text
+    return strings
 
 
-def text_of(node: ast.expr, known: dict[str, str]) -> str | None:
+def text_of(node: ast.expr, strings: dict[str, str]) -> str | None:
     """Text of a pattern; what is only known when it runs, such as an escaped name, counts as the letter a."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None
     if isinstance(node, ast.Name):
-        return known.get(node.id)
+        return strings.get(node.id)
     if isinstance(node, ast.JoinedStr):
         return "".join(
-            part.value if isinstance(part, ast.Constant) else known.get(getattr(part.value, "id", ""), "a")
+            part.value if isinstance(part, ast.Constant) else strings.get(getattr(part.value, "id", ""), "a")
             for part in node.values
         )
     return None
@@ -54,11 +54,11 @@ def text_of(node: ast.expr, known: dict[str, str]) -> str | None:
 
 def methods_of(tree: ast.Module) -> dict[str, set[str]]:
     """Methods that a module calls on each of its names, as on a compiled pattern."""
-    found: dict[str, set[str]] = {}
+    methods: dict[str, set[str]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in FUNCTIONS:
-            found.setdefault(node.value.id, set()).add(node.attr)
-    return found
+            methods.setdefault(node.value.id, set()).add(node.attr)
+    return methods
 
 
 def tables(tree: ast.Module) -> dict[str, list[str]]:
@@ -69,22 +69,22 @@ def tables(tree: ast.Module) -> dict[str, list[str]]:
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Tuple)
         if isinstance(node.target if isinstance(node, ast.AnnAssign) else node.targets[0], ast.Name)
     }
-    found: dict[str, list[str]] = {}
+    texts_by_name: dict[str, list[str]] = {}
     for loop in ast.walk(tree):
         if isinstance(loop, (ast.For, ast.comprehension)) and isinstance(loop.iter, ast.Name) and loop.iter.id in rows:
             first = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else loop.target
             firsts = (row.elts[0] for row in rows[loop.iter.id].elts if isinstance(row, ast.Tuple))
             texts_found = [text for row in firsts if (text := text_of(row, {})) is not None]
-            found.setdefault(ast.unparse(first), []).extend(texts_found)
-    return found
+            texts_by_name.setdefault(ast.unparse(first), []).extend(texts_found)
+    return texts_by_name
 
 
 def patterns() -> list[tuple[str, str, int, bool]]:
     """List every pattern that the pack gives to `re`: place, text, flags, and whether it may begin anywhere."""
-    found = []
+    entries = []
     for file in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"))
-        known, methods = constants(tree), methods_of(tree)
+        strings, methods = constants(tree), methods_of(tree)
         names = {
             node.value: node.targets[0].id
             for node in ast.walk(tree)
@@ -100,17 +100,17 @@ def patterns() -> list[tuple[str, str, int, bool]]:
                 and node.args
             ):
                 flags = re.DOTALL if "DOTALL" in ast.unparse(node) else 0
-                text = text_of(node.args[0], known)
+                text = text_of(node.args[0], strings)
                 used = methods.get(names.get(node, ""), {"search"}) if node.func.attr == "compile" else {node.func.attr}
                 place = f"{file.relative_to(ROOT)}:{node.lineno}"
-                for each in [text] if text is not None else tables(tree).get(ast.unparse(node.args[0]), []):
-                    found.append((place, each, flags, not used <= {"match", "fullmatch"}))
-    return found
+                for expression in [text] if text is not None else tables(tree).get(ast.unparse(node.args[0]), []):
+                    entries.append((place, expression, flags, not used <= {"match", "fullmatch"}))
+    return entries
 
 
 def letters(parsed, depth: int = 0) -> set[str]:
     """Characters that a parsed pattern names, and one of each class that it names."""
-    found: set[str] = set()
+    characters: set[str] = set()
     classes = {
         sre.CATEGORY_DIGIT: "0",
         sre.CATEGORY_SPACE: " \n",
@@ -121,17 +121,17 @@ def letters(parsed, depth: int = 0) -> set[str]:
     }
     for op, value in parsed:
         if op in (sre.LITERAL, sre.NOT_LITERAL):
-            found.add(chr(value))
+            characters.add(chr(value))
         elif op is sre.RANGE:
-            found.add(chr(value[0]))
+            characters.add(chr(value[0]))
         elif op is sre.CATEGORY:
-            found |= set(classes.get(value, "a"))
+            characters |= set(classes.get(value, "a"))
         elif op is sre.ANY:
-            found |= set("a\n")
+            characters |= set("a\n")
         elif isinstance(value, (list, tuple, sre_parse.SubPattern)):
             for inner in nested(value):
-                found |= letters(inner, depth + 1)
-    return found
+                characters |= letters(inner, depth + 1)
+    return characters
 
 
 def nested(value):
@@ -147,10 +147,10 @@ def nested(value):
 
 def words(pattern: str) -> set[str]:
     """Texts whose repetition may be hard: the pattern's characters, pairs of them, and its literal runs."""
-    found = sorted(letters(sre_parse.parse(pattern)))[:7]
+    alphabet = sorted(letters(sre_parse.parse(pattern)))[:7]
     runs = re.findall(r"[A-Za-z_]{2,}", re.sub(r"\\[a-zA-Z]|\(\?P?<\w+>", " ", pattern))[:3]
     heads = [re.sub(r"\\(.)", r"\1", head) for head in re.findall(r"^(?:[\w '.:-]|\\[^a-zA-Z])+", pattern)]
-    return {*found, *(a + b for a in found for b in found if a < b), *runs, *heads}
+    return {*alphabet, *(a + b for a in alphabet for b in alphabet if a < b), *runs, *heads}
 
 
 def seconds(compiled: re.Pattern[str], text: str, anywhere: bool) -> float:

@@ -22,6 +22,6 @@ def test_the_ends_of_a_long_text_stay():
 
 def test_names_in_a_list_and_unknown_choices_are_cut():
     assert len(shortlist(["a" * 10**6] * 9)) < 600
-    with pytest.raises(ValueError, match="flip is 'aaa.*…a*'; choose one of off, on") as told:
+    with pytest.raises(ValueError, match="flip is 'aaa.*…a*'; choose one of off, on") as error:
         one_of("flip", "a" * 10**6, ("off", "on"))
-    assert len(str(told.value)) < 200
+    assert len(str(error.value)) < 200

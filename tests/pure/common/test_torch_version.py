@@ -20,12 +20,12 @@ def test_a_torch_that_is_new_enough_passes(version):
 
 @pytest.mark.parametrize("version", ["2.10.0", "2.8.0+cu128", "1.13.1", "2.9.0a0+git1"])
 def test_an_older_torch_is_a_sentence(version):
-    with pytest.raises(RuntimeError) as told:
+    with pytest.raises(RuntimeError) as error:
         check_torch(version)
-    assert str(told.value) == f"Tessera needs torch {NAMED} or newer, and ComfyUI runs with {version}; update torch."
+    assert str(error.value) == f"Tessera needs torch {NAMED} or newer, and ComfyUI runs with {version}; update torch."
 
 
 def test_the_pages_and_the_package_name_it():
     assert f"torch {NAMED} or newer" in (ROOT / "README.md").read_text("utf-8")
-    asked = re.search(r'^torch = \["torch>=(.+)"\]$', (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
-    assert asked and asked[1] == NAMED
+    match = re.search(r'^torch = \["torch>=(.+)"\]$', (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
+    assert match and match[1] == NAMED

@@ -67,8 +67,8 @@ def test_names_with_stars_match_as_a_regular_expression_would():
     for _ in range(3000):
         pattern = "".join(draw.choices("ab*?[", k=draw.randrange(7)))
         name = "".join(draw.choices("ab?[]", k=draw.randrange(9)))
-        wanted = re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), name, re.DOTALL)
-        assert bool(name_matcher(pattern, "loras").match(name)) == bool(wanted), (pattern, name)
+        expected = re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), name, re.DOTALL)
+        assert bool(name_matcher(pattern, "loras").match(name)) == bool(expected), (pattern, name)
 
 
 def test_a_name_of_many_stars_does_not_freeze():
@@ -136,22 +136,22 @@ def test_no_link_below_a_root_is_followed(tmp_path):
 
 
 def test_pictures_wait_for_room_and_a_large_one_goes_alone():
-    gate, most, done = PixelGate(100), [], []
+    gate, levels, finished = PixelGate(100), [], []
 
     def decode(pixels):
         with gate.decoding(pixels):
-            most.append(gate.in_flight)
-        done.append(pixels)
+            levels.append(gate.in_flight)
+        finished.append(pixels)
 
     threads = [threading.Thread(target=decode, args=(pixels,)) for pixels in (60, 60, 40, 250, 10, 100)]
     with gate.decoding(100):
         for thread in threads:
             thread.start()
-        assert done == [] and gate.in_flight == 100
+        assert finished == [] and gate.in_flight == 100
     for thread in threads:
         thread.join(timeout=30)
-    assert sorted(done) == [10, 40, 60, 60, 100, 250] and gate.in_flight == 0
-    assert max(size for size in most if size != 250) <= 100
+    assert sorted(finished) == [10, 40, 60, 60, 100, 250] and gate.in_flight == 0
+    assert max(size for size in levels if size != 250) <= 100
 
 
 # The table

@@ -34,26 +34,26 @@ def test_the_picture_has_its_size_and_mode():
 
 
 def test_each_panel_changes_with_the_plan():
-    one = plan_buckets(SIZES, **FLUX)
+    single = plan_buckets(SIZES, **FLUX)
     two = plan_buckets(SIZES, max_graphs=2, **FLUX)
-    assert len(one.token_counts) == 1 and len(two.token_counts) == 2
+    assert len(single.token_counts) == 1 and len(two.token_counts) == 2
     for panel in (HISTOGRAM, CROPS, GRIDS):
-        assert (pixels(one, SIZES, panel) != pixels(two, SIZES, panel)).any()
-        assert (pixels(one, SIZES, panel) == pixels(one, SIZES, panel)).all()
+        assert (pixels(single, SIZES, panel) != pixels(two, SIZES, panel)).any()
+        assert (pixels(single, SIZES, panel) == pixels(single, SIZES, panel)).all()
 
 
 def test_each_family_shows_in_its_own_colour_in_the_histogram_and_in_the_grids():
     for graphs in (1, 2):
         plan = plan_buckets(SIZES, max_graphs=graphs, **FLUX)
         for panel in (HISTOGRAM, GRIDS):
-            drawn = pixels(plan, SIZES, panel)
-            assert [near(drawn, colour) > 0 for colour in BUCKET_COLOURS[:3]] == [True, graphs == 2, False]
+            image = pixels(plan, SIZES, panel)
+            assert [near(image, colour) > 0 for colour in BUCKET_COLOURS[:3]] == [True, graphs == 2, False]
 
 
 def test_the_highest_bar_stands_at_the_commonest_aspect():
     sizes = [(1000, 1000)] * 3 + [(1000, 2000)] * 30 + [(2000, 1000)]
-    drawn = pixels(plan_buckets(sizes, **FLUX), sizes, HISTOGRAM)
-    heights = (np.abs(drawn - BUCKET_COLOURS[0]).max(axis=-1) <= 8).sum(axis=0)
+    image = pixels(plan_buckets(sizes, **FLUX), sizes, HISTOGRAM)
+    heights = (np.abs(image - BUCKET_COLOURS[0]).max(axis=-1) <= 8).sum(axis=0)
     left, centre, right = (heights[part].max() for part in (slice(0, 170), slice(170, 350), slice(350, None)))
     assert right > 0.97 * (HISTOGRAM[3] - HISTOGRAM[1])
     assert centre == pytest.approx(right * 3 / 30, abs=2)
@@ -64,9 +64,9 @@ def test_what_is_lost_is_drawn_as_an_area_of_that_part():
     sizes = [(1000, 1000)] * 30 + [(100, 1000)] * 10
     plan = plan_buckets(sizes, **FLUX)
     assert plan.worst_crop == pytest.approx(0.6)
-    drawn = pixels(plan, sizes, CROPS)
-    lost = (drawn[..., 0] > 200) & (drawn[..., 0] - drawn[..., 2] > 20)
-    columns = lost.sum(axis=0)
+    image = pixels(plan, sizes, CROPS)
+    lost_area = (image[..., 0] > 200) & (image[..., 0] - image[..., 2] > 20)
+    columns = lost_area.sum(axis=0)
     assert 0.22 < (columns > 40).mean() < 0.28
     assert columns[: len(columns) // 5].mean() == pytest.approx((CROPS[3] - CROPS[1]) / 1.1, rel=0.07)
 
@@ -75,15 +75,15 @@ def test_nothing_lost_is_drawn_as_nothing():
     sizes = [(1024, 1024)] * 4
     plan = plan_buckets(sizes, **FLUX)
     assert plan.worst_crop == 0
-    drawn = pixels(plan, sizes, (CROPS[0], CROPS[1], CROPS[2], CROPS[3] - 20))
-    assert near(drawn, LOST) == 0
+    image = pixels(plan, sizes, (CROPS[0], CROPS[1], CROPS[2], CROPS[3] - 20))
+    assert near(image, LOST) == 0
 
 
 @pytest.mark.parametrize("fit", ("whole grids", "ragged edge"))
 def test_any_data_set_can_be_drawn(fit):
     rng = np.random.default_rng(4)
-    many = [(int(h), int(w)) for h, w in rng.integers(200, 3000, (400, 2))]
-    for sizes in ([(1, 1)], [(10, 1000)], [(1000, 10), (10, 1000)], many):
+    many_sizes = [(int(h), int(w)) for h, w in rng.integers(200, 3000, (400, 2))]
+    for sizes in ([(1, 1)], [(10, 1000)], [(1000, 10), (10, 1000)], many_sizes):
         for megapixels in (0.001, 0.06, 1.0):
             plan = plan_buckets(sizes, megapixels=megapixels, pixels_per_token=16, max_graphs=9, fit=fit)
             assert plot_plan(plan, sizes).size == (WIDTH, HEIGHT)

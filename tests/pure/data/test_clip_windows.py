@@ -4,16 +4,16 @@ import pytest
 from tessera.data.media.clip_windows import EXTRACTIONS, Extraction, parse_target_frames, round_down_frames
 
 
-def drawn(extraction, frames):
+def timeline(extraction, frames):
     return ["o" * start + "x" * count + "o" * (frames - start - count) for start, count in extraction.windows(frames)]
 
 
 def test_head_takes_the_first_frames():
-    assert drawn(Extraction((1, 13, 25)), 40) == ["x" + "o" * 39, "x" * 13 + "o" * 27, "x" * 25 + "o" * 15]
+    assert timeline(Extraction((1, 13, 25)), 40) == ["x" + "o" * 39, "x" * 13 + "o" * 27, "x" * 25 + "o" * 15]
 
 
 def test_chunk_takes_one_clip_after_the_other():
-    assert drawn(Extraction((13, 25), method="chunk"), 40) == [
+    assert timeline(Extraction((13, 25), method="chunk"), 40) == [
         "x" * 13 + "o" * 27,
         "o" * 13 + "x" * 13 + "o" * 14,
         "o" * 26 + "x" * 13 + "o",
@@ -75,9 +75,9 @@ def test_a_list_of_frames_is_read_and_lowered_to_what_the_vae_takes():
 
 @pytest.mark.parametrize("text", ["", " , ", "a", "25.5", "-5", "0", "25, x", "9" * 4300, "25, " + "9" * 10**5])
 def test_what_is_no_list_of_frames_is_told(text):
-    with pytest.raises(ValueError, match=r"target_frames is .*; write the numbers of frames with commas") as told:
+    with pytest.raises(ValueError, match=r"target_frames is .*; write the numbers of frames with commas") as error:
         parse_target_frames(text)
-    assert len(str(told.value)) < 220
+    assert len(str(error.value)) < 220
 
 
 @pytest.mark.parametrize(

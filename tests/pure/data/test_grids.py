@@ -7,14 +7,14 @@ from tessera.data.buckets.grids import FITS, RAGGED_EDGE, Grid, Placement, find_
 
 def all_grids(tokens: int, fit: str, max_aspect: float) -> list[tuple[int, int]]:
     """(height, width) of every grid that holds the tokens with less than a row to spare (none for whole grids)."""
-    found = []
+    grids = []
     for width in range(1, tokens + 1):
         for height in (tokens // width, tokens // width + 1):
             spare = height * width - tokens
             holds = spare == 0 or (fit == RAGGED_EDGE and 0 < spare < width)
             if height and holds and 1 / max_aspect <= width / height <= max_aspect:
-                found.append((height, width))
-    return found
+                grids.append((height, width))
+    return grids
 
 
 @pytest.mark.parametrize("fit", FITS)
@@ -23,16 +23,16 @@ def test_a_family_loses_as_little_as_the_best_of_all_grids_at_any_aspect(fit, ma
     log_aspects = np.linspace(-2, 2, 2001)
     aspects = np.exp(log_aspects)
     for tokens in (1, 2, 4, 7, 15, 16, 19, 22, 60, 97, 240, 241, 900, 3600, 4047):
-        every = all_grids(tokens, fit, max_aspect)
+        candidates = all_grids(tokens, fit, max_aspect)
         family = find_bucket(tokens, fit, max_aspect)
-        if not every:
+        if not candidates:
             assert family is None
             continue
         best = np.max(
-            [np.minimum(aspects / (w / h), w / h / aspects) * tokens / (h * w) for h, w in every],
+            [np.minimum(aspects / (w / h), w / h / aspects) * tokens / (h * w) for h, w in candidates],
             axis=0,
         )
-        assert {(g.height, g.width) for g in family.grids} <= set(every)
+        assert {(g.height, g.width) for g in family.grids} <= set(candidates)
         assert np.allclose(1 - family.crop(log_aspects), best, rtol=0, atol=1e-12)
 
 

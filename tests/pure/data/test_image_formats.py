@@ -15,11 +15,11 @@ def opens(path: Path) -> list[ast.Call]:
 
 
 def test_every_image_is_opened_by_the_decoders_of_formats_that_are_named():
-    found = {path: opens(path) for top in PACK for path in sorted((ROOT / top).rglob("*.py"))}
-    assert sum(map(len, found.values())) >= 3
+    calls_by_file = {path: opens(path) for top in PACK for path in sorted((ROOT / top).rglob("*.py"))}
+    assert sum(map(len, calls_by_file.values())) >= 3
     open_to_all = [
         f"{path.relative_to(ROOT)}:{call.lineno}"
-        for path, calls in found.items()
+        for path, calls in calls_by_file.items()
         for call in calls
         if "formats" not in {keyword.arg for keyword in call.keywords}
     ]

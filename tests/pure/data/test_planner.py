@@ -27,21 +27,21 @@ def some_sizes(count: int, seed: int) -> list[tuple[int, int]]:
     return [(rng.randrange(400, 3000), rng.randrange(400, 3000)) for _ in range(count)]
 
 
-def lost(size: tuple[int, int], grid: Grid, tokens: int) -> float:
+def lost_share(size: tuple[int, int], grid: Grid, tokens: int) -> float:
     """The part of a picture that is lost: covered by the grid in proportion, cut to it, less the tokens left out."""
     height, width = size
     scale = max(grid.height / height, grid.width / width)
-    seen = (grid.height / scale) * (grid.width / scale)
-    return 1 - seen / (height * width) * tokens / (grid.height * grid.width)
+    visible_area = (grid.height / scale) * (grid.width / scale)
+    return 1 - visible_area / (height * width) * tokens / (grid.height * grid.width)
 
 
 def grids_of(tokens: int, fit: str, max_aspect: float = 4.0) -> list[Grid]:
-    found = []
+    grids = []
     for width in range(1, tokens + 1):
         height = ceil(tokens / width)
         if (fit == RAGGED_EDGE or height * width == tokens) and 1 / max_aspect <= width / height <= max_aspect:
-            found.append(Grid(height, width))
-    return found
+            grids.append(Grid(height, width))
+    return grids
 
 
 def mean_loss(sizes, weights, counts, fit, wanted_of) -> float:
@@ -49,14 +49,14 @@ def mean_loss(sizes, weights, counts, fit, wanted_of) -> float:
     total = 0.0
     for size, weight in zip(sizes, weights, strict=True):
         total += weight * min(
-            lost(size, grid, n) + 0.01 * abs(log(n / wanted_of)) for n in counts for grid in grids_of(n, fit)
+            lost_share(size, grid, n) + 0.01 * abs(log(n / wanted_of)) for n in counts for grid in grids_of(n, fit)
         )
     return total / sum(weights) + 0.005 * (len(counts) - 1)
 
 
 def objective_of(plan, sizes, weights) -> float:
     crops = [
-        weight * (lost(size, p.grid, p.tokens) + 0.01 * abs(log(p.tokens / plan.wanted_tokens)))
+        weight * (lost_share(size, p.grid, p.tokens) + 0.01 * abs(log(p.tokens / plan.wanted_tokens)))
         for size, weight, p in zip(sizes, weights, plan.placements, strict=True)
     ]
     return sum(crops) / sum(weights) + 0.005 * (len(plan.token_counts) - 1)
@@ -87,8 +87,8 @@ def test_the_token_counts_stay_near_the_wanted_size():
         for megapixels in (0.06, 0.25, 1.0, 2.0):
             sizes = some_sizes(60, 3)
             plan = plan_buckets(sizes, megapixels=megapixels, pixels_per_token=16, max_graphs=3, fit=fit)
-            wanted = megapixels * 1024 * 1024 / 256
-            assert all(wanted * 7 / 8 <= n <= wanted * 17 / 16 for n in plan.token_counts)
+            wanted_tokens = megapixels * 1024 * 1024 / 256
+            assert all(wanted_tokens * 7 / 8 <= n <= wanted_tokens * 17 / 16 for n in plan.token_counts)
 
 
 @pytest.mark.parametrize("fit", FITS)
@@ -97,10 +97,10 @@ def test_one_count_is_the_best_of_all_in_the_window(fit):
         sizes = some_sizes(count, seed)
         weights = [random.Random(seed + i).choice((1, 1, 5, 20)) for i in range(count)]
         plan = plan_buckets(sizes, megapixels=0.1, pixels_per_token=16, fit=fit, weights=weights)
-        wanted = plan.wanted_tokens
-        assert wanted == round(0.1 * 1024 * 1024 / 256)
-        window = [n for n in range(ceil(wanted * 7 / 8), floor(wanted * 17 / 16) + 1) if grids_of(n, fit)]
-        best = min(mean_loss(sizes, weights, [n], fit, wanted) for n in window)
+        wanted_tokens = plan.wanted_tokens
+        assert wanted_tokens == round(0.1 * 1024 * 1024 / 256)
+        window = [n for n in range(ceil(wanted_tokens * 7 / 8), floor(wanted_tokens * 17 / 16) + 1) if grids_of(n, fit)]
+        best = min(mean_loss(sizes, weights, [n], fit, wanted_tokens) for n in window)
         assert objective_of(plan, sizes, weights) == pytest.approx(best, abs=1e-9)
 
 
@@ -108,10 +108,14 @@ def test_two_counts_are_the_best_pair_of_all_in_the_window():
     for seed in range(3):
         sizes = some_sizes(6, seed)
         plan = plan_buckets(sizes, megapixels=0.06, pixels_per_token=16, max_graphs=2)
-        wanted = plan.wanted_tokens
-        window = [n for n in range(ceil(wanted * 7 / 8), floor(wanted * 17 / 16) + 1) if grids_of(n, "whole grids")]
+        wanted_tokens = plan.wanted_tokens
+        window = [
+            n
+            for n in range(ceil(wanted_tokens * 7 / 8), floor(wanted_tokens * 17 / 16) + 1)
+            if grids_of(n, "whole grids")
+        ]
         subsets = [[n] for n in window] + [list(pair) for pair in combinations(window, 2)]
-        best = min(mean_loss(sizes, [1] * 6, counts, "whole grids", wanted) for counts in subsets)
+        best = min(mean_loss(sizes, [1] * 6, counts, "whole grids", wanted_tokens) for counts in subsets)
         assert objective_of(plan, sizes, [1] * 6) == pytest.approx(best, abs=1e-9)
 
 
@@ -165,7 +169,7 @@ def test_each_picture_has_the_grid_that_loses_least(megapixels):
         (tokens,) = plan.token_counts
         grids = grids_of(tokens, fit)
         for size, placement in zip(sizes, plan.placements, strict=True):
-            assert placement.crop == pytest.approx(min(lost(size, grid, tokens) for grid in grids), abs=1e-12)
+            assert placement.crop == pytest.approx(min(lost_share(size, grid, tokens) for grid in grids), abs=1e-12)
 
 
 def test_mean_and_worst_crop_are_those_of_the_placements():
@@ -204,14 +208,14 @@ def test_on_ten_thousand_pictures_it_beats_buckets_of_equal_area():
     sizes, counts = table_of_sizes()
     assert sum(counts) == 10_000
     grid_crop, grid_counts = equal_area_crop(sizes, 1.0, 16, weights=counts)
-    one, two, three = (plan_buckets(sizes, weights=counts, max_graphs=n, **FLUX) for n in (1, 2, 3))
+    single, two, three = (plan_buckets(sizes, weights=counts, max_graphs=n, **FLUX) for n in (1, 2, 3))
     ragged = plan_buckets(sizes, weights=counts, fit=RAGGED_EDGE, **FLUX)
     assert grid_counts >= 10
-    assert (one.equal_area_crop, one.equal_area_counts) == (grid_crop, grid_counts)
+    assert (single.equal_area_crop, single.equal_area_counts) == (grid_crop, grid_counts)
     assert ragged.mean_crop < grid_crop / 2
     assert two.mean_crop < grid_crop
     assert three.mean_crop < grid_crop / 2
-    assert one.mean_crop < 0.051
+    assert single.mean_crop < 0.051
 
 
 def test_it_beats_the_figures_for_buckets_that_do_not_know_the_pictures():
@@ -237,8 +241,8 @@ def test_buckets_of_equal_area_are_all_those_that_fit_in_steps_of_64_pixels():
     buckets = {(1024 * 1024 // width // 64 * 64, width) for width in sides}
     buckets |= {(width, height) for height, width in buckets}
     assert (1024, 1024) in buckets and (832, 1216) in buckets
-    nearest = [min(buckets, key=lambda b, s=size: lost(s, Grid(*b), b[0] * b[1])) for size in sizes]
-    crop = sum(lost(s, Grid(*b), b[0] * b[1]) for s, b in zip(sizes, nearest, strict=True)) / len(sizes)
+    nearest = [min(buckets, key=lambda b, s=size: lost_share(s, Grid(*b), b[0] * b[1])) for size in sizes]
+    crop = sum(lost_share(s, Grid(*b), b[0] * b[1]) for s, b in zip(sizes, nearest, strict=True)) / len(sizes)
     assert equal_area_crop(sizes, 1.0, 16) == (pytest.approx(crop), len({h * w for h, w in nearest}))
 
 
@@ -281,9 +285,9 @@ def test_pictures_smaller_than_their_grid_are_counted():
     ],
 )
 def test_bad_input_ends_in_one_sentence(change, sentence):
-    given = {"sizes": [(512, 512)], "megapixels": 1.0, "pixels_per_token": 16} | change
+    arguments = {"sizes": [(512, 512)], "megapixels": 1.0, "pixels_per_token": 16} | change
     with pytest.raises(ValueError, match=sentence):
-        plan_buckets(given.pop("sizes"), **given)
+        plan_buckets(arguments.pop("sizes"), **arguments)
 
 
 def test_latents_of_few_counts_stay_whole():
@@ -305,8 +309,8 @@ def test_latents_of_many_counts_are_cut_with_the_least_loss_and_never_enlarged()
         grids = [Grid(rng.randrange(8, 20), rng.randrange(8, 20)) for _ in range(9)]
         for max_graphs in (1, 2, 3):
             placements = place_latents(grids, max_graphs)
-            chosen = {p.tokens for p in placements}
-            assert len(chosen) <= max_graphs
+            token_counts = {p.tokens for p in placements}
+            assert len(token_counts) <= max_graphs
             for grid, placement in zip(grids, placements, strict=True):
                 cut = placement.grid
                 assert cut.height <= grid.height and cut.width <= grid.width

@@ -19,7 +19,7 @@ def some_sizes(count: int, seed: int) -> list[tuple[int, int]]:
     return [(rng.randrange(300, 1200), rng.randrange(300, 1200)) for _ in range(count)]
 
 
-def lost(size: tuple[int, int], height: int, width: int, tokens: int) -> float:
+def lost_share(size: tuple[int, int], height: int, width: int, tokens: int) -> float:
     """The part of a frame that is lost on a (height, width) grid of which `tokens` are kept."""
     aspect, target = size[1] / size[0], width / height
     return 1 - min(aspect / target, target / aspect) * tokens / (height * width)
@@ -28,23 +28,23 @@ def lost(size: tuple[int, int], height: int, width: int, tokens: int) -> float:
 def least_loss(size: tuple[int, int], tokens: int, fit: str) -> float:
     grids = [(ceil(tokens / width), width) for width in range(1, tokens + 1)]
     grids = [(h, w) for h, w in grids if (fit == RAGGED_EDGE or h * w == tokens) and 1 / 4 <= w / h <= 4]
-    return min((lost(size, h, w, tokens) for h, w in grids), default=float("inf"))
+    return min((lost_share(size, h, w, tokens) for h, w in grids), default=float("inf"))
 
 
-def objective(sizes, frames, counts, fit, wanted) -> float:
+def objective(sizes, frames, counts, fit, wanted_tokens) -> float:
     """The tokens's cost of a set of token counts by the rule in its module's text; infinite where one can't serve."""
     total = 0.0
     for size, length in zip(sizes, frames, strict=True):
         per_frame = [n // length for n in counts if n % length == 0]
-        per_frame = [n for n in per_frame if wanted * 7 / 8 <= n <= wanted * 17 / 16]
-        costs = [least_loss(size, n, fit) + 0.01 * abs(log(n / wanted)) for n in per_frame]
+        per_frame = [n for n in per_frame if wanted_tokens * 7 / 8 <= n <= wanted_tokens * 17 / 16]
+        costs = [least_loss(size, n, fit) + 0.01 * abs(log(n / wanted_tokens)) for n in per_frame]
         total += min(costs, default=float("inf"))
     return total / len(sizes) + 0.005 * (len(counts) - 1)
 
 
 def objective_of(plan, sizes) -> float:
     costs = [
-        lost(size, p.grid.height, p.grid.width, p.tokens // p.grid.frames)
+        lost_share(size, p.grid.height, p.grid.width, p.tokens // p.grid.frames)
         + 0.01 * abs(log(p.tokens / p.grid.frames / plan.wanted_tokens))
         for size, p in zip(sizes, plan.placements, strict=True)
     ]
@@ -58,11 +58,11 @@ def test_every_frame_of_a_clip_keeps_equally_many_tokens_near_the_wanted_size(fi
     plan = plan_buckets(sizes, frames=frames, fit=fit, max_graphs=5, **WAN)
     assert [p.grid.frames for p in plan.placements] == frames
     for placement in plan.placements:
-        kept, rest = divmod(placement.tokens, placement.grid.frames)
+        kept_tokens, rest = divmod(placement.tokens, placement.grid.frames)
         cells = placement.grid.height * placement.grid.width
-        assert rest == 0 and cells - placement.grid.width < kept <= cells
-        assert fit == RAGGED_EDGE or kept == cells
-        assert plan.wanted_tokens * 7 / 8 <= kept <= plan.wanted_tokens * 17 / 16
+        assert rest == 0 and cells - placement.grid.width < kept_tokens <= cells
+        assert fit == RAGGED_EDGE or kept_tokens == cells
+        assert plan.wanted_tokens * 7 / 8 <= kept_tokens <= plan.wanted_tokens * 17 / 16
 
 
 @pytest.mark.parametrize("fit", FITS)
@@ -82,9 +82,9 @@ def test_a_shared_count_is_the_best_of_all_in_the_window(fit):
         sizes = some_sizes(6, seed)
         frames = [lengths[index % len(lengths)] for index in range(6)]
         plan = plan_buckets(sizes, frames=frames, megapixels=0.06, pixels_per_token=16, fit=fit)
-        wanted = plan.wanted_tokens
-        window = range(floor(wanted * 7 / 8) * min(lengths), ceil(wanted * 17 / 16) * max(lengths) + 1)
-        best = min(objective(sizes, frames, [n], fit, wanted) for n in window)
+        wanted_tokens = plan.wanted_tokens
+        window = range(floor(wanted_tokens * 7 / 8) * min(lengths), ceil(wanted_tokens * 17 / 16) * max(lengths) + 1)
+        best = min(objective(sizes, frames, [n], fit, wanted_tokens) for n in window)
         assert objective_of(plan, sizes) == pytest.approx(best, abs=1e-9)
 
 
@@ -92,20 +92,20 @@ def test_pictures_and_clips_together_get_the_best_pair_of_all():
     sizes = some_sizes(6, 5)
     frames = [1, 3, 1, 3, 3, 1]
     plan = plan_buckets(sizes, frames=frames, megapixels=0.06, pixels_per_token=16, max_graphs=1)
-    wanted = plan.wanted_tokens
-    per_frame = range(ceil(wanted * 7 / 8), floor(wanted * 17 / 16) + 1)
+    wanted_tokens = plan.wanted_tokens
+    per_frame = range(ceil(wanted_tokens * 7 / 8), floor(wanted_tokens * 17 / 16) + 1)
     pairs = [(n, 3 * m) for n in per_frame for m in per_frame]
-    best = min(objective(sizes, frames, pair, WHOLE_GRIDS, wanted) for pair in pairs)
+    best = min(objective(sizes, frames, pair, WHOLE_GRIDS, wanted_tokens) for pair in pairs)
     assert len(plan.token_counts) == plan.least_graphs == 2
     assert objective_of(plan, sizes) == pytest.approx(best, abs=1e-9)
 
 
 def test_a_graph_beyond_the_least_is_used_only_where_it_pays():
     sizes, frames = some_sizes(40, 3), [6, 7] * 20
-    one, two = (plan_buckets(sizes, frames=frames, max_graphs=graphs, **WAN) for graphs in (1, 2))
-    assert len(one.token_counts) == 1 and len(two.token_counts) == 2
-    assert objective_of(two, sizes) < objective_of(one, sizes)
-    assert two.mean_crop < one.mean_crop - 0.005
+    single, two = (plan_buckets(sizes, frames=frames, max_graphs=graphs, **WAN) for graphs in (1, 2))
+    assert len(single.token_counts) == 1 and len(two.token_counts) == 2
+    assert objective_of(two, sizes) < objective_of(single, sizes)
+    assert two.mean_crop < single.mean_crop - 0.005
 
 
 def test_searching_by_exchange_finds_a_plan_for_every_frame_count(monkeypatch):
@@ -120,8 +120,8 @@ def test_searching_by_exchange_finds_a_plan_for_every_frame_count(monkeypatch):
     assert [p.grid.frames for p in searched.placements] == frames
     assert objective_of(searched, sizes) <= objective_of(exact, sizes) + 0.003
     monkeypatch.setattr(planner, "TABLE_LIMIT", 1)
-    few = plan_buckets(sizes, frames=frames, max_graphs=3, **WAN)
-    assert [p.grid.frames for p in few.placements] == frames and len(few.token_counts) == 3
+    plan = plan_buckets(sizes, frames=frames, max_graphs=3, **WAN)
+    assert [p.grid.frames for p in plan.placements] == frames and len(plan.token_counts) == 3
 
 
 def test_frames_of_one_are_pictures_and_weights_count():

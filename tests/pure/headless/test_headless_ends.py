@@ -33,29 +33,29 @@ def output(tmp_path, monkeypatch):
 def nodes(monkeypatch):
     """ComfyUI's nodes; `cancelled` holds what was interrupted."""
     cancelled = []
-    found = SimpleNamespace(interrupt_processing=lambda: cancelled.append(True), cancelled=cancelled)
-    monkeypatch.setitem(sys.modules, "nodes", found)
-    return found
+    stand_in = SimpleNamespace(interrupt_processing=lambda: cancelled.append(True), cancelled=cancelled)
+    monkeypatch.setitem(sys.modules, "nodes", stand_in)
+    return stand_in
 
 
 @pytest.fixture
 def executor(monkeypatch):
     """ComfyUI's executor, which would hand every input to a node."""
-    found = SimpleNamespace(get_input_data=lambda inputs, kind, number: (inputs, {}, {}))
-    monkeypatch.setitem(sys.modules, "execution", found)
+    stand_in = SimpleNamespace(get_input_data=lambda inputs, kind, number: (inputs, {}, {}))
+    monkeypatch.setitem(sys.modules, "execution", stand_in)
 
 
 def run_of(rank=None, result=None, prompt=TRAINS, changed=()):
-    told, rank, result = Reporter(None), rank or Rank(), result or Result(None)
-    made = Run(prompt, {}, set(changed), told, rank, result)
-    made.started = STARTED
-    return made
+    reporter, rank, result = Reporter(None), rank or Rank(), result or Result(None)
+    run = Run(prompt, {}, set(changed), reporter, rank, result)
+    run.started = STARTED
+    return run
 
 
-def written(path, at):
+def write_file(path, mtime):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("")
-    os.utime(path, (at, at))
+    os.utime(path, (mtime, mtime))
 
 
 @pytest.mark.parametrize(
@@ -70,13 +70,13 @@ def written(path, at):
     ],
 )
 def test_a_state_is_one_of_a_run_that_was_told_of_since_the_start(files, is_it, tmp_path):
-    for name, at in files.items():
-        written(tmp_path / "loras" / "folder" / "a (1)" / name, at)
+    for name, mtime in files.items():
+        write_file(tmp_path / "loras" / "folder" / "a (1)" / name, mtime)
     assert saved_a_state(str(tmp_path), STARTED) is is_it
 
 
 @pytest.mark.parametrize(
-    ("size", "by", "has_failed", "saved", "unsaved"),
+    ("size", "stop_signal", "has_failed", "saved", "unsaved"),
     [
         (1, signal.SIGTERM, False, 75, 143),
         (1, signal.SIGINT, False, 130, 130),
@@ -87,17 +87,17 @@ def test_a_state_is_one_of_a_run_that_was_told_of_since_the_start(files, is_it, 
         (1, signal.SIGTERM, True, 75, 1),
     ],
 )
-def test_the_exit_code_says_whether_and_how_it_goes_on(size, by, has_failed, saved, unsaved, output, capsys):
+def test_the_exit_code_says_whether_and_how_it_goes_on(size, stop_signal, has_failed, saved, unsaved, output, capsys):
     error = {"exception_message": "no room\n", "node_type": "A", "node_id": "4"}
     messages = [["execution_error", error] if has_failed else ["execution_interrupted", {}]]
     for code in (unsaved, saved):
         run = run_of(Rank(0, size, 0))
-        run.signal = by
+        run.signal = stop_signal
         assert run.code({"status": {"status_str": "error", "messages": messages}}) == code
-        told = capsys.readouterr().err
-        assert ("run the same command again" in told) is any(output.rglob("state-*"))
-        assert ("A (4): no room\n" in told) is has_failed
-        written(output / "loras" / "a (1)" / "state-000001.tessera", STARTED + 1)
+        message = capsys.readouterr().err
+        assert ("run the same command again" in message) is any(output.rglob("state-*"))
+        assert ("A (4): no room\n" in message) is has_failed
+        write_file(output / "loras" / "a (1)" / "state-000001.tessera", STARTED + 1)
 
 
 def test_a_run_that_is_done_tells_its_files(output, capsys):
@@ -134,15 +134,15 @@ class Server:
         self.node_replace_manager = SimpleNamespace(apply_replacements=lambda prompt: None)
         self.prompt_queue = SimpleNamespace(put=self.queued.append, get_history=self.history)
 
-    def trigger_on_prompt(self, given):
-        return given
+    def trigger_on_prompt(self, data):
+        return data
 
     def history(self, number):
         return {number: {"status": {"status_str": "success"}, "outputs": {}}} if self.queued else {}
 
 
-@pytest.mark.parametrize(("rank", "wanted"), [(0, ["4", "5"]), (1, ["4"])])
-def test_only_the_first_device_saves_and_shows(rank, wanted, output, nodes, monkeypatch):
+@pytest.mark.parametrize(("rank", "expected"), [(0, ["4", "5"]), (1, ["4"])])
+def test_only_the_first_device_saves_and_shows(rank, expected, output, nodes, monkeypatch):
     async def validate_prompt(number, prompt, partial):
         return True, None, ["4", "5"], {}
 
@@ -154,21 +154,21 @@ def test_only_the_first_device_saves_and_shows(rank, wanted, output, nodes, monk
         return await run_of(Rank(rank, 2, rank), prompt=WITH_MORE).execute_on(server), server.queued
 
     code, ((_, _, prompt, _, outputs, _),) = asyncio.run(execute())
-    assert (code, outputs, prompt) == (0, wanted, WITH_MORE)
+    assert (code, outputs, prompt) == (0, expected, WITH_MORE)
 
 
-@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("is_known", [False, True])
 def test_what_a_device_lacks_is_told_by_it_and_to_the_others_unless_one_has_told_of_it(
-    known, output, nodes, monkeypatch
+    is_known, output, nodes, monkeypatch
 ):
     async def validate_prompt(number, prompt, partial):
-        found = {"message": "Value not in list", "details": "no such model"}
-        return False, {}, [], {"4": {"errors": [found]}}
+        validation_error = {"message": "Value not in list", "details": "no such model"}
+        return False, {}, [], {"4": {"errors": [validation_error]}}
 
-    told, loop = [], asyncio.new_event_loop()
+    messages, loop = [], asyncio.new_event_loop()
     world = SimpleNamespace(
-        faults=SimpleNamespace(first=lambda seconds: "fault" if known else None),
-        abort=lambda error, text: told.append(text),
+        faults=SimpleNamespace(first=lambda seconds: "fault" if is_known else None),
+        abort=lambda error, text: messages.append(text),
     )
     server = Server()
     server.loop = loop
@@ -185,16 +185,16 @@ def test_what_a_device_lacks_is_told_by_it_and_to_the_others_unless_one_has_told
     with pytest.raises(UsageError, match="Value not in list. no such model") as error:
         run_of(Rank(1, 2, 1)).execute(output, [])
     loop.close()
-    assert error.value.is_local is not known
-    assert told == ([] if known else ["TesseraTrainLora (4): Value not in list. no such model"])
+    assert error.value.is_local is not is_known
+    assert messages == ([] if is_known else ["TesseraTrainLora (4): Value not in list. no such model"])
 
 
 def test_an_input_that_its_node_does_not_have_is_told(nodes, executor):
     kind = SimpleNamespace(INPUT_TYPES=lambda: {"required": {"steps": ()}, "optional": {"data": ()}})
     nodes.NODE_CLASS_MAPPINGS = {TRAIN: kind}
     run_of(prompt={"4": {"class_type": TRAIN, "inputs": {"steps": 1, "data.a": 2}}}).check_inputs()
-    told = r"^TesseraTrainLora \(4\) has no input called stepz; it has steps, data\.$"
-    with pytest.raises(UsageError, match=told):
+    message = r"^TesseraTrainLora \(4\) has no input called stepz; it has steps, data\.$"
+    with pytest.raises(UsageError, match=message):
         run_of(prompt={"4": {"class_type": TRAIN, "inputs": {"stepz": 1}}}).check_inputs()
 
 
@@ -228,29 +228,29 @@ def executed(monkeypatch, output, tmp_path):
     monkeypatch.setattr(signal, "signal", lambda number, act: None)
     monkeypatch.setattr(command, "find_comfyui", lambda: tmp_path)
     (tmp_path / "w.json").write_text(json.dumps(TRAINS))
-    given = []
+    calls = []
 
     def execute(run, comfyui, options):
         run.reporter.event("started")
-        given.append((run.prompt["4"]["inputs"], list(options)))
+        calls.append((run.prompt["4"]["inputs"], list(options)))
         return 75
 
     monkeypatch.setattr(Run, "execute", execute)
 
     def call(rank, size, *options):
-        given.clear()
+        calls.clear()
         for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "here"}.items():
             monkeypatch.setenv(name, str(value))
-        return command.main([str(tmp_path / "w.json"), *options]), *(given[0] if given else ({}, []))
+        return command.main([str(tmp_path / "w.json"), *options]), *(calls[0] if calls else ({}, []))
 
     return call
 
 
 def test_the_first_device_logs_and_writes_the_result_and_each_has_its_own_place(executed, tmp_path, monkeypatch):
     log, result = tmp_path / "log.jsonl", tmp_path / "result.json"
-    own = ["--log", str(log), "--result", str(result), "--output", "out", "--set", "4.steps=3", "--", "--lowvram"]
+    flags = ["--log", str(log), "--result", str(result), "--output", "out", "--set", "4.steps=3", "--", "--lowvram"]
     output = ["--output-directory", os.path.abspath("out"), "--lowvram"]
-    code, inputs, options = executed(1, 2, *own)
+    code, inputs, options = executed(1, 2, *flags)
     assert (code, inputs) == (75, {"steps": 3}) and not log.exists() and not result.exists()
     *first, _, temporary, _, level = options
     assert first == [*output, "--database-url", "sqlite:///:memory:"] and level == "ERROR"
@@ -258,7 +258,7 @@ def test_the_first_device_logs_and_writes_the_result_and_each_has_its_own_place(
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1" and os.environ["TESSERA_WORLD_OF"] == str(os.getpid())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     for lines in (1, 2):
-        assert executed(0, 1 + lines % 2, *own) == (75, {"steps": 3}, output)
+        assert executed(0, 1 + lines % 2, *flags) == (75, {"steps": 3}, output)
         assert [json.loads(line)["event"] for line in log.read_text().splitlines()] == lines * ["started"]
         assert json.loads(result.read_text()) == {"code": 75}
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
@@ -291,24 +291,24 @@ def test_a_step_that_several_devices_cannot_share_is_told_before_a_node_runs(siz
     rank = Rank(0, size, 0)
     linked = {"batch_size": ["1", 0], "gradient_accumulation": 2}
     rank.check_shares({"4": {"class_type": TRAIN, "inputs": linked}, "5": WITH_MORE["5"]})
-    given = {"4": {"class_type": TRAIN, "inputs": linked | {"batch_size": 3}}}
+    prompt = {"4": {"class_type": TRAIN, "inputs": linked | {"batch_size": 3}}}
     with pytest.raises(UsageError, match="2 devices can't share 3 and 2") if size > 1 else nullcontext():
-        rank.check_shares(given)
+        rank.check_shares(prompt)
 
 
 @pytest.mark.parametrize(("rank", "first", "tells"), [(0, False, True), (1, True, False), (1, False, True)])
 def test_what_the_first_device_finds_too_is_left_to_it(rank, first, tells, monkeypatch):
-    waited, told = [], []
+    waits, messages = [], []
 
     def fault(seconds):
-        waited.append(seconds)
+        waits.append(seconds)
         return {"rank": 0} if first else None
 
-    abort = lambda error, sentence: told.append(sentence)  # noqa: E731
+    abort = lambda error, sentence: messages.append(sentence)  # noqa: E731
     world = SimpleNamespace(faults=SimpleNamespace(first=fault), abort=abort)
     monkeypatch.setattr(Rank, "world", lambda self: world)
     assert Rank(rank, 2, rank).tell_others("no file", 5.0) is tells
-    assert waited == [5.0 if rank else 0.0] and told == (["no file"] if tells else [])
+    assert waits == [5.0 if rank else 0.0] and messages == (["no file"] if tells else [])
 
 
 def test_a_process_without_a_device_is_told(executed, capsys, monkeypatch):
@@ -321,21 +321,21 @@ def test_a_process_without_a_device_is_told(executed, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("rank", "there", "said"),
+    ("rank", "gpus", "said"),
     [
         (Rank(), 0, "torch finds no GPU here; put -- --cpu at the end to run on the CPU."),
         (Rank(5, 6, 2), 0, "This machine has no GPU for its process 3; start as many processes as it has"),
         (Rank(), 1, None),
     ],
 )
-def test_a_process_that_finds_no_gpu_is_told_in_a_sentence(rank, there, said, monkeypatch, tmp_path):
+def test_a_process_that_finds_no_gpu_is_told_in_a_sentence(rank, gpus, said, monkeypatch, tmp_path):
     (tmp_path / "main.py").write_text("raise RuntimeError('No CUDA GPUs are available')")
     for name in ("main", "comfy"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     options = SimpleNamespace(enable_args_parsing=lambda: None)
     monkeypatch.setitem(sys.modules, "comfy.options", options)
     monkeypatch.setitem(sys.modules, "comfy.cli_args", SimpleNamespace(args=None))
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(device_count=lambda: there)))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(device_count=lambda: gpus)))
     monkeypatch.setattr(comfyui, "set_environment", lambda args: None)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", list(sys.argv))
@@ -357,7 +357,7 @@ def test_a_device_is_one_of_several_where_torchrun_says_so(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("devices", "there", "prompt", "options", "said"),
+    ("devices", "gpus", "prompt", "options", "said"),
     [
         (0, 2, TRAINS, ["--cpu"], "--launch is 0; give the number of devices"),
         (2, 2, {"5": WITH_MORE["5"]}, ["--cpu"], "The workflow has no Train LoRA"),
@@ -365,48 +365,48 @@ def test_a_device_is_one_of_several_where_torchrun_says_so(monkeypatch):
         (1, 0, TRAINS, [], "--launch is 1, and torch sees 0 CUDA devices here; put -- --cpu at the end"),
     ],
 )
-def test_what_cannot_be_launched_is_told(devices, there, prompt, options, said, monkeypatch):
-    cuda = SimpleNamespace(device_count=lambda: there)
+def test_what_cannot_be_launched_is_told(devices, gpus, prompt, options, said, monkeypatch):
+    cuda = SimpleNamespace(device_count=lambda: gpus)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(sys, "platform", "linux")
-    launch.check_launch(there or 2, TRAINS, [] if there else ["--cpu"])
+    launch.check_launch(gpus or 2, TRAINS, [] if gpus else ["--cpu"])
     with pytest.raises(UsageError, match=said):
         launch.check_launch(devices, prompt, options)
 
 
 @pytest.mark.parametrize("option", [["--launch", "2"], ["--launch=2"]])
 def test_the_devices_get_the_options_but_for_launch(option, monkeypatch, tmp_path):
-    given = []
+    calls = []
 
     def torchrun(arguments, devices):
-        given.append((arguments, devices))
+        calls.append((arguments, devices))
         (tmp_path / "result").write_text('{"code": 130}')
 
     monkeypatch.setattr(launch, "torchrun_failure", torchrun)
-    own = ["w.json", *option, "--set", "4.steps=1", "--result", "x", "--log=l"]
+    command_line = ["w.json", *option, "--set", "4.steps=1", "--result", "x", "--log=l"]
     behind = ["--", "--cpu", "--launch", "7"]
-    assert launch.launch(2, [*own, *behind], str(tmp_path / "result")) == 130
-    kept = ["w.json", "--set", "4.steps=1", "--log=l", "--result", str(tmp_path / "result")]
+    assert launch.launch(2, [*command_line, *behind], str(tmp_path / "result")) == 130
+    expected = ["w.json", "--set", "4.steps=1", "--log=l", "--result", str(tmp_path / "result")]
     started = ["--standalone", "--nproc-per-node=2", "--", str(launch.RUN)]
-    assert given == [([*started, *kept, *behind], 2)]
+    assert calls == [([*started, *expected, *behind], 2)]
 
 
-@pytest.mark.parametrize(("given", "threads"), [(None, "4"), ("3", "3")])
-def test_the_devices_share_the_threads_of_the_machine(given, threads, monkeypatch):
+@pytest.mark.parametrize(("omp_threads", "threads"), [(None, "4"), ("3", "3")])
+def test_the_devices_share_the_threads_of_the_machine(omp_threads, threads, monkeypatch):
     class Fake(SimpleNamespace):
         ChildFailedError = SignalException = RuntimeError
         PContext = SimpleNamespace(close=None)
 
-    found = []
-    fake = Fake(main=lambda arguments: found.append(os.environ["OMP_NUM_THREADS"]))
+    thread_counts = []
+    fake = Fake(main=lambda arguments: thread_counts.append(os.environ["OMP_NUM_THREADS"]))
     monkeypatch.setattr(launch.importlib, "import_module", lambda name: fake)
     monkeypatch.setattr(launch.os, "cpu_count", lambda: 8)
     for name in ("OMP_NUM_THREADS", "TORCH_CPP_LOG_LEVEL", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", launch.PARENT):
-        monkeypatch.setenv(name, given or "1")
-        if given is None:
+        monkeypatch.setenv(name, omp_threads or "1")
+        if omp_threads is None:
             monkeypatch.delenv(name)
     assert launch.torchrun_failure(["run.py"], 2) is None
-    assert found == [threads]
+    assert thread_counts == [threads]
 
 
 def test_the_result_of_launch_is_the_code_that_it_ends_with(monkeypatch, tmp_path):
@@ -437,21 +437,21 @@ ENDS = {
 
 @pytest.mark.parametrize("end", ENDS)
 def test_the_code_of_launch_is_that_of_the_first_or_says_whether_it_goes_on(end, monkeypatch, tmp_path, capsys):
-    found, failed, codes = ENDS[end]
-    if "output" in found:
-        found = found | {"output": str(tmp_path), "started": STARTED}
+    result, failed, codes = ENDS[end]
+    if "output" in result:
+        result = result | {"output": str(tmp_path), "started": STARTED}
 
     def torchrun(arguments, devices):
         with open(arguments[arguments.index("--result") + 1], "w") as file:
-            json.dump(found, file)
+            json.dump(result, file)
         return failed
 
     monkeypatch.setattr(launch, "torchrun_failure", torchrun)
     unsaved = launch.launch(2, ["w.json", "--launch", "2"], None)
-    written(tmp_path / "loras" / "a (1)" / "state-000001.tessera", STARTED + 1)
+    write_file(tmp_path / "loras" / "a (1)" / "state-000001.tessera", STARTED + 1)
     assert (launch.launch(2, ["w.json", "--launch", "2"], None), unsaved) == codes
-    told = capsys.readouterr().err.splitlines()
+    lines = capsys.readouterr().err.splitlines()
     if failed is None or failed[1] > 0:
-        assert told == []
+        assert lines == []
     else:
-        assert told == 2 * [f"Device {failed[0]}: its process was ended by {signal.Signals(-failed[1]).name}."]
+        assert lines == 2 * [f"Device {failed[0]}: its process was ended by {signal.Signals(-failed[1]).name}."]

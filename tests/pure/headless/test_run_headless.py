@@ -36,8 +36,8 @@ def test_an_input_is_changed_by_the_node_s_number_class_or_title():
     assert prompt["6"]["inputs"]["image"] == "c=d.png" and prompt["5"] == PROMPT["5"]
     inputs = {"resize_type.width": 64, "resize_type": "a", "new.one.more": 1}
     for name in ("5", "First"):
-        given = [f"{name}.{key}={value}" for key, value in inputs.items()]
-        assert changed(*given)["5"]["inputs"] == {"image": "a.png", **inputs}
+        assignments = [f"{name}.{key}={value}" for key, value in inputs.items()]
+        assert changed(*assignments)["5"]["inputs"] == {"image": "a.png", **inputs}
     assert changed("4.learning_rate=1e-4")["4"]["inputs"]["learning_rate"] == 1e-4
     for text in ("false", "False", "FALSE"):
         assert changed(f"7.shard={text}", f"7.new={text}")["7"]["inputs"] == {"shard": False, "new": False}
@@ -96,8 +96,8 @@ def test_what_is_no_workflow_is_told(text, said, tmp_path, capsys):
     path = tmp_path / "w.json"
     path.write_text(text)
     assert command.main([str(path)]) == 2
-    told = capsys.readouterr().err
-    assert re.search(said, told) and str(path) in told
+    message = capsys.readouterr().err
+    assert re.search(said, message) and str(path) in message
     assert command.main([str(tmp_path / "none.json")]) == 2
     assert "can't be read: No such file or directory" in capsys.readouterr().err
 
@@ -111,8 +111,8 @@ def test_what_is_posted_to_a_server_is_taken_too(tmp_path):
 
 
 def test_options_behind_the_dashes_are_comfyui_s():
-    own, behind = command.parse(["w.json", "--set", "4.steps=1", "--", "--cpu", "--", "x"])
-    assert (own.workflow, own.set, behind) == ("w.json", ["4.steps=1"], ["--cpu", "--", "x"])
+    arguments, behind = command.parse(["w.json", "--set", "4.steps=1", "--", "--cpu", "--", "x"])
+    assert (arguments.workflow, arguments.set, behind) == ("w.json", ["4.steps=1"], ["--cpu", "--", "x"])
 
 
 def test_windows_is_told_that_torchrun_does_not_start_there(monkeypatch):
@@ -126,20 +126,20 @@ def test_each_process_takes_one_of_the_devices_that_are_named(name, monkeypatch)
     for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "TESSERA_WORLD_OF"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv(name, "2,3")
-    seen = []
-    monkeypatch.setattr(rank, "see_devices", seen.append)
+    visible = []
+    monkeypatch.setattr(rank, "see_devices", visible.append)
     for _ in range(2):  # the second process of the second machine; then where none are named
         with Rank(3, 4, 1).prepared({"1": {"class_type": TRAIN, "inputs": {}}}, []):
             monkeypatch.delenv("TESSERA_WORLD_OF")
         monkeypatch.delenv(name, raising=False)
-    assert seen == ["3", "1"]
+    assert visible == ["3", "1"]
 
 
 VISIBLE = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "names", "wanted"),
+    ("option", "value", "names", "expected"),
     [
         ("cuda_device", 2, VISIBLE, "2"),
         ("default_device", 2, VISIBLE, ",".join(map(str, [2, 0, 1, *range(3, 32)]))),
@@ -147,12 +147,12 @@ VISIBLE = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVI
         ("deterministic", True, ["CUBLAS_WORKSPACE_CONFIG"], ":4096:8"),
     ],
 )
-def test_options_that_torch_reads_of_the_environment_are_put_there(option, value, names, wanted, monkeypatch):
+def test_options_that_torch_reads_of_the_environment_are_put_there(option, value, names, expected, monkeypatch):
     """ComfyUI's main.py does so only where it is started itself."""
     monkeypatch.setattr(os, "environ", {})
     options = dict.fromkeys(("default_device", "cuda_device", "oneapi_device_selector"), None)
     comfyui.set_environment(SimpleNamespace(**options | {"deterministic": False} | {option: value}))
-    assert [os.environ.get(name) for name in names] == [wanted] * len(names)
+    assert [os.environ.get(name) for name in names] == [expected] * len(names)
 
 
 def test_comfyui_is_where_the_pack_lies_or_is_named(tmp_path, monkeypatch):

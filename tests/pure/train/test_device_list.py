@@ -30,7 +30,7 @@ def test_what_names_no_devices_is_told(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "there", "on_cpu", "said"),
+    ("text", "gpus", "on_cpu", "said"),
     [
         ("1,0,1", 2, False, "names device 1 twice"),
         ("1,1", 1, True, "names device 1 twice"),
@@ -38,6 +38,6 @@ def test_what_names_no_devices_is_told(text):
         ("1", 1, False, "sees one device, which is number 0"),
     ],
 )
-def test_devices_that_are_not_there_or_named_twice_are_told(text, there, on_cpu, said):
+def test_devices_that_are_not_there_or_named_twice_are_told(text, gpus, on_cpu, said):
     with pytest.raises(ValueError, match=said):
-        listed(text, there, 0, on_cpu)
+        listed(text, gpus, 0, on_cpu)

@@ -20,8 +20,8 @@ def pixels(picture, colour, tolerance=45) -> np.ndarray:
 
 def heights(picture, colour) -> list[float]:
     """The mean row of the colour at the left, the middle and the right of the plot."""
-    found = pixels(picture, colour)
-    return [found[np.abs(found[:, 1] - column) < 5, 0].mean() for column in (10, WIDE / 2, WIDE - 10)]
+    points = pixels(picture, colour)
+    return [points[np.abs(points[:, 1] - column) < 5, 0].mean() for column in (10, WIDE / 2, WIDE - 10)]
 
 
 def test_the_average_weighs_all_values_so_far_and_has_no_zero_start():
@@ -107,16 +107,16 @@ def test_an_empty_or_wholly_broken_series_is_refused():
 
 def test_the_validation_loss_is_drawn_beside_the_training_loss_at_its_steps():
     loss = [1.0] * 200
-    plain, both = plot_loss(loss), plot_loss(loss, validation=[(0, 1.5), (100, 2.0), (200, 0.5)])
-    assert len(pixels(plain, ORANGE)) == 0 and len(pixels(both, SMOOTH)) > 500
-    found = pixels(both, ORANGE)
-    top = found[found[:, 0] == found[:, 0].min(), 1].mean()
+    plain, with_validation = plot_loss(loss), plot_loss(loss, validation=[(0, 1.5), (100, 2.0), (200, 0.5)])
+    assert len(pixels(plain, ORANGE)) == 0 and len(pixels(with_validation, SMOOTH)) > 500
+    points = pixels(with_validation, ORANGE)
+    top = points[points[:, 0] == points[:, 0].min(), 1].mean()
     assert top == pytest.approx(WIDE / 2, abs=3)  # step 100 of 200 in the middle
-    left, right = (found[np.abs(found[:, 1] - column) < 8, 0].mean() for column in (3, WIDE))
-    train = pixels(both, SMOOTH)[:, 0].mean()
-    assert found[:, 0].min() < left < train < right
-    gone = plot_loss(loss, log_scale=True, validation=[(100, 0.0), (200, math.nan)])
-    assert len(pixels(gone, ORANGE)) == 0
+    left, right = (points[np.abs(points[:, 1] - column) < 8, 0].mean() for column in (3, WIDE))
+    train = pixels(with_validation, SMOOTH)[:, 0].mean()
+    assert points[:, 0].min() < left < train < right
+    empty = plot_loss(loss, log_scale=True, validation=[(100, 0.0), (200, math.nan)])
+    assert len(pixels(empty, ORANGE)) == 0
 
 
 def test_text_is_high_enough_for_a_node_and_stays_inside():

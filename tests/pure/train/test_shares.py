@@ -25,11 +25,20 @@ def test_every_sample_of_a_step_is_taken_once_and_all_devices_take_as_many(size)
             except ValueError:
                 continue
             dealt += 1
-            taken = [(micro, place) for one in shares for micro in one.micro_batches for place in one.samples]
+            pairs = [
+                (micro, place)
+                for device_share in shares
+                for micro in device_share.micro_batches
+                for place in device_share.samples
+            ]
             whole = [(micro, place) for micro in range(accumulation) for place in range(batch_size)]
-            assert sorted(taken) == whole
-            assert len({one.micros * one.rows for one in shares}) == 1
-            assert all(one.part * one.rows == one.samples[0] and one.parts * one.rows == batch_size for one in shares)
+            assert sorted(pairs) == whole
+            assert len({device_share.micros * device_share.rows for device_share in shares}) == 1
+            assert all(
+                device_share.part * device_share.rows == device_share.samples[0]
+                and device_share.parts * device_share.rows == batch_size
+                for device_share in shares
+            )
     # Whatever can be shared is: a step of as many samples as devices, at least.
     assert dealt >= sum(n % size == 0 for n in range(1, 13)) * 12
 
@@ -42,16 +51,19 @@ def test_micro_batches_are_halved_before_whole_ones_are_dealt_out():
     assert [share.shard_step(rank, 2, 4, 2).samples for rank in range(2)] == [range(2), range(2, 4)]
     assert [share.shard_step(rank, 2, 1, 4).micro_batches for rank in range(2)] == [range(2), range(2, 4)]
     four = [share.shard_step(rank, 4, 2, 2) for rank in range(4)]
-    assert [(one.part, one.first_micro) for one in four] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert [(device_share.part, device_share.first_micro) for device_share in four] == [(0, 0), (1, 0), (0, 1), (1, 1)]
 
 
 @pytest.mark.parametrize(
-    ("size", "batch_size", "accumulation", "larger", "more"), [(2, 3, 1, 4, 2), (4, 1, 2, 2, 4), (3, 4, 2, 6, 3)]
+    ("size", "batch_size", "accumulation", "larger", "larger_accumulation"),
+    [(2, 3, 1, 4, 2), (4, 1, 2, 2, 4), (3, 4, 2, 6, 3)],
 )
-def test_what_can_not_be_shared_is_told_with_the_next_that_can(size, batch_size, accumulation, larger, more):
-    said = f"set batch_size to {larger}, or gradient_accumulation to {more}"
+def test_what_can_not_be_shared_is_told_with_the_next_that_can(
+    size, batch_size, accumulation, larger, larger_accumulation
+):
+    said = f"set batch_size to {larger}, or gradient_accumulation to {larger_accumulation}"
     with pytest.raises(ValueError, match=said):
         share.shard_step(0, size, batch_size, accumulation)
     for rank in range(size):
         share.shard_step(rank, size, larger, accumulation)
-        share.shard_step(rank, size, batch_size, more)
+        share.shard_step(rank, size, batch_size, larger_accumulation)

@@ -13,21 +13,21 @@ check = load("browser_check", ROOT / "tools" / "browser" / "check.py")
 def test_packages_are_pinned_and_come_from_whatever_registry_npm_has():
     text = (check.HERE / "package-lock.json").read_text(encoding="utf-8")
     packages = json.loads(text)["packages"]
-    asked = json.loads((check.HERE / "package.json").read_text(encoding="utf-8"))["devDependencies"]
-    assert all(re.fullmatch(r"\d+\.\d+\.\d+", version) for version in asked.values())
-    assert {name: packages[f"node_modules/{name}"]["version"] for name in asked} == asked
+    dependencies = json.loads((check.HERE / "package.json").read_text(encoding="utf-8"))["devDependencies"]
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+", version) for version in dependencies.values())
+    assert {name: packages[f"node_modules/{name}"]["version"] for name in dependencies} == dependencies
     assert "://" not in text and "resolved" not in text
-    assert all(each["integrity"] for path, each in packages.items() if path)
+    assert all(package["integrity"] for path, package in packages.items() if path)
 
 
 def test_other_packages_get_another_folder(tmp_path, monkeypatch):
-    before = check.tools_folder(tmp_path)
+    folder = check.tools_folder(tmp_path)
     monkeypatch.setattr(check, "HERE", tmp_path)
     for name in check.PACKAGES:
         shutil.copy(ROOT / "tools" / "browser" / name, tmp_path)
-    assert check.tools_folder(tmp_path) == before
+    assert check.tools_folder(tmp_path) == folder
     (tmp_path / "package-lock.json").write_text("{}")
-    assert check.tools_folder(tmp_path) != before
+    assert check.tools_folder(tmp_path) != folder
 
 
 def test_what_the_code_imports_is_there_where_it_is_checked(tmp_path):

@@ -27,19 +27,19 @@ def nodes(name: str) -> list[dict[str, Any]]:
 
 def inputs(name: str, kind: str) -> dict[str, Any]:
     prompt = json.loads((WORKFLOWS / "api" / f"{name}.json").read_text(encoding="utf-8"))
-    (found,) = (node["inputs"] for node in prompt.values() if node["class_type"] == kind)
-    return found
+    (values,) = (node["inputs"] for node in prompt.values() if node["class_type"] == kind)
+    return values
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_files_and_their_addresses_are_those_of_the_template(name):
-    template, others = TEMPLATES[name]
-    there = files_of(template)
+    template, other_names = TEMPLATES[name]
+    template_files = files_of(template)
     links = [link for node in nodes(name) for link in node.get("properties", {}).get("models", [])]
-    assert {link["name"] for link in links} - there.keys() == others
+    assert {link["name"] for link in links} - template_files.keys() == other_names
     for link in links:
-        if link["name"] not in others:
-            assert (link["directory"], link["url"]) == there[link["name"]]
+        if link["name"] not in other_names:
+            assert (link["directory"], link["url"]) == template_files[link["name"]]
 
 
 KSAMPLERS = [name for name in TEMPLATES if name not in ("ltx_video_lora", "ltx2_3_lora")]
@@ -78,8 +78,8 @@ def test_sampler_steps_and_cfg_are_those_of_the_template(name):
 @pytest.mark.parametrize(("name", "kind", "names"), AS_IN_TEMPLATE)
 def test_a_node_has_the_inputs_that_it_has_in_the_template(name, kind, names):
     template, _ = TEMPLATES[name]
-    given = inputs(name, kind)
-    assert [given[each] for each in names] in list(values(template, kind))
+    node_inputs = inputs(name, kind)
+    assert [node_inputs[key] for key in names] in list(values(template, kind))
 
 
 @pytest.mark.parametrize("name", ["ltx_video_lora", "ltx2_3_lora"])

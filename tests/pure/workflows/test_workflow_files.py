@@ -47,9 +47,9 @@ def prompt_of(workflow: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", UI)
 def test_every_model_file_that_a_workflow_names_has_a_download_link_and_its_folder(name):
     nodes = load(name)["nodes"]
-    named = {v for node in nodes for v in node.get("widgets_values") or [] if str(v).endswith(".safetensors")}
+    file_names = {v for node in nodes for v in node.get("widgets_values") or [] if str(v).endswith(".safetensors")}
     links = [model for node in nodes for model in node.get("properties", {}).get("models", [])]
-    assert bool(named) != (name == OWN_MODELS) and named == {model["name"] for model in links}
+    assert bool(file_names) != (name == OWN_MODELS) and file_names == {model["name"] for model in links}
     for model in links:
         assert model["url"].startswith("https://") and model["name"] in model["url"]
         assert model["directory"] in FOLDERS
@@ -72,8 +72,8 @@ def test_every_workflow_has_a_thumbnail_that_can_be_read(name):
 
 @pytest.mark.parametrize("name", UI)
 def test_the_graph_and_the_api_form_are_the_same(name):
-    of_api = {key: {k: node[k] for k in ("class_type", "inputs")} for key, node in load_api(name).items()}
-    assert prompt_of(load(name)) == of_api
+    api_nodes = {key: {k: node[k] for k in ("class_type", "inputs")} for key, node in load_api(name).items()}
+    assert prompt_of(load(name)) == api_nodes
 
 
 @pytest.mark.parametrize("name", UI)
@@ -113,14 +113,14 @@ def test_every_workflow_that_trains_fits_its_model_to_the_card(name):
 @pytest.mark.parametrize("name", COMPILED)
 def test_the_model_goes_through_compile_model_to_the_sampler_and_the_report_waits_for_its_latent(name):
     prompt = load_api(name)
-    of_kind = {node["class_type"]: key for key, node in prompt.items()}
-    inputs = {kind: prompt[key]["inputs"] for kind, key in of_kind.items()}
-    compiled = [of_kind["TesseraCompileModel"], 0]
-    assert inputs["TesseraCompileModel"]["model"] == [of_kind["TesseraLoadDiffusionModel"], 0]
+    keys_by_kind = {node["class_type"]: key for key, node in prompt.items()}
+    inputs = {kind: prompt[key]["inputs"] for kind, key in keys_by_kind.items()}
+    compiled = [keys_by_kind["TesseraCompileModel"], 0]
+    assert inputs["TesseraCompileModel"]["model"] == [keys_by_kind["TesseraLoadDiffusionModel"], 0]
     model = inputs["KSampler"]["model"]
     while model != compiled:  # what shifts the sigmas stands between
         model = prompt[model[0]]["inputs"]["model"]
-    assert inputs["TesseraCompileReport"] == {"model": compiled, "after": [of_kind["KSampler"], 0]}
+    assert inputs["TesseraCompileReport"] == {"model": compiled, "after": [keys_by_kind["KSampler"], 0]}
 
 
 @pytest.mark.parametrize("name", COMPILED)

@@ -84,8 +84,8 @@ def test_no_wire_runs_under_a_node(name):
         for start, end in zip(points, points[1:], strict=False):
             for key, node in nodes.items():
                 # A wire round a way touches its own nodes only where it begins and ends.
-                own = key in (origin, target)
-                assert own or not crosses(rect_of(node), start, end), (number, nodes[origin]["type"], node["type"])
+                is_own = key in (origin, target)
+                assert is_own or not crosses(rect_of(node), start, end), (number, nodes[origin]["type"], node["type"])
 
 
 def test_a_line_through_a_corner_of_the_inside_crosses_and_one_along_a_side_does_not():
