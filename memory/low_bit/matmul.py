@@ -38,7 +38,7 @@ preceding ones.
 Unlike torchao's `float8` and int8 training, nothing is held in a second precision. There, W is trained: it stays in 16
 or 32 bits, is quantised at each step, and all three matmuls run in 8 bits. Here W has been quantised once and for all.
 And there, layers are chosen by name or size; here by the error that they show on a run's first micro-batches, for each
-direction (`train/placement/low_bit_policy.py`).
+direction (`train/blocks/low_bit_policy.py`).
 """
 
 import math

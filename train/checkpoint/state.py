@@ -55,7 +55,7 @@ class TrainingState:
     average: EMA of the LoRA, empty without one.
     validation: points (`validation.Validation`) and the validation key, empty without validation.
     low_bit_matmul: layers that run full-precision matmuls because int8/fp8 would lose too much
-        (`placement.low_bit_policy.LowBitPolicy.decision`); empty if nothing was decided.
+        (`blocks.low_bit_policy.LowBitPolicy.decision`); empty if nothing was decided.
     """
 
     step: int

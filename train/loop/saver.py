@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...lora.files.lora_model import LoraModel
+from ..blocks.low_bit_policy import LowBitPolicy
 from ..checkpoint.state import TrainingState, load_state
 from ..errors import saved_state_message, unsaved_steps_message
 from ..learner import Learner
 from ..objective.timestep_sampling import Strata
 from ..observer import Observer
-from ..placement.low_bit_policy import LowBitPolicy
 from ..preflight.context import RunContext
 from .best_lora import BestLora
 from .lora_writer import LoraWriter

@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from ..blocks.low_bit_policy import LowBitPolicy
 from ..checkpoint.run_folder import place_of
 from ..checkpoint.state import TrainingState, save_state, state_path
 from ..distributed.store import Topic
 from ..learner import Learner
-from ..placement.low_bit_policy import LowBitPolicy
 from ..preflight.context import RunContext
 from .progress import Progress
 

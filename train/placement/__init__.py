@@ -1,1 +1,1 @@
-"""Placement of the model, its blocks and its LoRA for training."""
+"""Placement of the model and its LoRA for training, and the choice of its memory."""

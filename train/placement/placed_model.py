@@ -21,16 +21,16 @@ from ...memory.swap.training import BlockSwap, frozen_modules
 from ...memory.weights.residency import Holder, ResidentWeights
 from ...models.adapters.base import DropMask
 from ...models.family import Block, ModelInputs, RunBlock, Transformer
+from ..blocks.block_clock import BlockClock
+from ..blocks.block_runner import BlockRunner
+from ..blocks.graph_count import count_graphs
+from ..blocks.low_bit_policy import LowBitPolicy
 from ..distributed.node import connect_node, free_host_memory
 from ..observer import Observer
 from ..preflight.context import RunContext
 from ..verify.forward import FirstChecks
 from . import auto
 from .auto import AutomaticMemory
-from .block_clock import BlockClock
-from .block_runner import BlockRunner
-from .graph_count import count_graphs
-from .low_bit_policy import LowBitPolicy
 from .quantize_notes import quantize_notes, quantize_summary
 from .sharing import SharedBlocks
 

@@ -242,10 +242,10 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
     import tiny
     from tessera.compile.settings import CompileSettings
     from tessera.memory.swap.sharded import ShardedRing
+    from tessera.train.blocks.low_bit_policy import LowBitPolicy
     from tessera.train.distributed import barrier, node
     from tessera.train.distributed import world as worlds
     from tessera.train.placement import auto
-    from tessera.train.placement.low_bit_policy import LowBitPolicy
     from tessera.train.placement.placed_model import PlacedModel
     from tessera.train.step.losses import StepLosses
     from tessera.train.train_lora import RunRequest, train_lora

@@ -58,7 +58,7 @@ class Named(Block):
 
 @pytest.mark.parametrize("torch_is", ["as it is", "older"])
 def test_the_first_graph_that_was_not_planned_is_an_error_with_every_torch(torch_is, request):
-    from tessera.train.placement.block_runner import BlockRunner
+    from tessera.train.blocks.block_runner import BlockRunner
     from tessera.train.settings import MemoryOptions
 
     if torch_is == "older":
@@ -73,7 +73,7 @@ def test_the_first_graph_that_was_not_planned_is_an_error_with_every_torch(torch
 
 
 def test_a_torch_that_refuses_to_compile_is_named_and_the_runner_is_eager(monkeypatch):
-    from tessera.train.placement.block_runner import BlockRunner
+    from tessera.train.blocks.block_runner import BlockRunner
     from tessera.train.settings import MemoryOptions
 
     def refuses(*args, **kwargs):
@@ -151,7 +151,7 @@ def patches_of_inductor(monkeypatch):
 )
 def test_blocks_in_training_are_compiled_without_cuda_graphs_whatever_is_asked(asked, tunes, patches_of_inductor):
     """A CUDA graph is bound to the weights of one block, and blocks of one structure share the callable."""
-    from tessera.train.placement.block_runner import BlockRunner
+    from tessera.train.blocks.block_runner import BlockRunner
     from tessera.train.settings import MemoryOptions
 
     block, how = Named(), CompileSettings(**asked)

@@ -13,10 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tessera.lora.options import NetworkOptions
 from tessera.memory.low_bit.error_meter import ErrorMeter
+from tessera.train.blocks import low_bit_policy as placement
+from tessera.train.blocks.low_bit_policy import LIMIT, LowBitPolicy
 from tessera.train.checkpoint.state import DamagedState, load_state, read_header, state_path
 from tessera.train.observer import SilentObserver
-from tessera.train.placement import low_bit_policy as placement
-from tessera.train.placement.low_bit_policy import LIMIT, LowBitPolicy
 from tessera.train.settings import MemoryOptions
 from tiny.compile.compiling import Graphs
 

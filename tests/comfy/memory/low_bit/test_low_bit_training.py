@@ -9,7 +9,7 @@ import tiny
 import torch
 from tessera.memory.low_bit.devices import RATES
 from tessera.memory.weights import frozen_linear
-from tessera.train.placement.low_bit_policy import LowBitPolicy
+from tessera.train.blocks.low_bit_policy import LowBitPolicy
 from tessera.train.settings import MemoryOptions
 from tiny.compile.compiling import Graphs
 from tiny.memory.swapping import assert_same_run

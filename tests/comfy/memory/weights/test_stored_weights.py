@@ -16,7 +16,7 @@ from tessera.models.flux.family import Flux
 from tessera.models.flux.transformer import FluxInputs
 from tessera.models.layers.lora_linear import LoraLinear
 from tessera.models.model_patches import trainable_model
-from tessera.train.placement.block_runner import BlockRunner
+from tessera.train.blocks.block_runner import BlockRunner
 from tessera.train.settings import MemoryOptions
 from tiny.train.runs import mixed_data, train
 

@@ -417,9 +417,9 @@ def test_its_lora_loads_in_comfyui_and_changes_every_layer_that_it_trains(tmp_pa
 
 
 def test_the_certificate_compares_each_method_as_run(tmp_path, monkeypatch):
+    from tessera.train.blocks.block_runner import BlockRunner
     from tessera.train.certificate.adapters import perturbed
     from tessera.train.certificate.execution import check_execution
-    from tessera.train.placement.block_runner import BlockRunner
 
     trainer = make_trainer(tomorrow(), data(), tmp_path, memory=MemoryOptions(checkpointing="full"))
     run, inputs = BlockRunner.__call__, batch_of(trainer).inputs

@@ -10,7 +10,7 @@ from tessera.memory.activations.cost import H100_RATES
 from tessera.memory.low_bit import devices
 from tessera.memory.low_bit.devices import RATES, Card, card_of, fits, obstacle, preferred
 from tessera.memory.low_bit.matmul import FP8, INT8
-from tessera.train.placement import low_bit_policy
+from tessera.train.blocks import low_bit_policy
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

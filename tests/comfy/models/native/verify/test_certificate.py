@@ -186,7 +186,7 @@ def _targets(patch: pytest.MonkeyPatch) -> None:
 
 
 def _blocks_as_run(patch: pytest.MonkeyPatch) -> None:
-    from tessera.train.placement.block_runner import BlockRunner
+    from tessera.train.blocks.block_runner import BlockRunner
 
     run = BlockRunner.__call__
     patch.setattr(BlockRunner, "__call__", lambda self, *args: _each(run(self, *args), lambda one: 1.001 * one))
@@ -270,7 +270,7 @@ def faults_as_run(trainer: Any) -> str | None:
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_a_gradient_of_rounding_alone_hides_no_wrong_one(backend, tmp_path, monkeypatch):
     from comfy.ldm.cogvideo.model import CogVideoXBlock
-    from tessera.train.placement.block_runner import BlockRunner
+    from tessera.train.blocks.block_runner import BlockRunner
     from tessera.train.settings import MemoryOptions
 
     def cancelling(self: Any, hidden_states: Any, encoder_hidden_states: Any, **_: Any) -> Any:

@@ -1,0 +1,1 @@
+"""Execution of the blocks of a run: regions that compile, checkpointing, and the precision of their matmuls."""
