@@ -260,7 +260,7 @@ def _run(
                     recorder.note(note)
             recorder.begin(trainer.progress)
             checked = replace(checked, start=None)  # free the warm start's tensors: they can be as large as the LoRA
-            recorder.phase(trainer.placed.runner.progress_text())
+            recorder.phase(trainer.placed.execution.runner.progress_text())
             trainer.run()
             final = trainer.save_final(request.spare_folder)
             world.broadcast("saved", final.saved)  # the next node of the graph may read the file

@@ -43,7 +43,7 @@ class Validation:
         run.observer.phase(f"Validating at step {progress.step}")
         losses = self.losses(run)
         if progress.step < run.settings.steps:
-            run.observer.phase(run.placed.runner.progress_text())
+            run.observer.phase(run.placed.execution.runner.progress_text())
         loss = math.fsum(losses) / len(losses)
         if not math.isfinite(loss):
             run.observer.note(f"The validation loss at step {progress.step} is NaN or infinite and is skipped.")
@@ -81,7 +81,7 @@ class Validation:
         results: list[tuple[int, float]] = []
         world = run.world
         read: dict[int, SampleTensors] = {}
-        run.placed.ensure()
+        run.placed.weights.ensure()
         with run.learner.as_saved():
             batches = self._batches(run.placed.settings.batch_size)
             for rows in islice(batches, world.rank, None, world.world_size):
@@ -89,7 +89,7 @@ class Validation:
                 read = {n: read[n] if n in read else self.samples[n].load() for n, _ in rows}
                 losses = self._batch_losses(run, rows, read)
                 results += [(place, loss) for (_, place), loss in zip(rows, losses, strict=False)]
-            run.placed.sharing.finish()
+            run.placed.memory.sharing.finish()
         return results
 
     def _batches(self, size: int) -> Iterator[list[Row]]:
@@ -109,9 +109,11 @@ class Validation:
         batch_rows = [(self.samples[n], read[n], self.sigmas[place]) for n, place in rows]
         guidance, seed = run.settings.objective.guidance, self.options.seed
         with torch.no_grad():
-            batch = fixed_batch(run.placed.patcher, run.placed.family, batch_rows, guidance, run.placed.device, seed)
+            batch = fixed_batch(
+                run.placed.patcher, run.placed.family, batch_rows, guidance, run.placed.weights.device, seed
+            )
         velocity = run.placed.velocity(batch.inputs, None).detach()
-        run.placed.runner.discard_offloaded()  # no backward follows: drop the activations offloaded to the host
+        run.placed.execution.runner.discard_offloaded()  # no backward follows
         return velocity_loss(velocity, batch.target, weights=batch.weights).double().tolist()
 
     def summary(self, run: RunView) -> dict[str, Any]:

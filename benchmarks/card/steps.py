@@ -69,7 +69,7 @@ class Steps:
         try:
             placed = time.perf_counter() - began
             steps_of(trainer, WARM_UP, self.cuda)
-            ring = trainer.placed.swap.ring if trainer.placed.swap else None
+            ring = trainer.placed.weights.swap.ring if trainer.placed.weights.swap else None
             if ring is not None and ring.locking is not None:
                 ring.locking.wait()
             ready = time.perf_counter() - began

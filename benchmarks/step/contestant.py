@@ -101,10 +101,10 @@ def held_for_backward(trainer: Any) -> dict[str, Any]:
         loss = trainer.train_step.losses.batch_loss(batch, (0, 0))
     del loss
     result["held_mib"] = peak_and_rest(allocations(profiler))[1] / MIB
-    if trainer.placed.runner.planned_graphs:
+    if trainer.placed.execution.runner.planned_graphs:
         return result  # a compiled graph has guards on hooks
     weight_storages = {
-        t.untyped_storage().data_ptr() for m in trainer.placed.transformer.frozen_modules() for t in m.buffers()
+        t.untyped_storage().data_ptr() for m in trainer.placed.weights.transformer.frozen_modules() for t in m.buffers()
     }
     adapters = trainer.network.adapters.values()
     casts = [cast for adapter in adapters for cast in getattr(adapter, "casts", {}).values()]
@@ -130,7 +130,7 @@ class CountedCopies:
     """Bytes that block swap copies in a step, by the engine's own count."""
 
     def __init__(self, trainer: Any):
-        self.ring = trainer.placed.swap.ring
+        self.ring = trainer.placed.weights.swap.ring
         self.last_counts = (0, 0)
 
     def since(self, steps: int) -> dict[str, float]:
@@ -147,10 +147,12 @@ def train_ours(spec: dict[str, Any], turns: Turns, patcher: Any, data: Any, link
     assert importable_without_nodes()
     with tempfile.TemporaryDirectory() as folder, torch.enable_grad():
         trainer = make_trainer(spec, patcher, data, Path(folder))
-        copies = CountedCopies(trainer) if trainer.placed.swap is not None else None
+        copies = CountedCopies(trainer) if trainer.placed.weights.swap is not None else None
 
         def facts() -> dict[str, Any]:
-            assert bool(trainer.placed.runner.planned_graphs) == spec["compiled"], "torch.compile does not work here"
+            assert bool(trainer.placed.execution.runner.planned_graphs) == spec["compiled"], (
+                "torch.compile does not work here"
+            )
             facts_of_run = trainer.summary()
             reported = {
                 k: facts_of_run[k] for k in ("graphs_compiled", "graph_breaks", "compile_seconds", "blocks_swapped")

@@ -42,7 +42,7 @@ def count_calls(trainer: Any, batch: Any) -> dict[str, float]:
     block_python_calls: in one call of a block, the mean of all.
     operations, block_operations: of torch's, likewise; an eager forward's alone.
     """
-    compiled = bool(trainer.placed.runner.planned_graphs)
+    compiled = bool(trainer.placed.execution.runner.planned_graphs)
     result: dict[str, float] = {}
     for name, counter in (("python_calls", PythonCalls), *([] if compiled else [("operations", Operations)])):
         result[name] = _counted(counter, lambda: trainer.train_step.losses.batch_loss(batch, (0, 0)))
@@ -66,7 +66,7 @@ def _counted(counter: Any, function: Callable[[], Any]) -> int:
 
 
 def _in_blocks(counter: Any, trainer: Any, batch: Any) -> float:
-    runner, counts = trainer.placed.runner, []
+    runner, counts = trainer.placed.execution.runner, []
 
     def run(*args: Any) -> Any:
         counting = counter()
@@ -75,9 +75,9 @@ def _in_blocks(counter: Any, trainer: Any, batch: Any) -> float:
         counts.append(counting.count)
         return out
 
-    trainer.placed.runner = run
+    trainer.placed.execution.runner = run
     try:
         trainer.train_step.losses.batch_loss(batch, (0, 0))
     finally:
-        trainer.placed.runner = runner
+        trainer.placed.execution.runner = runner
     return sum(counts) / len(counts)

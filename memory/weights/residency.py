@@ -81,6 +81,11 @@ class ResidentWeights(ModelPatcher):
         for module in self.modules:
             module.end()
 
+    def clear(self) -> None:
+        """Release the weights, and the references to those on the host."""
+        self.release()
+        self.modules = ()
+
     def _set_resident(self, resident: bool) -> int:
         if resident == self.resident:
             return 0

@@ -168,6 +168,10 @@ class BlockRunner:
         for group in self._blocks.values():
             group.report, group.run = None, self._eager()
 
+    def time_blocks(self, clock: BlockClock | None) -> None:
+        """Time the compiled blocks from now on, or no longer."""
+        self.clock = clock
+
     def progress_text(self) -> str:
         """Describe the next step for a progress display."""
         compiles = self.planned_graphs and not self.report.counts().graphs

@@ -18,7 +18,7 @@ PERTURBED = 0.02
 @contextmanager
 def without_adapters(placed: PlacedModel) -> Iterator[None]:
     """Remove the adapters from their layers inside the context."""
-    linears = placed.transformer.linears()
+    linears = placed.weights.transformer.linears()
     try:
         for layer in linears.values():
             layer.adapter = None
@@ -100,7 +100,7 @@ def patched_by_core(
     placed: PlacedModel, patches: Mapping[str, list[Any]], sampled: ModelPatcher | None = None
 ) -> Iterator[None]:
     """Replace the adapters by ComfyUI's patches inside the context."""
-    linears = placed.transformer.linears()
+    linears = placed.weights.transformer.linears()
     with without_adapters(placed):
         for name in placed.network.adapters:
             key = f"diffusion_model.{name}.weight"

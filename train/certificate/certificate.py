@@ -132,7 +132,7 @@ class _Checks:
         self.is_transient = False
         self._start = time.monotonic()
         # The ranks of a sharded model run each block together, so that none may end a check alone.
-        self.run_together = isinstance(placed.swap, ShardedSwap)
+        self.run_together = isinstance(placed.weights.swap, ShardedSwap)
 
     @property
     def seconds(self) -> float:
@@ -153,7 +153,7 @@ class _Checks:
             return None
         result, reason, failure = None, "", ""
         try:
-            with self.placed.before_blocks(self._check_time):
+            with self.placed.weights.before_blocks(self._check_time):
                 result = check()
         except CheckFailed as failed:
             failure = str(failed)
@@ -194,14 +194,14 @@ def make_certificate(
 ) -> Certificate:
     """Run all checks before the first step; all ranks of a run must call it. Raises ValueError, which names check and
     block, if one fails."""
-    placed.ensure()
+    placed.weights.ensure()
     sample = smallest(samples)
     checks = _Checks(placed, observer)
     whole, sigma = check_sample(placed.family, placed.patcher, sample)
     inputs = inputs_of(placed.family, placed.patcher, whole, sigma, guidance)
     checks.phase("forward")
     placed.check_forward(inputs)
-    with off_the_record(placed), placed.low_bit.switched_off(placed.transformer.blocks()):
+    with off_the_record(placed), placed.low_bit.switched_off(placed.weights.transformer.blocks()):
         checked = checks.make("gradients", lambda: _on_smallest_grid(placed, targets, samples, guidance, inputs))
         small, gradients = checked or (inputs, None)
         if gradients is not None and not gradients.measured:
@@ -209,7 +209,7 @@ def make_certificate(
         unreached = checks.make("targets", lambda: _check_targets(placed, small))
     with off_the_record(placed), perturbed(placed):
         blocks = checks.make("blocks", lambda: _check_blocks(placed, inputs))
-    with off_the_record(placed), placed.low_bit.switched_off(placed.transformer.blocks()), perturbed(placed):
+    with off_the_record(placed), placed.low_bit.switched_off(placed.weights.transformer.blocks()), perturbed(placed):
         with tempfile.TemporaryDirectory(prefix="tessera-verify-", ignore_cleanup_errors=True) as folder:
             path = Path(folder) / "lora.safetensors"
             file = checks.make("LoRA file", lambda: _check_lora_file(placed, path))
@@ -231,13 +231,13 @@ def make_certificate(
         checks.unchecked,
         checks.is_transient,
         checks.seconds,
-        memory_peak(placed.device)["peak_memory_mib"],
+        memory_peak(placed.weights.device)["peak_memory_mib"],
     )
 
 
 def off_the_record(placed: PlacedModel) -> AbstractContextManager[None]:
     """Return a context whose block copies don't count."""
-    return nullcontext() if placed.swap is None else placed.swap.ring.uncounted()
+    return nullcontext() if placed.weights.swap is None else placed.weights.swap.ring.uncounted()
 
 
 def _passed(check: str, fault: str | None) -> None:
@@ -290,7 +290,9 @@ def _check_lora_file(placed: PlacedModel, path: Path) -> FileCheck:
     """Write the LoRA, which must have an effect, to a temporary file, and load it as ComfyUI does."""
     lora = placed.network.snapshot()
     save_lora(path, lora)
-    checked = check_file(path, lora, placed.patcher, placed.network, placed.transformer.linears(), placed.device)
+    checked = check_file(
+        path, lora, placed.patcher, placed.network, placed.weights.transformer.linears(), placed.weights.device
+    )
     _passed("LoRA file", checked.fault)
     return checked
 

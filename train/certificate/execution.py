@@ -34,9 +34,9 @@ def check_execution(placed: PlacedModel, inputs: ModelInputs) -> tuple[str | Non
     """
     faults: list[str] = []
     largest = 0.0
-    names_by_id = {id(block): name for name, block in placed.transformer.blocks()}
+    names_by_id = {id(block): name for name, block in placed.weights.transformer.blocks()}
     compared: set[tuple[str, bool, str]] = set()
-    as_run = placed.run_block(inputs, None)
+    as_run = placed.execution.run_block(inputs, None)
 
     def run(block: Block, *args: Any) -> Any:
         nonlocal largest
@@ -55,14 +55,14 @@ def check_execution(placed: PlacedModel, inputs: ModelInputs) -> tuple[str | Non
     placed.network.write_casts()
     try:
         with placed.training():
-            placed.transformer.forward(run, inputs)
+            placed.weights.transformer.forward(run, inputs)
     finally:
-        placed.runner.discard_offloaded()
+        placed.execution.runner.discard_offloaded()
     return (faults[0] if faults else None), largest
 
 
 def _is_swapped(placed: PlacedModel, block: Block) -> bool:
-    return placed.swap is not None and id(block) in placed.swap.number
+    return placed.weights.swap is not None and id(block) in placed.weights.swap.number
 
 
 def _method(block: Block) -> str:
@@ -73,8 +73,8 @@ def _method(block: Block) -> str:
 
 def _execution_text(placed: PlacedModel, block: Block) -> str:
     """Describe the run's execution of a block."""
-    words = ["swapped"] * _is_swapped(placed, block) + [f"checkpointing {placed.memory.checkpointing}"]
-    return " and ".join(words + ["compiled"] * (placed.runner.planned_graphs > 0))
+    words = ["swapped"] * _is_swapped(placed, block) + [f"checkpointing {placed.memory.options.checkpointing}"]
+    return " and ".join(words + ["compiled"] * (placed.execution.runner.planned_graphs > 0))
 
 
 def _compare(placed: PlacedModel, as_run: Any, block: Block, args: tuple[Any, ...]) -> tuple[float, float]:
@@ -90,7 +90,7 @@ def _compare(placed: PlacedModel, as_run: Any, block: Block, args: tuple[Any, ..
         wide = [arg.float() if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args]
         with placed.low_bit.switched_off([("", block)]):  # their rounding counts as noise
             exact = _with_backward(partial(run_in_fp32, _plain), block, tuple(wide))
-    least = max(LEAST, ROUNDINGS * torch.finfo(placed.dtype).eps)
+    least = max(LEAST, ROUNDINGS * torch.finfo(placed.weights.dtype).eps)
     pairs = [(0.0, least)]
     for tensors in zip(run, plain, exact, strict=True):  # outputs, gradients of inputs, gradients of adapters
         smallest = max([1e-12, *(FLOOR * float(tensor.norm()) for tensor in tensors[1])])
@@ -138,7 +138,7 @@ def own_weights(placed: PlacedModel, block: Block) -> Iterator[None]:
         for module in modules:
             module.take()
             for name, tensor in module._buffers.items():
-                module._buffers[name] = None if tensor is None else tensor.to(placed.device)
+                module._buffers[name] = None if tensor is None else tensor.to(placed.weights.device)
         yield
     finally:
         for module, buffers in zip(modules, saved_buffers, strict=True):

@@ -51,13 +51,13 @@ class FinalFileWatcher:
 
     def _check(self, run: RunView) -> dict[str, Any]:
         placed, path = run.placed, self.context.folder.lora_path
-        linears = placed.transformer.linears()
+        linears = placed.weights.transformer.linears()
 
         def check(device: torch.device) -> FileCheck:
             return check_file(path, run.loras.snapshot(), placed.patcher, placed.network, linears, device)
 
         try:
-            checked = check(placed.device)
+            checked = check(placed.weights.device)
         except Exception as error:
             if not comfy.model_management.is_oom(error):
                 raise
@@ -86,7 +86,7 @@ class FinalFileWatcher:
 
     def _measured_rounding(self, run: RunView) -> float:
         placed, context = run.placed, self.context
-        placed.ensure()
+        placed.weights.ensure()
         guidance = run.settings.objective.guidance
         inputs = small_inputs(placed.family, placed.patcher, context.data.samples, guidance, SIDE)
         if inputs is None:
@@ -96,7 +96,7 @@ class FinalFileWatcher:
         for key, entries in patches.items():
             sampled.patches[key] = [*sampled.patches.get(key, []), *entries]
         forward = precise_forward(placed, inputs)
-        with torch.no_grad(), in_fp32(placed.transformer), off_the_record(placed):
+        with torch.no_grad(), in_fp32(placed.weights.transformer), off_the_record(placed):
             with patched_by_core(placed, {}):
                 plain = forward()
             with patched_by_core(placed, patches):

@@ -62,12 +62,13 @@ class GradientCheck:
 def check_gradients(placed: PlacedModel, inputs: ModelInputs, targets: Sequence[str]) -> GradientCheck:
     """Compare the gradients of two targets in a block of each kind with central differences; the LoRA is off."""
     layers = chosen_layers(placed, targets)
-    linears = placed.transformer.linears()
+    linears = placed.weights.transformer.linears()
     probes = {
-        name: DirectionProbe(linears[name].shape, number, placed.device) for number, name in enumerate(sorted(layers))
+        name: DirectionProbe(linears[name].shape, number, placed.weights.device)
+        for number, name in enumerate(sorted(layers))
     }
     forward = precise_forward(placed, inputs)
-    with without_adapters(placed), in_fp32(placed.transformer):
+    with without_adapters(placed), in_fp32(placed.weights.transformer):
         for name, probe in probes.items():
             attached: Any = linears[name]
             attached.adapter = probe
@@ -106,7 +107,7 @@ def chosen_layers(placed: PlacedModel, targets: Sequence[str]) -> list[str]:
     """Choose the first and the last target in the first block of each kind that has any."""
     target_names, kinds = set(targets), set()
     selection: list[str] = []
-    for name, block in placed.transformer.blocks():
+    for name, block in placed.weights.transformer.blocks():
         kind = type(block).__name__ + block.kind
         core_name = getattr(block, "name", name)
         layers = [f"{core_name}.{block.native_name(inner_name)}" for inner_name in block.linears()]
@@ -123,9 +124,9 @@ def precise_forward(placed: PlacedModel, inputs: ModelInputs) -> Callable[[], Te
     recomputed = checkpointing.full(partial(run_in_fp32, _run))
 
     def run(block: Block, *args: Any) -> Any:
-        return placed.on_device(recomputed, block, *args, {})
+        return placed.weights.on_device(recomputed, block, *args, {})
 
-    return lambda: placed.transformer.forward(run, wide)
+    return lambda: placed.weights.transformer.forward(run, wide)
 
 
 def _run(block: Block, *args: Any) -> Any:

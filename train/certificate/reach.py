@@ -18,7 +18,7 @@ def targets_without_gradient(placed: PlacedModel, inputs: ModelInputs) -> tuple[
     block. Zero weights of the adapters are filled with noise for this."""
     forward = precise_forward(placed, inputs)
     adapters = placed.network.adapters
-    with in_fp32(placed.transformer):
+    with in_fp32(placed.weights.transformer):
         with perturbed(placed), placed.training():
             out = forward()
             r = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out.device)
@@ -54,7 +54,7 @@ def effect_difference(
     sampled: patcher with the patches, whose weights are read as in sampling; None adds them in fp32.
     """
     forward = precise_forward(placed, inputs)
-    with torch.no_grad(), in_fp32(placed.transformer):
+    with torch.no_grad(), in_fp32(placed.weights.transformer):
         lora_output = forward()
         with patched_by_core(placed, {}):
             plain = forward()

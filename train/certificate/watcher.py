@@ -71,7 +71,7 @@ class CertificateWatcher:
         if world.is_first:
             self._save()
         run.observer.note(certificate.text)
-        run.observer.phase(run.placed.runner.progress_text())
+        run.observer.phase(run.placed.execution.runner.progress_text())
 
     def is_due(self, step: int, steps: int) -> bool:
         return False
@@ -90,17 +90,17 @@ class CertificateWatcher:
     def _key(self, run: RunView) -> str:
         """Fingerprint of model, versions and plan."""
         placed, settings = run.placed, run.settings
-        memory = {name: str(value) for name, value in dataclasses.asdict(placed.memory).items()}
+        memory = {name: str(value) for name, value in dataclasses.asdict(placed.memory.options).items()}
         return fingerprint(
             {
                 "model": self.model,
                 "pack": VERSION,
                 "comfyui": features()["version"],
                 "torch": torch.__version__,
-                "device": str(run.placed.device.type),
-                "dtype": str(placed.dtype),
+                "device": str(run.placed.weights.device.type),
+                "dtype": str(placed.weights.dtype),
                 "memory": memory,
-                "compile": str(run.placed.compile_settings),
+                "compile": str(run.placed.execution.compile_settings),
                 "network": str(settings.network),
                 "targets": list(self.context.targets),
             }

@@ -47,9 +47,9 @@ class StepRetries:
             self._note_uncompiled()
             return result
         except Exception as error:
-            smaller = comfy.model_management.is_oom(error) and self.placed.step_down(self.progress.step, error)
+            smaller = comfy.model_management.is_oom(error) and self.placed.memory.step_down(self.progress.step, error)
             is_requested = isinstance(error, CompileFailed)  # by fullgraph on Compile Model
-            compiles = self.placed.runner.planned_graphs and not smaller and not is_requested
+            compiles = self.placed.execution.runner.planned_graphs and not smaller and not is_requested
             cause = cannot_compile(error) if compiles else None
             if cause is None and not smaller:
                 raise
@@ -58,7 +58,7 @@ class StepRetries:
         if cause is None:
             self.place_again()
             return self.attempt(compute)
-        self.placed.runner.discard_offloaded()
+        self.placed.execution.runner.discard_offloaded()
         self.fall_back_to_eager(cause)
         comfy.model_management.soft_empty_cache()
         return compute()
@@ -74,7 +74,7 @@ class StepRetries:
     def fall_back_to_eager(self, cause: str) -> None:
         """Switch to eager execution for the rest of the run and report `cause` once."""
         self.observer.note(f"Compiling failed, so training runs uncompiled: {cause}")
-        self.placed.fall_back_to_eager()
+        self.placed.execution.fall_back_to_eager()
         self.environment = self._environment()
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class StepRetries:
 
     def _note_uncompiled(self) -> None:
         """Report the kinds of blocks that failed to compile and run eager; if all did, fall back to eager training."""
-        runner = self.placed.runner
+        runner = self.placed.execution.runner
         failed = dict(runner.failed)
         runner.failed.clear()
         if failed and not runner.planned_graphs:
@@ -95,5 +95,9 @@ class StepRetries:
     def _environment(self) -> dict[str, str]:
         world_size = self.placed.world.world_size
         devices = {} if world_size == 1 else {"devices": str(world_size)}
-        compile_settings = self.placed.compile_settings
-        return environment_facts(self.placed.device, compile_settings) | self.placed.choice_facts() | devices
+        compile_settings = self.placed.execution.compile_settings
+        return (
+            environment_facts(self.placed.weights.device, compile_settings)
+            | self.placed.memory.choice_facts()
+            | devices
+        )

@@ -46,8 +46,8 @@ class TrainStep:
         self.settings, self.observer, self.watchers, self.progress = context.settings, observer, watchers, progress
         self.placed, self.learner, self.sync = placed, learner, sync
         self.losses = StepLosses(placed, self.settings.objective)
-        self.clock = StepClock(placed.device)
-        self.batches = StepBatches(context, placed.device, self.clock)
+        self.clock = StepClock(placed.weights.device)
+        self.batches = StepBatches(context, placed.weights.device, self.clock)
         self.copies = 0
         self.retries = StepRetries(observer, placed, learner, self.batches, self.clock, progress)
 
@@ -57,14 +57,14 @@ class TrainStep:
         Raises CannotContinue if the loss or the gradient is not finite, before the weights are updated.
         """
         self.clock.begin()
-        compiled_before = self.placed.runner.report.counts()
+        compiled_before = self.placed.execution.runner.report.counts()
         micro_batches = self.batches.for_step(self.progress.step)
         learning_rate = self.learner.learning_rate
         loss = self.finite(self.forward_backward(micro_batches))
         self.optimizer_step()
         self.progress.end_step(loss, self.settings.gradient_accumulation)
         # A step that compiled does not count towards the pace.
-        if self.placed.runner.report.counts() == compiled_before:
+        if self.placed.execution.runner.report.counts() == compiled_before:
             self.clock.end()
         if self.placed.plan_again(self.settings.steps - self.progress.step):
             self.retries.place_again()
@@ -90,7 +90,7 @@ class TrainStep:
         self.placed.check_forward(batch.inputs)
         with self.placed.training():
             for loss in self.losses(batch, rng_key):
-                with self.placed.runner.watch_backward():
+                with self.placed.execution.runner.watch_backward():
                     self.learner.backward(loss / count)
                 total += loss.detach() / count
 
@@ -140,10 +140,10 @@ class TrainStep:
         }
 
     def _forward_backward(self, micro_batches: list[MicroBatch]) -> Tensor:
-        self.placed.ensure()
-        copies = self.placed.copies()
+        self.placed.weights.ensure()
+        copies = self.placed.weights.copies()
         self.learner.zero_grad()
-        total = torch.zeros((), device=self.placed.device)
+        total = torch.zeros((), device=self.placed.weights.device)
         count = len(micro_batches) * self.sync.world.world_size
         for micro, requests in self.batches.order.share.numbered(micro_batches):
             # Cancelling leaves this step without an update: the run resumes from the step before and repeats it.
@@ -151,8 +151,8 @@ class TrainStep:
             self.micro_batch(requests, (self.progress.step, micro), count, total)
         self._make_ahead()  # before make_room_to_step, so that it can't cause an OOM in the optimizer
         auto.make_room_to_step(self.learner.optimizer, self.settings.optimizer.spec)
-        self.placed.sharing.finish()
-        self.copies = self.placed.copies() - copies
+        self.placed.memory.sharing.finish()
+        self.copies = self.placed.weights.copies() - copies
         return total
 
     def _make_ahead(self) -> None:
@@ -168,11 +168,11 @@ class TrainStep:
         with self.placed.measured_low_bit() as count:
             for key, requests in self.batches.order.first_of(self.progress.step, self.progress.batches, count):
                 self.observer.check_interrupted()
-                self.micro_batch(requests, key, count, torch.zeros((), device=self.placed.device))
-            self.placed.sharing.finish()
+                self.micro_batch(requests, key, count, torch.zeros((), device=self.placed.weights.device))
+            self.placed.memory.sharing.finish()
         self.learner.zero_grad()
         self.losses.preserved.clear()
-        reset_memory_peak(self.placed.device)
+        reset_memory_peak(self.placed.weights.device)
 
     def _report(self, loss: float, learning_rate: float) -> StepReport:
         pace = self.clock.pace()

@@ -51,12 +51,18 @@ class Trainer:
         placed: PlacedModel | None = None
         try:
             placed = PlacedModel(context, observer)
-            learner_args = placed.network, self.settings.optimizer, self.settings.steps, placed.dtype, self.device.type
+            learner_args = (
+                placed.network,
+                self.settings.optimizer,
+                self.settings.steps,
+                placed.weights.dtype,
+                self.device.type,
+            )
             learner = Learner(*learner_args, flat_gradients=self.context.world.world_size > 1)
             sync = GradientSync(self.context.world, learner, observer)
         except BaseException as error:
             if placed is not None:
-                placed.unload()
+                placed.weights.unload()
             if not comfy.model_management.is_oom(error):
                 raise
             raise errors.out_of_memory_while_loading() from error
@@ -72,8 +78,8 @@ class Trainer:
             environment=lambda: retries.environment,
         )
         self.placed, self.learner, self.network, self.train_step = placed, learner, placed.network, train_step
-        if placed.runner.not_compiled:
-            retries.fall_back_to_eager(placed.runner.not_compiled)
+        if placed.execution.runner.not_compiled:
+            retries.fall_back_to_eager(placed.execution.runner.not_compiled)
         placed.note_memory_use()
 
     def resume(self, path: Path) -> None:
@@ -82,7 +88,7 @@ class Trainer:
 
     def apply_warm_start(self, start: WarmStart) -> list[str]:
         """Initialise the weights from another LoRA. Returns a note for each part that could not be loaded."""
-        linears = self.placed.transformer.linears()
+        linears = self.placed.weights.transformer.linears()
         return self.learner.apply_warm_start(start, lambda name: linears[name].read_on_device().full())
 
     def run(self) -> None:
@@ -112,10 +118,10 @@ class Trainer:
                     break
             self.check_ranks("final")  # inside try, so that an error in it saves too
         except BaseException as error:
-            self.train_step.sync.abort(error, progress.step + 1, self.placed.sharing.abort)
+            self.train_step.sync.abort(error, progress.step + 1, self.placed.memory.sharing.abort)
             self.saver.save_unsaved_progress()
             last_save = self.saver.describe_last_save()
-            planned_graphs = self.placed.runner.planned_graphs
+            planned_graphs = self.placed.execution.runner.planned_graphs
             if (explained := errors.explain_error(error, progress.step, last_save, planned_graphs)) is None:
                 raise
             raise explained from error

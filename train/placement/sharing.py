@@ -19,17 +19,20 @@ class SharedBlocks:
     """Agreements of a run with the ranks that share its blocks, if there are any.
 
     node: those ranks; None without any.
-    swap: the run's block swap.
     """
 
     def __init__(self, world: World, node: NodeRanks | None, device: torch.device):
         self.world, self.node, self.device = world, node, device
-        self.swap: BlockSwap | None = None
+        self._swap: BlockSwap | None = None
+
+    def use(self, swap: BlockSwap | None) -> None:
+        """Set the run's block swap, whose ring the ranks fill together."""
+        self._swap = swap
 
     @property
     def ring(self) -> ShardedRing | None:
         """The ring that all ranks fill together; None without sharing."""
-        return self.swap.ring if isinstance(self.swap, ShardedSwap) else None
+        return self._swap.ring if isinstance(self._swap, ShardedSwap) else None
 
     def plan(
         self, options: MemoryOptions, measured: StepCost, order: tuple[str, ...], previous_choice: Way | None

@@ -195,7 +195,7 @@ class Previewer:
         if failed:
             run.observer.note(self._failed(step, failed))
         if step < steps:
-            run.observer.phase(run.placed.runner.progress_text())
+            run.observer.phase(run.placed.execution.runner.progress_text())
 
     def is_due(self, step: int, steps: int) -> bool:
         """Return whether a preview is to be made after `step` of `steps` steps."""
@@ -237,7 +237,7 @@ class Previewer:
                 stack.enter_context(host_copies_retained(model))
             # Exited in reverse order: models are unloaded outside inference mode, then the host copies are restored.
             stack.callback(unload)
-            stack.enter_context(preserve_random_state(run.placed.device))
+            stack.enter_context(preserve_random_state(run.placed.weights.device))
             stack.enter_context(torch.inference_mode())
             check = run.observer.check_interrupted
             latents = [sample_latent(stages[_sampled_by(r)], r.preview.sampling, r.seed, check) for r in due]

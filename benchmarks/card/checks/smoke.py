@@ -156,7 +156,7 @@ class Smoke:
                 gradients, notes = record(trainer, evict)
                 with delays(trainer, delay, self.cuda) as delayed:
                     trainer.run()
-                ring = trainer.placed.swap.ring if trainer.placed.swap else None
+                ring = trainer.placed.weights.swap.ring if trainer.placed.weights.swap else None
                 if ring is not None and ring.locking is not None:
                     ring.locking.wait()
                 host = list(ring.flat_weights) if ring else []
@@ -326,18 +326,18 @@ def delays(trainer: Any, kind: str, cuda: bool) -> Iterator[list[int]]:
             sleep("copy")
         return copy(self, source, *args, **kwargs)
 
-    runner = trainer.placed.runner if trainer is not None else None
+    runner = trainer.placed.execution.runner if trainer is not None else None
     try:
         if "copy" in kinds:
             Tensor.copy_ = slow_copy
         if "compute" in kinds:
-            trainer.placed.runner = SlowRunner(runner, lambda: sleep("compute"))
+            trainer.placed.execution.runner = SlowRunner(runner, lambda: sleep("compute"))
         yield counted
     finally:
         if "copy" in kinds:
             del Tensor.copy_
         if "compute" in kinds:
-            trainer.placed.runner = runner
+            trainer.placed.execution.runner = runner
         counted += count.values()
 
 

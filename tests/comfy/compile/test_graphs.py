@@ -16,10 +16,10 @@ from tiny.compile.compiling import Graphs
 def test_a_shape_that_was_not_planned_is_an_error_with_a_sentence(tiny_flux, tmp_path):
     data = tiny.make_data([(4, 4), (4, 5), (4, 6)], [16, 16, 16])
     trainer = tiny.make_trainer(tiny_flux, data, tmp_path, backend="aot_eager", steps=6)
-    trainer.placed.runner = type(trainer.placed.runner)(
-        trainer.placed.transformer.blocks(),
+    trainer.placed.execution.runner = type(trainer.placed.execution.runner)(
+        trainer.placed.weights.transformer.blocks(),
         trainer.settings.memory,
-        trainer.placed.runner.compile_settings,
+        trainer.placed.execution.runner.compile_settings,
         1,
         trainer.device,
     )
@@ -36,7 +36,7 @@ def test_blocks_with_and_without_a_lora_are_regions_of_their_own(tiny_flux, tmp_
     counted = Graphs()
     trainer = tiny.make_trainer(tiny_flux, data, tmp_path, backend="aot_eager", steps=2, network=network)
     trainer.run()
-    assert counted() == trainer.placed.runner.planned_graphs == 3
+    assert counted() == trainer.placed.execution.runner.planned_graphs == 3
     assert len(trainer.train_step.clock.steps) == 1  # the step that compiled is not part of the pace
 
 
@@ -105,12 +105,12 @@ def test_overrides_reach_the_blocks_that_they_name(tiny_flux, tmp_path, eager_lo
     trainer, told = make(tiny_flux, tmp_path, CompileSettings("aot_eager", overrides=parse_overrides(lines)))
     trainer.run()
     own = {"dynamic": "false", "limit": 1}  # the trainer's
-    assert [(report.label, report.options) for report in trainer.placed.runner.report.regions[:-1]] == [
+    assert [(report.label, report.options) for report in trainer.placed.execution.runner.report.regions[:-1]] == [
         ("double, LoRA 2", CompileOptions("aot_eager", **own)),
         ("single, LoRA 3", CompileOptions("aot_eager", **own)),
         ("single, LoRA 4", CompileOptions("eager", "max-autotune", **own)),
     ]
-    assert counted() == trainer.placed.runner.planned_graphs == 3
+    assert counted() == trainer.placed.execution.runner.planned_graphs == 3
     assert trainer.progress.loss == pytest.approx(eager_losses, rel=1e-5) and told == []
 
 
@@ -122,10 +122,10 @@ def test_a_kind_of_block_that_cannot_be_compiled_trains_eager_alone(
     (note,) = told
     assert note.startswith("double, LoRA 1 blocks can't be compiled, so they run uncompiled: ")
     assert "The code prints or logs in the middle, which ends a graph" in note
-    double, single, _ = trainer.placed.runner.report.regions
+    double, single, _ = trainer.placed.execution.runner.report.regions
     assert (double.compiled_calls, double.eager_calls) == (0, 2 * 2)  # two blocks, two steps
     assert (single.compiled_calls, single.eager_calls) == (2 * 2 * 2, 0)  # forward, and computed again
-    assert trainer.placed.runner.planned_graphs == 1
+    assert trainer.placed.execution.runner.planned_graphs == 1
     assert trainer.train_step.retries.environment["backend"] == "aot_eager"
     assert trainer.progress.loss == pytest.approx(eager_losses, rel=1e-5)
 

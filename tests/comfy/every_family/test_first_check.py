@@ -42,7 +42,7 @@ def test_a_block_that_is_two_percent_too_strong_ends_the_run(case_file, tmp_path
     model = computing_in(case.load(file), torch.bfloat16)
     trainer = make_trainer(model, training_data(*case.batches()["shapes"]()), tmp_path)
     wrong = "gives an output that is .* different from that of ComfyUI .* on the same weights, so its LoRA would be"
-    blocks = [block for _, block in trainer.placed.transformer.blocks()]
+    blocks = [block for _, block in trainer.placed.weights.transformer.blocks()]
     forward = type(blocks[0]).forward
     core = type(next(iter(_core_blocks(model, trainer))))
     core_forward = core.forward
@@ -68,7 +68,7 @@ def test_it_is_found_on_flash_attn_too_whose_kernels_take_16_bits_only(case_file
         kernels["2"].calls.clear()
         trainer.placed.check_forward(None)
         assert kernels["2"].calls
-        block = type(trainer.placed.transformer.blocks()[0][1])
+        block = type(trainer.placed.weights.transformer.blocks()[0][1])
         monkeypatch.setattr(block, "forward", _stronger(block.forward))
         trainer.placed.checks.forward_done = False
         with pytest.raises(ValueError, match="gives an output that is .* different from that of ComfyUI"):
@@ -81,7 +81,7 @@ def test_one_block_of_twelve_that_adds_two_percent_too_much_ends_the_run(case_fi
     case = FIRST["wan"]
     model = computing_in(case.load(case_file(case, dtype=torch.bfloat16, layers=12)), torch.bfloat16)
     trainer = make_trainer(model, training_data(*case.batches()["shapes"]()), tmp_path)
-    blocks = [block for _, block in trainer.placed.transformer.blocks()]
+    blocks = [block for _, block in trainer.placed.weights.transformer.blocks()]
     assert len(blocks) == 12
     for block in (blocks[0], blocks[6], blocks[11]):
         with adding_more(block), pytest.raises(ValueError, match="gives an output that is .* different from that of"):
@@ -106,7 +106,7 @@ def test_a_resumed_run_is_checked_again(case_file, tmp_path, monkeypatch):
 
 
 def _core_blocks(model: Any, trainer: Any) -> Any:
-    return (model.model.diffusion_model.get_submodule(name) for name, _ in trainer.placed.transformer.blocks())
+    return (model.model.diffusion_model.get_submodule(name) for name, _ in trainer.placed.weights.transformer.blocks())
 
 
 def _stronger(forward: Any) -> Any:

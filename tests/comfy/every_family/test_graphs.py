@@ -42,7 +42,7 @@ def test_two_epochs_of_mixed_samples_compile_each_graph_once(case_file, tmp_path
     counts, keys = graphs_after_each_step(trainer, graphs)
     assert len(counts) == steps
     assert counts == graphs_expected(case.kinds, keys)
-    assert counts[-1] == case.kinds * len(data.graph_keys()) == trainer.placed.runner.planned_graphs
+    assert counts[-1] == case.kinds * len(data.graph_keys()) == trainer.placed.execution.runner.planned_graphs
     assert graphs.breaks == 0
     assert trainer.summary()["graphs_compiled"] == counts[-1]
 
@@ -53,7 +53,7 @@ def test_a_batch_compiles_one_graph_for_each_kind_of_block(case_file, tmp_path, 
     settings = {"backend": "eager", "batch_size": BATCH, "steps": 2}
     trainer = tiny.make_trainer(case.load(case_file(case)), main_batch(case), tmp_path, **settings)
     trainer.run()
-    assert graphs() == trainer.placed.runner.planned_graphs == case.kinds and graphs.breaks == 0
+    assert graphs() == trainer.placed.execution.runner.planned_graphs == case.kinds and graphs.breaks == 0
 
 
 WITH_CAPTIONS = [case for case in cases("graphs") if case.captions()]

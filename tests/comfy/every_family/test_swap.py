@@ -56,7 +56,7 @@ def resident(kept: dict[Any, Any], trained: Any, tmp_path_factory: pytest.TempPa
 
 
 def unused(case: FamilyCase, trainer: Any) -> list[str]:
-    last = list(trainer.placed.transformer.blocks())[-1][0]
+    last = list(trainer.placed.weights.transformer.blocks())[-1][0]
     return [f"{last}.{name}" for name in case.unused]
 
 
@@ -90,13 +90,15 @@ def swapped_runs() -> Iterator[Any]:
 def test_swapped_equals_resident_bit_for_bit(resident, trained, tmp_path, case, count, prefetch, mode):
     plain = resident(case, checkpointing=mode)  # first: what comes next unloads it
     swapped = trained(case, tmp_path, checkpointing=mode, blocks_to_swap=count, prefetch_blocks=prefetch)
-    assert len(swapped.placed.transformer.blocks()) == case.deep_blocks
+    assert len(swapped.placed.weights.transformer.blocks()) == case.deep_blocks
     assert_same_run(swapped, plain, unused(case, swapped))
     slots = min(prefetch + 1, count)
     # The first forward brings all; after that what is there at the turn, and at the end of a step, stays.
-    assert swapped.placed.swap.ring.copies == STEPS * 2 * (count - slots) + slots
+    assert swapped.placed.weights.swap.ring.copies == STEPS * 2 * (count - slots) + slots
     assert swapped.summary()["block_copies_per_step"] == 2 * (count - slots)
-    assert swapped.placed.swap.held_bytes() == slots * max(layout.size for layout in swapped.placed.swap.layouts)
+    assert swapped.placed.weights.swap.held_bytes() == slots * max(
+        layout.size for layout in swapped.placed.weights.swap.layouts
+    )
 
 
 @pytest.mark.parametrize("batch", one_in(2, [3, 1]))
@@ -114,7 +116,7 @@ def test_compiled_blocks_stay_whole_and_swap_adds_no_graph(trained, tmp_path, ca
     plain = trained(case, tmp_path / "plain", **settings)
     graphs = Graphs()
     swapped = trained(case, tmp_path / "swapped", blocks_to_swap=case.deep_blocks - 1, **settings)
-    assert graphs() == plain.placed.runner.planned_graphs == case.kinds  # a run compiles its own
+    assert graphs() == plain.placed.execution.runner.planned_graphs == case.kinds  # a run compiles its own
     assert_same_run(swapped, plain, unused(case, swapped))
 
 
@@ -134,7 +136,7 @@ def test_swap_changes_no_bit_in_bf16_where_every_linear_is_trained(case_file, tm
         )
         tiny.fill_up_matrices(trainer)
         trainer.run()
-        assert trainer.placed.dtype == torch.bfloat16
+        assert trainer.placed.weights.dtype == torch.bfloat16
         return {f"{name}.{i}": p.grad for name, pair in trainer.network.pairs.items() for i, p in enumerate(pair)}
 
     resident, swapped = gradients("resident"), gradients("swapped", blocks_to_swap=case.deep_blocks)
@@ -151,7 +153,7 @@ def test_an_fp8_file_streams_as_it_is_stored(trained, tmp_path, case):
     plain = trained(case, tmp_path / "resident", dtype=torch.float8_e4m3fn)
     swapped = trained(case, tmp_path / "swapped", dtype=torch.float8_e4m3fn, blocks_to_swap=case.deep_blocks)
     assert_same_run(swapped, plain, unused(case, swapped))
-    (_, block), *_ = swapped.placed.transformer.blocks()
+    (_, block), *_ = swapped.placed.weights.transformer.blocks()
     assert {linear.weight.dtype for linear in block.linears().values()} == {torch.float8_e4m3fn}
 
 
@@ -159,7 +161,7 @@ def test_an_fp8_file_streams_as_it_is_stored(trained, tmp_path, case):
 def test_activations_may_wait_on_the_host(resident, trained, tmp_path, case):
     plain = resident(case, checkpointing="full")
     offloaded = trained(case, tmp_path, checkpointing="full", offload_activations=True, blocks_to_swap=2)
-    assert offloaded.placed.runner.offload.bytes_in > 0
+    assert offloaded.placed.execution.runner.offload.bytes_in > 0
     assert_same_run(offloaded, plain, unused(case, offloaded))
 
 
@@ -173,7 +175,7 @@ def test_the_flat_weights_are_never_written_and_stay_the_models_own(case_file, t
     after = model.model.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
     # The host holds the weights once: each parameter of ComfyUI's blocks lies in the flat weights.
-    held = {flat.untyped_storage().data_ptr() for flat in trainer.placed.swap.ring.flat_weights}
+    held = {flat.untyped_storage().data_ptr() for flat in trainer.placed.weights.swap.ring.flat_weights}
     for name in family_of(model).block_lists(model.model):
         for parameter, tensor in getattr(model.model.diffusion_model, name)[1].named_parameters():
             assert tensor.untyped_storage().data_ptr() in held, f"{name}.1.{parameter}"
@@ -182,12 +184,12 @@ def test_the_flat_weights_are_never_written_and_stay_the_models_own(case_file, t
 @every_case("swap")
 def test_a_plan_is_chosen_by_measuring_a_block(trained, tmp_path, case):
     automatic = trained(case, tmp_path, checkpointing="auto", blocks_to_swap=-1)
-    assert automatic.placed.automatic is not None and automatic.progress.step == STEPS
+    assert automatic.placed.memory.automatic is not None and automatic.progress.step == STEPS
 
 
 @every_case("swap", fast=True)
 def test_with_nothing_connected_a_step_is_measured_and_what_fits_trains(case_file, case, tmp_path):
     trainer = tiny.make_trainer(case.load(case_file(case)), data_of(case), tmp_path, steps=1, memory=MemoryOptions())
-    assert trainer.placed.automatic.plan.fits and trainer.placed.memory.checkpointing == "none"
+    assert trainer.placed.memory.automatic.plan.fits and trainer.placed.memory.options.checkpointing == "none"
     trainer.run()
-    assert trainer.placed.swap is None and len(trainer.progress.loss) == 1
+    assert trainer.placed.weights.swap is None and len(trainer.progress.loss) == 1

@@ -159,7 +159,7 @@ def test_it_compiles_nothing_that_is_not_planned_and_nothing_twice(tiny_flux, tm
     )
     trainer.observer.validated = lambda *_: graphs.append(counted())
     trainer.run()
-    assert trainer.placed.runner.planned_graphs == 2 * 2
+    assert trainer.placed.execution.runner.planned_graphs == 2 * 2
     assert graphs == [2 * 2] * 3, "at the start, with the size that is trained later, and twice in between"
     assert trainer.summary()["graphs_compiled"] == 2 * 2 and trainer.summary()["graph_breaks"] == 0
     trainer.close()
@@ -248,7 +248,7 @@ def test_where_compiling_does_not_work_it_is_found_out_here_and_the_run_goes_on_
     calls, losses = [], Validation.own_losses
 
     def fails_once(self, trainer):
-        calls.append(trainer.placed.runner.planned_graphs)
+        calls.append(trainer.placed.execution.runner.planned_graphs)
         if len(calls) == 1:
             raise TorchDynamoException("no compiler")
         return losses(self, trainer)

@@ -38,7 +38,7 @@ def run(model, folder, *watchers, **settings):
     try:
         trainer.run()
     finally:
-        trainer.placed.unload()
+        trainer.placed.weights.unload()
     return trainer
 
 

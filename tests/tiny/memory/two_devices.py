@@ -50,12 +50,14 @@ class TwoDevices:
 
     def put_weights_of(self, trainer: Any) -> None:
         """Put the tensors of a run that are on the device before its first step; it moves its batches there by name."""
-        trainer.placed.device = trainer.train_step.batches.device = DEVICE
+        trainer.placed.weights.device = trainer.train_step.batches.device = DEVICE
         self.put(trainer.network.parameters())
         self.put(tensor for group in trainer.network.flat for tensor in (group.gradient, group.cast))
-        self.put(tensor for module in trainer.placed.transformer.frozen_modules() for tensor in module.buffers())
-        if trainer.placed.swap is not None:
-            self.put(trainer.placed.swap.ring.slots)
+        self.put(
+            tensor for module in trainer.placed.weights.transformer.frozen_modules() for tensor in module.buffers()
+        )
+        if trainer.placed.weights.swap is not None:
+            self.put(trainer.placed.weights.swap.ring.slots)
         if trainer.learner.average is not None:
             self.put(trainer.learner.average.master_weights.values())
 

@@ -58,7 +58,7 @@ class GradientCheck:
         for name, value in expected.items():
             assert float((gradients[name] - value).norm()) <= bound * float(value.norm()), name
         unreached = {name.rpartition(".")[0] for name, value in expected.items() if not value.norm()}
-        last = list(trainer.placed.transformer.blocks())[-1][0]
+        last = list(trainer.placed.weights.transformer.blocks())[-1][0]
         assert unreached <= {f"{last}.{name}" for name in case.unused}
         trainer.close()
         return gradients

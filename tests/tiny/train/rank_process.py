@@ -127,7 +127,7 @@ class Unloading:
 
         if run.world.is_first and run.progress.step == 1:
             unload()
-            assert not run.placed.swap.ring.slots
+            assert not run.placed.weights.swap.ring.slots
 
     def is_due(self, step: int, steps: int) -> bool:
         return step == 1
@@ -145,13 +145,13 @@ class Held:
     def between_steps(self, run: Any) -> None:
         from tessera.memory.swap.training import frozen_modules
 
-        swap = run.placed.swap
+        swap = run.placed.weights.swap
         if self.is_due(run.progress.step, 0) and hasattr(swap, "peers"):
             slots = {slot.untyped_storage().data_ptr() for slot in swap.ring.slots}
             buffers = [b for block in swap.blocks for m in frozen_modules(block).values() for b in m.buffers()]
             self.figures = {
                 "held": swap.held_bytes(),
-                "known": run.placed.resident.bytes,
+                "known": run.placed.weights.resident.bytes,
                 "sizes": [layout.size for layout in swap.layouts],
                 "outside": sum(tensor.untyped_storage().data_ptr() not in slots for tensor in buffers),
             }

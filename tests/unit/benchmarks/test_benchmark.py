@@ -144,7 +144,7 @@ def test_the_copies_of_the_dry_run_are_those_of_a_step(
         first = copies.since(2)
         trainer.train_step.forward_backward([tiny.micro_batch(0)])
         step = copies.since(1)
-        assert len(trainer.placed.swap.blocks) == counted.blocks
+        assert len(trainer.placed.weights.swap.blocks) == counted.blocks
     finally:
         trainer.close()
     assert step == {"copies": counted.copies, "copied_bytes": counted.bytes}

@@ -42,11 +42,11 @@ def test_offloaded_equals_kept_bit_for_bit_with_counted_bytes(deep_flux, tmp_pat
         deep_flux, tmp_path / "off", backend=backend, batch=batch, blocks_to_swap=swap, offload_activations=True
     )
     # A run compiles its own graphs, one for each kind of block.
-    assert graphs() == kept.placed.runner.planned_graphs == (2 if backend else 0)
+    assert graphs() == kept.placed.execution.runner.planned_graphs == (2 if backend else 0)
     assert_same_run(off, kept)
     # Two double blocks and two of the three single ones: the last stays. Each keeps its stream of all tokens, fp32.
     a_block = batch * (TOKENS + TEXT) * HIDDEN * 4
-    offload = off.placed.runner.offload
+    offload = off.placed.execution.runner.offload
     assert offload.bytes_out == offload.bytes_in == STEPS * 4 * a_block
     # Picture and text of a double block are a buffer each; the second step makes none.
     assert offload.buffers == 2 * 2 + 2
@@ -83,9 +83,9 @@ def test_a_step_that_breaks_off_keeps_nothing_when_it_goes_on_or_ends(
     data = tiny.make_data([(4, 4)], [TEXT])
     trainer = tiny.make_trainer(tiny.load_flux(deep_flux), data, tmp_path, steps=1, memory=options)
     tiny.fill_up_matrices(trainer)
-    _, block = trainer.placed.transformer.blocks()[2]
+    _, block = trainer.placed.weights.transformer.blocks()[2]
     linear = next(linear for linear in block.linears().values() if linear.adapter is not None)
-    offload, coming = trainer.placed.runner.offload, []
+    offload, coming = trainer.placed.execution.runner.offload, []
 
     def fail(grad: torch.Tensor) -> None:
         hook.remove()
@@ -95,9 +95,9 @@ def test_a_step_that_breaks_off_keeps_nothing_when_it_goes_on_or_ends(
     hook = linear.adapter.up.register_hook(fail)
     if goes_on is not None:
         if goes_on == "with less":
-            monkeypatch.setattr(trainer.placed, "step_down", lambda *_: True)
+            monkeypatch.setattr(trainer.placed.memory, "step_down", lambda *_: True)
         else:
-            trainer.placed.runner.planned_graphs = 1
+            trainer.placed.execution.runner.planned_graphs = 1
             monkeypatch.setattr(retries, "cannot_compile", str)
         trainer.run()
     else:
@@ -117,7 +117,7 @@ def test_a_forward_that_no_backward_follows_keeps_nothing(deep_flux: Path, tmp_p
         trainer.context.patcher, trainer.context.family, [(sample, sample.load(), 0.5)], 1.0, trainer.device, 0
     )
     placed.velocity_without(batch.inputs)
-    offload = placed.runner.offload
+    offload = placed.execution.runner.offload
     assert offload.bytes_out > 0 and not offload._storing and not offload._offloaded
     trainer.close()
 
@@ -134,7 +134,7 @@ def test_other_kinds_of_checkpointing_keep_their_activations_and_say_so(deep_flu
         memory=MemoryOptions(checkpointing="selective", offload_activations=True),
     )
     trainer.run()
-    assert trainer.placed.runner.offload is None
+    assert trainer.placed.execution.runner.offload is None
     assert notes == [
         "offload_activations is ignored: it only works with checkpointing full, and checkpointing is 'selective'."
     ]

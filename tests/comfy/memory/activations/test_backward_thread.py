@@ -86,7 +86,9 @@ def test_a_backward_on_a_thread_of_its_own_is_the_same_run(
     assert threads.count == STEPS
     assert_same_run(found, plain)
     assert found.train_step.copies == plain.train_step.copies and bool(found.train_step.copies) == bool(swap)
-    assert graphs_of_threads == graphs == plain.placed.runner.planned_graphs == (2 if backend else 0)
-    for one, other in zip(found.placed.runner.report.regions, plain.placed.runner.report.regions, strict=True):
+    assert graphs_of_threads == graphs == plain.placed.execution.runner.planned_graphs == (2 if backend else 0)
+    for one, other in zip(
+        found.placed.execution.runner.report.regions, plain.placed.execution.runner.report.regions, strict=True
+    ):
         assert (one.compiled_calls, one.eager_calls) == (other.compiled_calls, other.eager_calls)
         assert [(e.graphs, e.recompiles) for e in one.events] == [(e.graphs, e.recompiles) for e in other.events]

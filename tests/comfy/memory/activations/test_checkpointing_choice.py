@@ -87,7 +87,7 @@ def just_room_for_least(monkeypatch: pytest.MonkeyPatch, model: Any, folder: Pat
     a GPU's ratios, attention over 32 tokens is too little to count."""
     monkeypatch.setattr(block_cost, "H100_RATES", KernelRates(1e9, 1e9, 1e9, 1e15))
     trainer = tiny.make_trainer(model, mixed_data(), folder, steps=1, memory=MemoryOptions())
-    automatic = trainer.placed.automatic
+    automatic = trainer.placed.memory.automatic
     assert automatic is not None
     free(monkeypatch, automatic._plan(automatic._only_way(Way("selective", LEAST_BUDGET))).device_bytes)
     monkeypatch.setattr(swap_plan, "ROOMY", 1.0)  # else full recompute, as fast by these rates, were less tight
@@ -98,7 +98,7 @@ def test_before_full_attentions_results_are_kept_and_the_run_does_as_planned(tin
     just_room_for_least(monkeypatch, tiny_flux, tmp_path / "measured")
     memory = MemoryOptions(activation_budget=0.6)
     trainer = tiny.make_trainer(tiny_flux, mixed_data(), tmp_path, steps=1, memory=memory)
-    plan = trainer.placed.automatic.plan
+    plan = trainer.placed.memory.automatic.plan
     assert plan.fits and (plan.checkpointing, plan.budget) == ("selective", LEAST_BUDGET)
     assert "checkpointing selective, saving only attention's results" in plan.text
     trainer.train_step.forward_backward(
@@ -108,7 +108,7 @@ def test_before_full_attentions_results_are_kept_and_the_run_does_as_planned(tin
         trainer.train_step.forward_backward([tiny.micro_batch(0)])
     # Attention of each block once, all products of the blocks again: no part of them is kept, as 0.6 would have it.
     forward = sum(n for name, n in ops.counts.items() if "attention" in name and "backward" not in name)
-    assert forward == len(trainer.placed.transformer.blocks()) == 4
+    assert forward == len(trainer.placed.weights.transformer.blocks()) == 4
     trainer.close()
     explicit = tiny.make_trainer(tiny_flux, mixed_data(), tmp_path, steps=1, memory=MemoryOptions("full"))
     explicit.train_step.forward_backward([tiny.micro_batch(0)])
@@ -136,16 +136,19 @@ def test_a_run_that_goes_on_takes_its_budget_again_and_a_state_without_one_the_a
 def test_blocks_that_are_placed_anew_run_with_the_planned_budget(tiny_flux, tmp_path, monkeypatch):
     free(monkeypatch, 2**40)
     trainer = tiny.make_trainer(tiny_flux, mixed_data(), tmp_path, steps=1, memory=MemoryOptions("selective"))
-    assert auto.choice_facts(trainer.placed.memory) == {"checkpointing": "selective", "activation_budget": "0.5"}
+    assert auto.choice_facts(trainer.placed.memory.options) == {
+        "checkpointing": "selective",
+        "activation_budget": "0.5",
+    }
     assert auto.choice_facts(MemoryOptions("full")) == {"checkpointing": "full"}
     # Placed anew under another budget, the blocks are run by another runner; under the same by the same.
-    runner = trainer.placed.runner
+    runner = trainer.placed.execution.runner
     trainer.placed.rebuild(0)
-    assert trainer.placed.runner is runner
-    trainer.placed.memory = replace(trainer.placed.memory, activation_budget=LEAST_BUDGET)
+    assert trainer.placed.execution.runner is runner
+    trainer.placed.memory.options = replace(trainer.placed.memory.options, activation_budget=LEAST_BUDGET)
     trainer.placed.rebuild(0)
-    assert trainer.placed.runner is not runner
-    assert trainer.placed.runner.memory.activation_budget == LEAST_BUDGET
+    assert trainer.placed.execution.runner is not runner
+    assert trainer.placed.execution.runner.memory.activation_budget == LEAST_BUDGET
     trainer.close()
 
 
@@ -170,5 +173,5 @@ def test_a_step_that_runs_out_of_memory_goes_on_with_less_and_the_state_holds_th
 
     trainer.train_step.losses.batch_loss = runs_out
     trainer.run()
-    chosen = trainer.placed.memory.checkpointing
+    chosen = trainer.placed.memory.options.checkpointing
     assert chosen in ("selective", "full") and trainer.train_step.retries.environment["checkpointing"] == chosen

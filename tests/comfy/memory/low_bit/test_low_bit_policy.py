@@ -93,7 +93,7 @@ def test_a_channel_a_thousand_times_as_large_falls_back_going_forward_only(files
         f"where they see 32 tokens or more. In full: linear2 of single (off by {forward:.2g} going forward)."
     )
     # One of the two blocks is as before: the worst decides for both, which share their graph.
-    singles = [block for name, block in trainer.placed.transformer.blocks() if name.startswith("single")]
+    singles = [block for name, block in trainer.placed.weights.transformer.blocks() if name.startswith("single")]
     assert [block.linears()["linear2"].low_bit[:2] for block in singles] == [("full", "int8")] * 2
     (row,) = (row for row in trainer.summary()["low_bit_matmul"]["layers"] if (row["block"], row["layer"]) == LINEAR2)
     assert row["count"] == 2 and (row["forward"], row["backward"]) == ("full", "int8")
@@ -114,9 +114,9 @@ def test_swapped_and_compiled_runs_decide_and_train_alike(files: Any, tmp_path: 
     assert other.placed.low_bit.errors == errors
     assert all(torch.equal(one, two) for one, two in zip(weights_of(other), wanted, strict=True))
     if backend:
-        assert graphs() == other.placed.runner.planned_graphs == 2 and graphs.breaks == 0
-        structures = other.placed.automatic.measured.structures
-        assert set(structures) == {block.structure() for _, block in other.placed.transformer.blocks()}
+        assert graphs() == other.placed.execution.runner.planned_graphs == 2 and graphs.breaks == 0
+        structures = other.placed.memory.automatic.measured.structures
+        assert set(structures) == {block.structure() for _, block in other.placed.weights.transformer.blocks()}
 
 
 def test_to_measure_leaves_no_trace_in_what_is_learnt(files: Any, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_to_measure_leaves_no_trace_in_what_is_learnt(files: Any, tmp_path: Path
     kept, losses, weights = found.placed.low_bit.decision(), found.progress.loss, weights_of(found)
     given = trainer_on(files["outlier"], tmp_path, network=network, gradient_accumulation=3)
     given.placed.low_bit.full = {(block, layer): tuple(sides) for block, layer, *sides in kept["full"]}
-    given.placed.low_bit.set(given.placed.transformer.blocks())
+    given.placed.low_bit.set(given.placed.weights.transformer.blocks())
     given.run()
     assert given.progress.loss == losses
     assert all(torch.equal(one, two) for one, two in zip(weights_of(given), weights, strict=True))
@@ -246,7 +246,7 @@ def test_channels_of_zeros_and_an_even_error_count_as_they_are() -> None:
 
 def test_what_is_not_finite_multiplies_in_full(files: Any, tmp_path: Path) -> None:
     trainer = trainer_on(files["even"], tmp_path)
-    blocks = trainer.placed.transformer.blocks()
+    blocks = trainer.placed.weights.transformer.blocks()
     with trainer.placed.low_bit.measured(blocks):
         for sums in blocks[-1][1].linears()["linear1"].meter.sums:
             sums.fill_(torch.nan)

@@ -77,16 +77,18 @@ def test_resident_checkpointed_swapped_and_compiled_runs_are_the_same(how: str, 
     for memory in ({"checkpointing": "full"}, {"checkpointing": "selective"}, swapping):
         found = trained(files[how], tmp_path, **low, **memory)
         assert_same_run(found, resident)
-        slots = [] if found.placed.swap is None else [slot.numel() for slot in found.placed.swap.ring.slots]
+        slots = (
+            [] if found.placed.weights.swap is None else [slot.numel() for slot in found.placed.weights.swap.ring.slots]
+        )
     # What streams is the stored form, as in full.
     full = trained(files[how], tmp_path, **swapping)
-    assert slots == [slot.numel() for slot in full.placed.swap.ring.slots] and len(slots) == 2
+    assert slots == [slot.numel() for slot in full.placed.weights.swap.ring.slots] and len(slots) == 2
     assert found.train_step.copies == full.train_step.copies > 0
     torch._dynamo.reset()
     graphs = Graphs()
     compiled = trained(files[how], tmp_path, "aot_eager", **low, blocks_to_swap=2)
-    assert graphs() == compiled.placed.runner.planned_graphs == 2 and graphs.breaks == 0
-    assert compiled.placed.runner.not_compiled is None
+    assert graphs() == compiled.placed.execution.runner.planned_graphs == 2 and graphs.breaks == 0
+    assert compiled.placed.execution.runner.not_compiled is None
     assert_same_run(compiled, resident)
 
 
@@ -133,7 +135,7 @@ def test_the_run_says_and_lists_how_its_layers_multiply(files: Any, tmp_path: Pa
 def test_what_cannot_be_is_full_and_said(asked: str, how: str, note: str, files: Any, tmp_path: Path) -> None:
     trainer = trainer_on(files[how], tmp_path, low_bit_matmul=asked)
     assert list(trainer.placed.low_bit.notes()) == [note]
-    assert all(linear.low_bit is None for linear in trainer.placed.transformer.linears().values())
+    assert all(linear.low_bit is None for linear in trainer.placed.weights.transformer.linears().values())
     trainer.run()
     assert trainer.progress.loss == trainer_run_in_full(files[how], tmp_path)
     assert all(row["forward"] == row["backward"] == "full" for row in trainer.summary()["low_bit_matmul"]["layers"])
@@ -148,7 +150,7 @@ def trainer_run_in_full(path: Path, folder: Path) -> list[float]:
 
 def test_the_report_names_quantize_and_matmuls_of_a_region(files: Any, tmp_path: Path) -> None:
     def labels(how: str, **memory: Any) -> list[str]:
-        runner = trainer_on(files[how], tmp_path, "aot_eager", **memory).placed.runner
+        runner = trainer_on(files[how], tmp_path, "aot_eager", **memory).placed.execution.runner
         return [region["region"] for region in runner.report.facts()["regions"]][:2]
 
     low = labels("int8 rotated", low_bit_matmul="int8", quantize="fp8")
@@ -162,7 +164,7 @@ def test_the_plan_reckons_low_bit_matmuls_at_their_rate(how: str, files: Any, tm
     precision, work = FILES[how], []
     for option in ("off", precision):
         memory = {"low_bit_matmul": option, "checkpointing": "auto", "blocks_to_swap": 1}
-        costs = trainer_on(files[how], tmp_path, **memory).placed.automatic.measured.blocks
+        costs = trainer_on(files[how], tmp_path, **memory).placed.memory.automatic.measured.blocks
         (one,) = {block.work for block in costs if block.name == "single_blocks.0"}
         work.append((one.forward.products, one.backward.products))
     linears = 128 * (3 * 128 + 512) + 128 * (128 + 512)
@@ -191,7 +193,7 @@ def test_layers_that_cannot_are_named_beside_those_that_do(tmp_path: Path) -> No
     (note,) = trainer.placed.low_bit.notes()
     assert "3 of the 16 layers of the blocks multiply in fp8, where" in note
     assert note.endswith("and 8 more (stored as float32).")
-    kinds = {name: block.structure() for name, block in trainer.placed.transformer.blocks()}
+    kinds = {name: block.structure() for name, block in trainer.placed.weights.transformer.blocks()}
     assert len(set(kinds.values())) == 3
 
 
@@ -209,4 +211,4 @@ def test_a_model_with_comfyuis_own_forward_has_its_graphs_too(tmp_path: Path, mo
         trainer.run()
         runs[name] = trainer.progress.loss
     assert runs["low"] == runs["compiled"] != runs["full"]
-    assert graphs() == trainer.placed.runner.planned_graphs == 3 and graphs.breaks == 0
+    assert graphs() == trainer.placed.execution.runner.planned_graphs == 3 and graphs.breaks == 0

@@ -78,11 +78,11 @@ def test_it_trains_as_on_a_model_that_was_loaded_in_it_and_leaves_the_model(quan
     assert all(after[name].dtype == t.dtype and torch.equal(after[name], t) for name, t in before.items())
     swapped = trained(model, tmp_path, quantize=quantize, blocks_to_swap=2, checkpointing="full")
     assert_same_run(found, swapped)
-    *_, told = swapped.placed.quantize_notes
+    *_, told = swapped.placed.weights.quantize_notes
     assert told.startswith("quantize: the swapped blocks take 0.00 GiB of extra RAM, because the MODEL")
-    slots = [slot.numel() for slot in swapped.placed.swap.ring.slots]
+    slots = [slot.numel() for slot in swapped.placed.weights.swap.ring.slots]
     theirs = trained(converted, tmp_path, blocks_to_swap=2, checkpointing="full")
-    assert slots == [slot.numel() for slot in theirs.placed.swap.ring.slots] and len(slots) == 2
+    assert slots == [slot.numel() for slot in theirs.placed.weights.swap.ring.slots] and len(slots) == 2
 
 
 @every_format
@@ -110,26 +110,26 @@ def test_the_seconds_that_it_took_are_told(wide_file: Path, tmp_path: Path, monk
         tmp_path,
         memory=MemoryOptions(quantize="fp8", blocks_to_swap=1),
     )
-    assert trainer.placed.quantize_notes[0].startswith(
+    assert trainer.placed.weights.quantize_notes[0].startswith(
         "quantize: 16 layers of the blocks were converted to fp8 in 48 s for this"
     )
 
 
 def test_what_is_held_and_what_is_left_is_told(wide_file: Path, tmp_path: Path) -> None:
-    told = trained(loaded(wide_file), tmp_path, quantize="int8").placed.quantize_notes
+    told = trained(loaded(wide_file), tmp_path, quantize="int8").placed.weights.quantize_notes
     wanted = "quantize: 16 layers of the blocks were converted to int8 in 0 s for this run; 0.00 GiB became 0.00 GiB."
     assert told == [wanted]
     path = tmp_path / "mixed.safetensors"
     tiny.write_flux(path, depth=1, depth_single=2, quantised="fp8", quantised_inside="single_blocks.1.")
     found = trained(loaded(path), tmp_path, quantize="int8").placed
-    assert found.quantize_notes[0].startswith(
+    assert found.weights.quantize_notes[0].startswith(
         "quantize: 13 layers of the blocks were converted to int8 in 0 s for this run"
     )
-    (left,) = found.quantize_notes[1:]
+    (left,) = found.weights.quantize_notes[1:]
     assert left.startswith("quantize: single_blocks.1.mod, single_blocks.1.linear1, ") and left.endswith(
         "already in 8 bit or less."
     )
-    assert trained(loaded(wide_file), tmp_path).placed.quantize_notes == []
+    assert trained(loaded(wide_file), tmp_path).placed.weights.quantize_notes == []
 
 
 @every_format
@@ -145,7 +145,9 @@ def test_a_model_with_comfyuis_own_forward_trains_in_it_and_is_still_compared(qu
     assert trainer.placed.checks.forward_done and losses[quantize] != losses[AS_STORED]
     assert losses[quantize] == pytest.approx(losses[AS_STORED], rel=0.05)
     inside = [
-        x.frozen().weight.dtype for _, block in trainer.placed.transformer.blocks() for x in block.linears().values()
+        x.frozen().weight.dtype
+        for _, block in trainer.placed.weights.transformer.blocks()
+        for x in block.linears().values()
     ]
     assert set(inside) == {torch.int8 if quantize == "int8" else torch.float8_e4m3fn}
 
@@ -155,8 +157,8 @@ def test_a_gguf_file_is_put_into_8_bit_with_its_loras(quantize: str, tmp_path: P
     model = with_lora(model_of(flux_state("Q5_0")), plain_lora())
     placed = trained(model, tmp_path, quantize=quantize).placed
     assert (
-        placed.quantize_notes[0].startswith("quantize: 26 layers of the blocks were converted to ")
-        and len(placed.quantize_notes) == 1
+        placed.weights.quantize_notes[0].startswith("quantize: 26 layers of the blocks were converted to ")
+        and len(placed.weights.quantize_notes) == 1
     )
     name, blocks = "double_blocks.0.img_mlp.0", frozenset({"double_blocks.0"})
     stored = FrozenWeights(model, CPU, torch.float32).linear(name).full()
@@ -172,14 +174,16 @@ def test_measuring_a_step_puts_nothing_into_8_bit(
     """And counts it as if."""
     memory = MemoryOptions(quantize=quantize)
     trainer = tiny.make_trainer(loaded(wide_file), tiny.make_data([(6, 6)], [40]), tmp_path, memory=memory)
-    linears = [(name, x) for name, block in trainer.placed.transformer.blocks() for x in block.linears().values()]
+    linears = [
+        (name, x) for name, block in trainer.placed.weights.transformer.blocks() for x in block.linears().values()
+    ]
     held = {name: sum(x.held_bytes() for block, x in linears if block == name) for name, _ in linears}
     monkeypatch.setattr(frozen, "quantize_weight", None)
     targets = choose_targets(trainer.context.family, trainer.context.patcher.model, trainer.settings.network)
     cost = auto.measure(
         trainer.context.patcher, trainer.context.family, trainer.context.data, targets, trainer.settings
     )
-    assert cost.structures == tuple(block.structure() for _, block in trainer.placed.transformer.blocks())
+    assert cost.structures == tuple(block.structure() for _, block in trainer.placed.weights.transformer.blocks())
     for block in cost.blocks:
         assert held[block.name] <= block.weights < 1.1 * held[block.name] + 8192  # norms, and the alignment of a slot
         assert block.forward > 0 and block.backward > 0

@@ -87,7 +87,7 @@ def test_a_runs_plan_reckons_with_the_file(tiny_files, tmp_path, monkeypatch) ->
         trainer = tiny.make_trainer(
             in_file(tiny_files["flux"]), tiny.make_data([(4, 4)], [16]), tmp_path, memory=memory
         )
-        measured = trainer.placed.automatic.measured
+        measured = trainer.placed.memory.automatic.measured
         assert all(0.97 * cost.weights < cost.in_file <= cost.weights for cost in measured.blocks)
         blocks = [replace(b, saved=b.weights, working=0, forward=1e-3, backward=2e-3) for b in measured.blocks]
         whole = measured.other_bytes + sum(block.weights + block.saved for block in blocks)
@@ -120,9 +120,9 @@ def test_the_weights_outside_of_the_blocks_are_a_part_of_the_plan(tiny_files, tm
     memory = MemoryOptions(checkpointing="auto", blocks_to_swap=-1)
     data = tiny.make_data([(4, 4)], [16])
     trainer = tiny.make_trainer(tiny.load_flux(tiny_files["flux"]), data, tmp_path, memory=memory)
-    inside = {id(m) for _, block in trainer.placed.transformer.blocks() for m in frozen_modules(block).values()}
-    outer = [m for m in trainer.placed.transformer.frozen_modules() if id(m) not in inside]
+    inside = {id(m) for _, block in trainer.placed.weights.transformer.blocks() for m in frozen_modules(block).values()}
+    outer = [m for m in trainer.placed.weights.transformer.frozen_modules() if id(m) not in inside]
     # AdamW: each with two moments, the joined gradient and the one that autograd makes before it is part of that.
     lora = 20 * sum(p.numel() for p in trainer.network.parameters())
     least = sum(module.held_bytes() for module in outer) + lora
-    assert least > 2**20 and least <= trainer.placed.automatic.measured.other_bytes < 1.1 * least
+    assert least > 2**20 and least <= trainer.placed.memory.automatic.measured.other_bytes < 1.1 * least

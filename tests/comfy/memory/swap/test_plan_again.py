@@ -183,7 +183,7 @@ def trained(path: Path, folder: Path, **memory: Any) -> tuple[Any, list[str]]:
 
 def test_a_run_goes_on_with_the_other_plan_and_learns_the_same(deep_flux, tmp_path, monkeypatch):
     resident, told = trained(deep_flux, tmp_path / "resident", checkpointing="none")
-    assert resident.placed.runner.clock is None and told == []
+    assert resident.placed.execution.runner.clock is None and told == []
     asked: list[tuple[dict[str, float], int, float]] = []
 
     def plan_again(self: AutomaticMemory, forward: dict[str, float], steps: int, compile_seconds: float) -> bool:
@@ -195,7 +195,7 @@ def test_a_run_goes_on_with_the_other_plan_and_learns_the_same(deep_flux, tmp_pa
     trainer, told = trained(deep_flux, tmp_path / "again", checkpointing="auto", blocks_to_swap=-1)
     ((forward, steps, compile_seconds),) = asked
     # Two double and six single blocks: each kind was timed thrice without a compile after the second step.
-    assert forward.keys() == trainer.placed.automatic.measured.shapes.keys() and steps == 5 - 2
+    assert forward.keys() == trainer.placed.memory.automatic.measured.shapes.keys() and steps == 5 - 2
     assert all(0 < seconds < 60 for seconds in forward.values()) and compile_seconds > 0
     (note,) = (
         text
@@ -203,8 +203,11 @@ def test_a_run_goes_on_with_the_other_plan_and_learns_the_same(deep_flux, tmp_pa
         if text.startswith("Replanned with the measured speed of the compiled blocks. Fits in the computer's memory (")
     )
     assert "3 of 8 blocks stream" in note and "checkpointing full" in note
-    assert len(trainer.placed.swap.blocks) == 3 and trainer.placed.memory.checkpointing == "full"
-    assert trainer.train_step.retries.environment["checkpointing"] == "full" and trainer.placed.runner.clock is None
+    assert len(trainer.placed.weights.swap.blocks) == 3 and trainer.placed.memory.options.checkpointing == "full"
+    assert (
+        trainer.train_step.retries.environment["checkpointing"] == "full"
+        and trainer.placed.execution.runner.clock is None
+    )
     assert trainer.progress.loss == resident.progress.loss and len(resident.progress.loss) == 5
     theirs = resident.network.master_weights()
     assert all(torch.equal(weight, theirs[name]) for name, weight in trainer.network.master_weights().items())
@@ -213,4 +216,4 @@ def test_a_run_goes_on_with_the_other_plan_and_learns_the_same(deep_flux, tmp_pa
 def test_eager_blocks_were_timed_as_they_run(deep_flux, tmp_path):
     data = tiny.make_data([(4, 4)], [16])
     trainer = tiny.make_trainer(tiny.load_flux(deep_flux), data, tmp_path, steps=1, memory=MemoryOptions())
-    assert trainer.placed.automatic is not None and trainer.placed.runner.clock is None
+    assert trainer.placed.memory.automatic is not None and trainer.placed.execution.runner.clock is None

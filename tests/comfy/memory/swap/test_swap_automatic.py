@@ -12,6 +12,7 @@ from tessera.memory.swap.training import BlockSwap, frozen_modules
 from tessera.train.errors import TrainingStopped
 from tessera.train.observer import SilentObserver
 from tessera.train.placement import auto, placed_model
+from tessera.train.placement import weights as placed_weights
 from tessera.train.settings import MemoryOptions
 from tiny.compile.compiling import Graphs
 
@@ -57,11 +58,11 @@ def free(monkeypatch: pytest.MonkeyPatch, bytes_: int) -> None:
 
 def test_with_room_for_all_nothing_streams_and_nothing_is_computed_again(deep_flux, tmp_path, notes) -> None:
     trainer = make(deep_flux, tmp_path)
-    assert trainer.placed.swap is None and trainer.placed.memory.checkpointing == "none"
+    assert trainer.placed.weights.swap is None and trainer.placed.memory.options.checkpointing == "none"
     assert len(notes) == 1 and notes[0].startswith("Everything fits in the computer's memory (")
     trainer.run()
-    measured = trainer.placed.automatic.measured
-    for (name, block), cost in zip(trainer.placed.transformer.blocks(), measured.blocks, strict=True):
+    measured = trainer.placed.memory.automatic.measured
+    for (name, block), cost in zip(trainer.placed.weights.transformer.blocks(), measured.blocks, strict=True):
         held = sum(module.held_bytes() for module in frozen_modules(block).values())
         assert cost.name == name and 0 <= cost.weights - held < 256 * 40  # each tensor starts at a multiple of 256
         assert cost.inputs == (TOKENS + TEXT) * HIDDEN * 4
@@ -73,10 +74,12 @@ def test_what_a_block_keeps_is_what_autograd_holds_for_it(deep_flux: Path, tmp_p
     """Another way of counting: all memory that the graph of a block reaches, by its storages."""
     trainer = make(deep_flux, tmp_path, batch=2)
     held: dict[str, dict[int, int]] = {}
-    runner = trainer.placed.runner
-    weights = {b.untyped_storage().data_ptr() for m in trainer.placed.transformer.frozen_modules() for b in m.buffers()}
+    runner = trainer.placed.execution.runner
+    weights = {
+        b.untyped_storage().data_ptr() for m in trainer.placed.weights.transformer.frozen_modules() for b in m.buffers()
+    }
     weights |= {p.untyped_storage().data_ptr() for p in trainer.network.parameters()}
-    names = {id(block): name for name, block in trainer.placed.transformer.blocks()}
+    names = {id(block): name for name, block in trainer.placed.weights.transformer.blocks()}
 
     def run(block: Any, *args: Any) -> Any:
         # Leaves, so that the walk over the graph ends at the block's inputs.
@@ -102,7 +105,7 @@ def test_what_a_block_keeps_is_what_autograd_holds_for_it(deep_flux: Path, tmp_p
                             found[storage.data_ptr()] = storage.nbytes()
         return out
 
-    trainer.placed.runner = run
+    trainer.placed.execution.runner = run
     samples = [
         (trainer.context.data.samples[0], trainer.train_step.batches.reader.read(one)) for one in tiny.micro_batch(0, 0)
     ]
@@ -110,20 +113,20 @@ def test_what_a_block_keeps_is_what_autograd_holds_for_it(deep_flux: Path, tmp_p
         trainer.context.patcher, trainer.context.family, samples, trainer.settings.objective, trainer.device, 3, (0, 0)
     )
     trainer.placed.velocity(batch.inputs, (0, 0))
-    for cost in trainer.placed.automatic.measured.blocks:
+    for cost in trainer.placed.memory.automatic.measured.blocks:
         assert cost.saved == sum(held[cost.name].values()), cost.name
 
 
 def test_measuring_again_counts_the_same_bytes(deep_flux: Path, tmp_path: Path) -> None:
-    first, second = (make(deep_flux, tmp_path / str(i)).placed.automatic.measured for i in range(2))
+    first, second = (make(deep_flux, tmp_path / str(i)).placed.memory.automatic.measured for i in range(2))
     assert first.other_bytes == second.other_bytes
     for one, other in zip(first.blocks, second.blocks, strict=True):
         assert (one.weights, one.inputs, one.saved) == (other.weights, other.inputs, other.saved)
 
 
 def test_a_block_stored_in_fp8_keeps_no_more_for_backward_than_its_activations(deep_flux, tmp_path) -> None:
-    plain = make(deep_flux, tmp_path / "plain").placed.automatic.measured.blocks
-    stored = make(deep_flux, tmp_path / "fp8", dtype=torch.float8_e4m3fn).placed.automatic.measured.blocks
+    plain = make(deep_flux, tmp_path / "plain").placed.memory.automatic.measured.blocks
+    stored = make(deep_flux, tmp_path / "fp8", dtype=torch.float8_e4m3fn).placed.memory.automatic.measured.blocks
     for of_fp32, of_fp8 in zip(plain, stored, strict=True):
         assert of_fp8.weights < of_fp32.weights / 3
         assert of_fp8.saved == of_fp32.saved
@@ -133,17 +136,19 @@ def test_a_block_stored_in_fp8_keeps_no_more_for_backward_than_its_activations(d
 def test_a_smaller_device_streams_what_it_has_to_and_trains_the_same(deep_flux, tmp_path, monkeypatch, part) -> None:
     resident = make(deep_flux, tmp_path / "resident", checkpointing="full", blocks_to_swap=0)
     resident.run()
-    whole = make(deep_flux, tmp_path / "whole", checkpointing="full").placed.automatic.plan.device_bytes
+    whole = make(deep_flux, tmp_path / "whole", checkpointing="full").placed.memory.automatic.plan.device_bytes
     free(monkeypatch, int(part * whole))
     trainer = make(deep_flux, tmp_path / "small", checkpointing="full")
-    plan = trainer.placed.automatic.plan
+    plan = trainer.placed.memory.automatic.plan
     assert plan.fits and plan.swapped and plan.device_bytes <= part * whole
-    assert {n for n, b in trainer.placed.transformer.blocks() if id(b) in trainer.placed.swap.number} == plan.swapped
+    assert {
+        n for n, b in trainer.placed.weights.transformer.blocks() if id(b) in trainer.placed.weights.swap.number
+    } == plan.swapped
     trainer.run()
     assert_same_run(trainer, resident)
     # What lies on the device never takes more than the plan has for weights.
-    activations = sum(cost.inputs for cost in trainer.placed.automatic.measured.blocks)
-    assert trainer.placed.resident.bytes <= plan.device_bytes - activations
+    activations = sum(cost.inputs for cost in trainer.placed.memory.automatic.measured.blocks)
+    assert trainer.placed.weights.resident.bytes <= plan.device_bytes - activations
 
 
 def out_of_memory_at(trainer: Any, *steps: int) -> None:
@@ -158,7 +163,7 @@ def out_of_memory_at(trainer: Any, *steps: int) -> None:
         value = loss(batch, draw)
         if failing and trainer.progress.step + 1 == failing[0]:
             failing.pop(0)
-            _, block = trainer.placed.transformer.blocks()[2]
+            _, block = trainer.placed.weights.transformer.blocks()[2]
             hooks.append(block.linears()["linear1"].adapter.up.register_hook(fail))
         return value
 
@@ -169,18 +174,19 @@ def out_of_memory_at(trainer: Any, *steps: int) -> None:
 def test_a_step_that_runs_out_of_memory_is_made_again_with_less(deep_flux, tmp_path, notes, backend) -> None:
     torch._dynamo.reset()
     trainer = make(deep_flux, tmp_path / "automatic", backend=backend, checkpointing="full")
-    assert trainer.placed.swap is None
+    assert trainer.placed.weights.swap is None
     graphs = Graphs()
     out_of_memory_at(trainer, 2)
     trainer.run()
     assert (
-        trainer.placed.swap is not None and len(trainer.placed.swap.blocks) == trainer.placed.memory.blocks_to_swap > 0
+        trainer.placed.weights.swap is not None
+        and len(trainer.placed.weights.swap.blocks) == trainer.placed.memory.options.blocks_to_swap > 0
     )
     assert notes[1].startswith(
         "Out of memory at step 2, so training continues with less. Fits in the computer's memory ("
     )
-    assert graphs() == trainer.placed.runner.planned_graphs == (2 if backend else 0)
-    memory = trainer.placed.memory
+    assert graphs() == trainer.placed.execution.runner.planned_graphs == (2 if backend else 0)
+    memory = trainer.placed.memory.options
     assert memory.checkpointing == "full"
     started_with_it = make(
         deep_flux,
@@ -200,7 +206,7 @@ def test_it_steps_down_as_often_as_it_has_to_and_ends_when_there_is_no_less(deep
     with pytest.raises(TrainingStopped, match="Out of memory at step 2"):
         trainer.run()
     assert trainer.progress.saved_step == 1
-    assert trainer.placed.memory.checkpointing == "full" and trainer.placed.memory.blocks_to_swap == 8
+    assert trainer.placed.memory.options.checkpointing == "full" and trainer.placed.memory.options.blocks_to_swap == 8
     steps = [note for note in notes if note.startswith("Out of memory at step 2, so training continues with less.")]
     assert len(steps) > 2 and len(set(steps)) == len(steps)
 
@@ -211,7 +217,7 @@ def test_when_no_plan_can_be_placed_the_run_ends_with_its_sentence(deep_flux, tm
 
     trainer = make(deep_flux, tmp_path, checkpointing="full")
     out_of_memory_at(trainer, 2)
-    monkeypatch.setattr(placed_model, "BlockSwap", fail)
+    monkeypatch.setattr(placed_weights, "BlockSwap", fail)
     with pytest.raises(TrainingStopped, match="Out of memory at step 2"):
         trainer.run()
     assert trainer.progress.saved_step == 1 and trainer.summary()["blocks_swapped"] == 0
@@ -229,18 +235,18 @@ def test_without_automatic_a_run_that_needs_more_ends_with_a_sentence(deep_flux,
 def test_running_out_while_the_weights_are_placed_steps_down_too(deep_flux, tmp_path, monkeypatch, notes) -> None:
     made: list[int] = []
 
-    class Failing(placed_model.BlockSwap):  # the first one
+    class Failing(placed_weights.BlockSwap):  # the first one
         def __init__(self, blocks: Any, *args: Any):
             made.append(len(blocks))
             if len(made) == 1:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             super().__init__(blocks, *args)
 
-    needed = make(deep_flux, tmp_path / "whole", checkpointing="full").placed.automatic.plan.device_bytes
+    needed = make(deep_flux, tmp_path / "whole", checkpointing="full").placed.memory.automatic.plan.device_bytes
     free(monkeypatch, int(0.8 * needed))
-    monkeypatch.setattr(placed_model, "BlockSwap", Failing)
+    monkeypatch.setattr(placed_weights, "BlockSwap", Failing)
     trainer = make(deep_flux, tmp_path / "failing", checkpointing="full")
-    assert made == sorted(set(made)) and len(trainer.placed.swap.blocks) == made[-1]
+    assert made == sorted(set(made)) and len(trainer.placed.weights.swap.blocks) == made[-1]
     trainer.run()
     assert len(trainer.progress.loss) == STEPS and trainer.summary()["blocks_swapped"] == made[-1]
 
@@ -275,8 +281,8 @@ def test_no_room_for_the_optimizer_is_found_before_it_moves_a_weight(
         deep_flux,
         tmp_path / "fixed",
         checkpointing="full",
-        blocks_to_swap=trainer.placed.memory.blocks_to_swap,
-        prefetch_blocks=trainer.placed.memory.prefetch_blocks,
+        blocks_to_swap=trainer.placed.memory.options.blocks_to_swap,
+        prefetch_blocks=trainer.placed.memory.options.prefetch_blocks,
     )
     started_with_it.run()
     assert_same_run(trainer, started_with_it)

@@ -158,20 +158,20 @@ def test_training_gives_the_gradients_of_masters_in_memory(name: str, tmp_path: 
     path, family = write(name, tmp_path), FILES[name][0]
     ram(64 * GB)
     want = trained(load(name, path, in_file=False), tmp_path / "ordinary", family)
-    assert not any(isinstance(master, ScatteredBuffer) for master in want.placed.swap.ring.flat_weights)
-    assert not want.placed.host.from_file
+    assert not any(isinstance(master, ScatteredBuffer) for master in want.placed.weights.swap.ring.flat_weights)
+    assert not want.placed.weights.host.from_file
     ram(1)
     model = load(name, path, in_file=True)
     weights = [parameter for block in blocks_of(model) for parameter in block.module.parameters()]
     inside = bytes_in_file(weights)
     found = trained(model, tmp_path / "file", family)
-    assert all(isinstance(master, ScatteredBuffer) for master in found.placed.swap.ring.flat_weights)
-    assert found.placed.host.from_file and "stream from the model file" in found.placed.host.notes[0]
+    assert all(isinstance(master, ScatteredBuffer) for master in found.placed.weights.swap.ring.flat_weights)
+    assert found.placed.weights.host.from_file and "stream from the model file" in found.placed.weights.host.notes[0]
     patched = sum(model.model.state_dict()[key].nbytes for key in model.patches)
-    streamed = bytes_in_file(t for master in found.placed.swap.ring.flat_weights for t in master.tensors)
+    streamed = bytes_in_file(t for master in found.placed.weights.swap.ring.flat_weights for t in master.tensors)
     assert streamed >= 0.97 * inside - patched, "only what is patched or cast lies in memory"
     assert found.progress.loss == want.progress.loss
-    rings = found.placed.swap.ring, want.placed.swap.ring
+    rings = found.placed.weights.swap.ring, want.placed.weights.swap.ring
     assert rings[0].copies == rings[1].copies and rings[0].bytes_copied == rings[1].bytes_copied
     for (key, pair), other in zip(found.network.pairs.items(), want.network.pairs.values(), strict=True):
         for mine, theirs in zip(pair, other, strict=True):
@@ -179,7 +179,7 @@ def test_training_gives_the_gradients_of_masters_in_memory(name: str, tmp_path: 
             assert torch.equal(mine, theirs), key
     # ComfyUI takes the memory and the run goes on; at its end the MODEL still lies in the file.
     mm.unload_all_models()
-    assert not found.placed.resident.resident and found.placed.swap.held_bytes() == 0
+    assert not found.placed.weights.resident.resident and found.placed.weights.swap.held_bytes() == 0
     found.settings = type(found.settings)(**{**vars(found.settings), "steps": 3})
     found.run()
     found.close()
@@ -494,7 +494,7 @@ def trained(path, blocks, folder):
     memory = MemoryOptions(checkpointing="full", blocks_to_swap=blocks)
     trainer = tiny.make_trainer(load(path, blocks), tiny.make_data([(4, 4)], [16]), folder, steps=2, memory=memory)
     trainer.run()
-    held = trainer.placed.swap.held_bytes(), sum(p.nbytes for p in trainer.network.parameters())
+    held = trainer.placed.weights.swap.held_bytes(), sum(p.nbytes for p in trainer.network.parameters())
     trainer.close()
     return held
 

@@ -121,10 +121,12 @@ def test_training_on_a_swapped_model_takes_over_its_masters_and_gives_them_back(
     trainer = tiny.make_trainer(
         model, data, tmp_path, steps=1, memory=MemoryOptions(checkpointing="full", blocks_to_swap=10)
     )
-    blocks = [sum(m.held_bytes() for m in frozen_modules(block).values()) for block in trainer.placed.swap.blocks]
+    blocks = [
+        sum(m.held_bytes() for m in frozen_modules(block).values()) for block in trainer.placed.weights.swap.blocks
+    ]
     # The master weights and their gradients, which are there from the start on.
     lora = sum(group.master.nbytes + group.gradient.nbytes for group in trainer.network.flat)
-    beside = trainer.placed.swap.held_bytes() + lora
+    beside = trainer.placed.weights.swap.held_bytes() + lora
     assert size_of(made()) - size - beside - patched < max(blocks) / 4
     assert sum(blocks) > size / 2
     trainer.run()

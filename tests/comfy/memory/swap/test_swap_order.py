@@ -81,7 +81,7 @@ def test_training(deep_flux, resident, tmp_path, monkeypatch, kind, checkpointin
     with streams(monkeypatch, kind == "staged") as device:
         found = trained(deep_flux, tmp_path, blocks_to_swap=5, prefetch_blocks=prefetch, **memory)
     assert same(found, want)
-    assert device.deferred >= found.placed.swap.ring.copies > 5
+    assert device.deferred >= found.placed.weights.swap.ring.copies > 5
     waits = device.sites - SETTLE
     assert waits <= WAITS[kind] | (WAITS["offload"] if offload else set())
     if prefetch == 3:
@@ -126,7 +126,7 @@ def test_a_backward_that_breaks_off_lets_go_of_nothing_that_a_copy_is_on_its_way
         def watched(*args: Any) -> Any:
             value = loss(*args)
             if not hooks:
-                _, block = trainer.placed.transformer.blocks()[2]
+                _, block = trainer.placed.weights.transformer.blocks()[2]
                 linear = next(linear for linear in block.linears().values() if linear.adapter is not None)
                 hooks.append(linear.adapter.up.register_hook(fail))
             return value
@@ -137,7 +137,7 @@ def test_a_backward_that_breaks_off_lets_go_of_nothing_that_a_copy_is_on_its_way
 
         trainer.train_step.losses.batch_loss, trainer.placed.rebuild = watched, rebuild
         trainer.run()
-    assert hooks and trainer.placed.swap is not None  # it went on with less
+    assert hooks and trainer.placed.weights.swap is not None  # it went on with less
     assert same(trainer, resident("full")) and device.deferred > 0
 
 
@@ -153,7 +153,7 @@ def test_a_run_that_breaks_off_ends_its_copies_before_it_lets_go_of_their_memory
     with expected, streams(monkeypatch, site.startswith("CudaLink"), without=None if waits else site) as device:
         memory = {"blocks_to_swap": 5, "offload_activations": site.startswith("ActivationOffload")}
         trainer = made(deep_flux, tmp_path, prefetch_blocks=3, **memory)
-        linears = trainer.placed.transformer.blocks()[2][1].linears().values()
+        linears = trainer.placed.weights.transformer.blocks()[2][1].linears().values()
         next(linear for linear in linears if linear.adapter is not None).adapter.up.register_hook(fail)
         with suppress(TrainingStopped):
             trainer.run()

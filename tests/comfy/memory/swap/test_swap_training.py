@@ -51,7 +51,7 @@ def test_compiled_blocks_stay_whole_and_swap_adds_no_graph(deep_flux, tmp_path, 
     plain = trained(deep_flux, tmp_path / "plain", **settings)
     graphs = Graphs()
     swapped = trained(deep_flux, tmp_path / "swapped", blocks_to_swap=4, **settings)
-    assert graphs() == plain.placed.runner.planned_graphs == 2
+    assert graphs() == plain.placed.execution.runner.planned_graphs == 2
     assert_same_run(swapped, plain)
 
 
@@ -91,22 +91,22 @@ def test_the_masters_are_never_written_and_stay_the_models_own(deep_flux: Path, 
     trainer = tiny.make_trainer(
         model, data, tmp_path, steps=2, memory=MemoryOptions(checkpointing="none", blocks_to_swap=6)
     )
-    masters = [master.clone() for master in trainer.placed.swap.ring.flat_weights]
+    masters = [master.clone() for master in trainer.placed.weights.swap.ring.flat_weights]
     with Writes() as writes:
         trainer.run()
-    homes = {master.untyped_storage().data_ptr() for master in trainer.placed.swap.ring.flat_weights}
-    slots = {slot.untyped_storage().data_ptr() for slot in trainer.placed.swap.ring.slots}
+    homes = {master.untyped_storage().data_ptr() for master in trainer.placed.weights.swap.ring.flat_weights}
+    slots = {slot.untyped_storage().data_ptr() for slot in trainer.placed.weights.swap.ring.slots}
     # What is written are slots, out of masters, and no master is, not even with what it holds.
     assert not homes & set(writes.into)
     assert [(into in slots) for into, out_of in zip(writes.into, writes.out_of, strict=True) if out_of in homes] == [
         True
-    ] * trainer.placed.swap.ring.copies
-    assert all(torch.equal(a, b) for a, b in zip(masters, trainer.placed.swap.ring.flat_weights, strict=True))
+    ] * trainer.placed.weights.swap.ring.copies
+    assert all(torch.equal(a, b) for a, b in zip(masters, trainer.placed.weights.swap.ring.flat_weights, strict=True))
     after = model.model.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
     # The host holds the weights once: ComfyUI's modules point into the masters.
     weight = model.model.diffusion_model.single_blocks[1].linear1.weight
-    held = [m.untyped_storage().data_ptr() for m in trainer.placed.swap.ring.flat_weights]
+    held = [m.untyped_storage().data_ptr() for m in trainer.placed.weights.swap.ring.flat_weights]
     assert weight.untyped_storage().data_ptr() in held
 
 
@@ -124,7 +124,7 @@ def test_after_a_run_nothing_of_the_model_is_page_locked(deep_flux: Path, tmp_pa
     trainer = tiny.make_trainer(
         model, tiny.make_data([(4, 4)], [16]), tmp_path, memory=MemoryOptions(checkpointing="full", blocks_to_swap=6)
     )
-    homes = [master.untyped_storage().data_ptr() for master in trainer.placed.swap.ring.flat_weights]
+    homes = [master.untyped_storage().data_ptr() for master in trainer.placed.weights.swap.ring.flat_weights]
     trainer.run()
     assert unlocked == []
     trainer.close()
@@ -144,7 +144,7 @@ def test_what_cannot_be_unlocked_is_left_block_after_block(deep_flux: Path, tmp_
         model, tiny.make_data([(4, 4)], [16]), tmp_path, memory=MemoryOptions(checkpointing="full", blocks_to_swap=6)
     )
     trainer.run()
-    homes = [StorageWeakRef(master.untyped_storage()) for master in trainer.placed.swap.ring.flat_weights]
+    homes = [StorageWeakRef(master.untyped_storage()) for master in trainer.placed.weights.swap.ring.flat_weights]
     monkeypatch.setattr(training, "unlock", lambda flat: False)
     monkeypatch.setattr(training, "give_back", lambda: left.append([home.expired() for home in homes].count(True)))
     trainer.close()
@@ -171,7 +171,7 @@ def test_memory_management_can_have_the_slots_back(deep_flux: Path, tmp_path: Pa
     class Unloading(type(trainer.observer)):
         def step(self, report: Any) -> None:
             comfy.model_management.unload_all_models()
-            held.append(trainer.placed.swap.held_bytes())
+            held.append(trainer.placed.weights.swap.held_bytes())
 
     tiny.observe(trainer, Unloading())
     trainer.run()
@@ -184,7 +184,7 @@ def test_a_slot_that_holds_another_block_is_found_in_the_backward(deep_flux: Pat
     trainer = tiny.make_trainer(
         tiny.load_flux(deep_flux), data, tmp_path, steps=1, memory=MemoryOptions(checkpointing="full", blocks_to_swap=6)
     )
-    ring = trainer.placed.swap.ring
+    ring = trainer.placed.weights.swap.ring
     bring = ring._bring
 
     def bring_another(j: int, ahead: Any) -> None:
@@ -201,11 +201,11 @@ def test_the_tensors_of_a_block_lie_aligned_in_one_buffer(deep_flux: Path, tmp_p
     trainer = tiny.make_trainer(
         tiny.load_flux(deep_flux), data, tmp_path, memory=MemoryOptions(checkpointing="full", blocks_to_swap=6)
     )
-    for block in trainer.placed.swap.blocks:
+    for block in trainer.placed.weights.swap.blocks:
         tensors = {f"{owner}.{n}": t for owner, m in frozen_modules(block).items() for n, t in m._buffers.items()}
         layout = Layout.from_tensors((name, tensor) for name, tensor in tensors.items() if tensor is not None)
-        assert layout in trainer.placed.swap.layouts and all(field.offset % 256 == 0 for field in layout.fields)
-    assert all(slot.data_ptr() % 256 == 0 for slot in trainer.placed.swap.ring.slots)
+        assert layout in trainer.placed.weights.swap.layouts and all(field.offset % 256 == 0 for field in layout.fields)
+    assert all(slot.data_ptr() % 256 == 0 for slot in trainer.placed.weights.swap.ring.slots)
 
 
 def test_more_blocks_than_there_are_is_one_sentence(deep_flux: Path, tmp_path: Path) -> None:

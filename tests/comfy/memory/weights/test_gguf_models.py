@@ -98,18 +98,22 @@ def test_swapped_blocks_are_the_same_run_and_stored_bytes_stream(backend, checkp
             blocks_to_swap=swapped,
         )
         # Blocks with a LoRA on them are graphs of their own.
-        assert graphs() == (runs[swapped].placed.runner.planned_graphs if backend else 0) == (4 if backend else 0)
-        assert runs[swapped].placed.runner.report.counts().graph_breaks == 0
+        assert (
+            graphs()
+            == (runs[swapped].placed.execution.runner.planned_graphs if backend else 0)
+            == (4 if backend else 0)
+        )
+        assert runs[swapped].placed.execution.runner.report.counts().graph_breaks == 0
     assert_same_run(runs[3], runs[0])
-    ring = runs[3].placed.swap.ring
-    of_blocks = {id(block): block for block in runs[3].placed.swap.blocks}.values()
+    ring = runs[3].placed.weights.swap.ring
+    of_blocks = {id(block): block for block in runs[3].placed.weights.swap.blocks}.values()
     for block, flat in zip(of_blocks, ring.flat_weights, strict=True):
         held = [m for m in frozen_modules(block).values()]
         stored = Layout.from_tensors((str(i), b) for i, b in enumerate(b for m in held for b in m.buffers()))
         assert flat.numel() == stored.size
         weights = [linear.shape[0] * linear.shape[1] for linear in block.linears().values()]
         assert stored.size < 1.3 * sum(weights) * 22 / 32 + 2**16  # Q5_0: 22 bytes for 32 values
-    runs[3].placed.unload()
+    runs[3].placed.weights.unload()
     # The host holds the blocks once: the MODEL's own tensors lie in the buffers that streamed.
     assert all(in_blocks(own) == (own.dtype == torch.uint8) for own in model.model.diffusion_model.parameters())
 
@@ -120,8 +124,8 @@ def test_blocks_of_two_formats_are_two_graphs_and_no_more(tmp_path):
     state |= {key: tensor for key, tensor in other.items() if key.startswith("double_blocks.1.")}
     graphs = Graphs()
     trainer = trained(model_of(state), three_pictures(), tmp_path, steps=2, backend="aot_eager")
-    assert graphs() == trainer.placed.runner.planned_graphs == 3
-    assert trainer.placed.runner.report.counts().graph_breaks == 0
+    assert graphs() == trainer.placed.execution.runner.planned_graphs == 3
+    assert trainer.placed.execution.runner.report.counts().graph_breaks == 0
 
 
 def test_the_memory_plan_counts_what_is_stored(tmp_path):
@@ -134,10 +138,10 @@ def test_the_memory_plan_counts_what_is_stored(tmp_path):
             trainer.context.patcher, trainer.context.family, trainer.context.data, targets, trainer.settings
         )
         counted[name] = sum(block.weights for block in cost.blocks)
-        held = [frozen_modules(block).values() for _, block in placed.transformer.blocks()]
+        held = [frozen_modules(block).values() for _, block in placed.weights.transformer.blocks()]
         real = sum(b.nbytes for modules in held for m in modules for b in m._buffers.values() if b is not None)
         assert real <= counted[name] < 1.1 * real
-    linears = [x for n, x in placed.transformer.linears().items() if "_blocks." in n]
+    linears = [x for n, x in placed.weights.transformer.linears().items() if "_blocks." in n]
     values = sum(x.shape[0] * x.shape[1] for x in linears)
     assert counted["Q8_0"] - counted["Q4_0"] == pytest.approx(values * (34 - 18) / 32, rel=0.01)
 
@@ -150,7 +154,7 @@ def test_a_model_without_a_forward_of_ours_trains_as_its_values(swapped, tmp_pat
     trainer = trainer_of(
         ROW, tmp_path, "full" if swapped else "none", native_model(ROW, "Q4_0"), blocks_to_swap=swapped
     )
-    layouts = [linear.layout for linear in trainer.placed.transformer.linears().values()]
+    layouts = [linear.layout for linear in trainer.placed.weights.transformer.linears().values()]
     assert sum(layout is not None for layout in layouts) > len(layouts) / 2
     widened = build(ROW)
     copy_values(native_model(ROW, "Q4_0"), widened)

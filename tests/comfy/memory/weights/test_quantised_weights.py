@@ -197,7 +197,7 @@ def test_swapped_equals_resident_bit_for_bit(file: Path, tmp_path: Path) -> None
         for mine, theirs in zip(pair, other, strict=True):
             assert torch.equal(mine, theirs) and torch.equal(mine.grad, theirs.grad), name
     # The host holds the weights once, and as they were.
-    homes = {master.untyped_storage().data_ptr() for master in swapped.placed.swap.ring.flat_weights}
+    homes = {master.untyped_storage().data_ptr() for master in swapped.placed.weights.swap.ring.flat_weights}
     for name in ("single_blocks.1.linear1", "double_blocks.0.txt_mlp.0"):
         parts = parts_of(model.model.get_submodule(f"diffusion_model.{name}").weight)
         assert {part.untyped_storage().data_ptr() for part in parts} <= homes
@@ -210,7 +210,7 @@ def test_the_planner_counts_the_stored_bytes(file: Path, tmp_path: Path) -> None
     measured = {}
     for name, path in {"plain": plain, "stored": file}.items():
         trainer = trained(path, tmp_path / name, checkpointing="auto", blocks_to_swap=-1)
-        measured[name] = trainer.placed.automatic.measured.blocks
+        measured[name] = trainer.placed.memory.automatic.measured.blocks
     for one, other in zip(measured["stored"], measured["plain"], strict=True):
         assert one.saved == other.saved and one.inputs == other.inputs
         assert one.weights < other.weights * (0.2 if "fp4" in file.stem else 0.35)
@@ -238,5 +238,5 @@ def test_blocks_of_one_kind_that_are_stored_differently_have_a_graph_each(tmp_pa
     torch._dynamo.reset()
     graphs = Graphs()
     trainer = trained(path, tmp_path / "loras", "aot_eager", checkpointing="none", blocks_to_swap=3)
-    assert graphs() == trainer.placed.runner.planned_graphs == 3 and graphs.breaks == 0
-    assert trainer.placed.runner.not_compiled is None
+    assert graphs() == trainer.placed.execution.runner.planned_graphs == 3 and graphs.breaks == 0
+    assert trainer.placed.execution.runner.not_compiled is None

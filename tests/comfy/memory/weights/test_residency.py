@@ -10,11 +10,11 @@ from tiny.compile.compiling import Graphs
 
 
 def held(trainer) -> int:
-    return sum(module.held_bytes() for module in trainer.placed.transformer.frozen_modules())
+    return sum(module.held_bytes() for module in trainer.placed.weights.transformer.frozen_modules())
 
 
 def registered(trainer) -> bool:
-    return any(entry.model is trainer.placed.resident for entry in comfy.model_management.current_loaded_models)
+    return any(entry.model is trainer.placed.weights.resident for entry in comfy.model_management.current_loaded_models)
 
 
 class UnloadsAfter(SilentObserver):
@@ -79,9 +79,9 @@ def test_weights_are_read_from_the_masters_after_the_patched_model_was_loaded_in
 
 def test_a_read_that_fails_half_way_leaves_nothing_behind(tiny_flux, tmp_path):
     trainer = tiny.make_trainer(tiny_flux, tiny.make_data([(4, 6)], [16]), tmp_path)
-    trainer.placed.resident.detach()
+    trainer.placed.weights.resident.detach()
     assert held(trainer) == 0
-    broken = trainer.placed.resident.modules[7]
+    broken = trainer.placed.weights.resident.modules[7]
     broken.take = lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(TrainingStopped, match="Out of memory at step 1"):
         trainer.run()
@@ -93,9 +93,9 @@ def test_comfyui_knows_the_size_of_a_run_and_forgets_it_at_the_end(tiny_flux, tm
     assert registered(trainer)
     # On the CPU the weights are ComfyUI's own, shared: as many bytes as the model has, and no copy of them.
     weights = sum(p.numel() * p.element_size() for p in tiny_flux.model.diffusion_model.parameters())
-    assert trainer.placed.resident.loaded_size() == held(trainer) == weights
-    modules = trainer.placed.transformer.frozen_modules()
-    resident = trainer.placed.resident
+    assert trainer.placed.weights.resident.loaded_size() == held(trainer) == weights
+    modules = trainer.placed.weights.transformer.frozen_modules()
+    resident = trainer.placed.weights.resident
     trainer.close()
     assert sum(module.held_bytes() for module in modules) == 0
     assert not any(entry.model is resident for entry in comfy.model_management.current_loaded_models)

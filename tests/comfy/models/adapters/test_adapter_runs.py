@@ -69,7 +69,7 @@ def test_every_kind_of_dropout_keeps_the_planned_graphs_and_its_note_counts_them
     family = Flux()
     notes = network_notes(network, family, tiny_flux.model, list(trainer.network.adapters))
     assert "rank_patterns split 2 block types into 3, and each is compiled separately: 3 graphs for each" in notes[-1]
-    assert graphs() == trainer.placed.runner.planned_graphs == 3
+    assert graphs() == trainer.placed.execution.runner.planned_graphs == 3
     assert graphs.breaks == 0
     ranks = {n: a.spec.rank for n, a in trainer.network.adapters.items()}
     assert ranks["single_blocks.0.linear1"] == 2 and ranks["single_blocks.1.linear1"] == 4
@@ -96,7 +96,7 @@ def test_a_recompute_sees_the_same_dropout(tiny_flux, tmp_path):
 def test_what_is_dropped_is_dropped_as_often_as_asked(tiny_flux, tmp_path, name):
     network = NetworkOptions(**ALGORITHMS[name])
     trainer = tiny.make_trainer(tiny_flux, tiny.make_data([(4, 4)] * 4, [16] * 4), tmp_path, network=network)
-    block = trainer.placed.transformer.blocks()[-1][1]
+    block = trainer.placed.weights.transformer.blocks()[-1][1]
     inputs = batch_inputs(trainer)
 
     def drawn(kind, step, p=0.3):
@@ -127,7 +127,7 @@ def test_what_is_dropped_is_dropped_as_often_as_asked(tiny_flux, tmp_path, name)
 
 def test_each_kind_of_dropout_is_drawn_by_itself(tiny_flux, tmp_path):
     trainer = tiny.make_trainer(tiny_flux, tiny.make_data([(4, 4)], [16]), tmp_path)
-    block, inputs = trainer.placed.transformer.blocks()[-1][1], batch_inputs(trainer)
+    block, inputs = trainer.placed.weights.transformer.blocks()[-1][1], batch_inputs(trainer)
 
     def is_kept(kind, step):
         options = NetworkOptions(**{**ALGORITHMS["lora"], kind: 0.5})

@@ -117,7 +117,7 @@ def test_a_longer_step_of_the_ladder_changes_nothing(file, tmp_path, kernel):
 
 def test_the_approximator_is_frozen_and_keeps_nothing_for_backward(file, tmp_path):
     trainer = make_trainer(file, tmp_path, network=NetworkOptions(rank=2, alpha=2.0, include=("*",)))
-    transformer = trainer.placed.transformer
+    transformer = trainer.placed.weights.transformer
     assert not any("distilled_guidance_layer" in name for name in trainer.network.pairs)
     vectors = transformer.approximator(SIGMAS, torch.zeros(3), torch.float32)
     assert vectors.shape == (3, 344, 128) and not vectors.requires_grad and vectors.grad_fn is None

@@ -18,7 +18,7 @@ def test_the_comparison_fails_on_comfyuis_own_block_forward(tiny_flux, tmp_path,
     data = tiny.make_data([(4, 12)], [16])
     trainer = tiny.make_trainer(tiny_flux, data, tmp_path, memory=MemoryOptions(checkpointing=mode))
     tiny.fill_up_matrices(trainer)
-    ours = trainer.placed.transformer.double_blocks[1]
+    ours = trainer.placed.weights.transformer.double_blocks[1]
     ours.forward = core_forward(tiny_flux.model.diffusion_model.double_blocks[1], ours)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         trainer.train_step.forward_backward([tiny.micro_batch(0)])

@@ -64,7 +64,7 @@ def test_two_epochs_of_mixed_pictures_compile_each_graph_once(mixed_data, tiny_f
     graphs, keys = graphs_after_each_step(trainer, counted)
     assert len(graphs) == 2 * STEPS_PER_EPOCH
     assert graphs == graphs_expected(KINDS, keys)
-    assert graphs[-1] == KINDS * len(mixed_data.graph_keys()) == trainer.placed.runner.planned_graphs
+    assert graphs[-1] == KINDS * len(mixed_data.graph_keys()) == trainer.placed.execution.runner.planned_graphs
     assert counted.breaks == 0
     assert trainer.summary()["graphs_compiled"] == graphs[-1]
 

@@ -212,7 +212,7 @@ def test_it_trains_alike_in_every_mode_and_as_one_graph(tmp_path):
         for key, value in wanted.items():
             assert torch.allclose(found[key], value, rtol=1e-4, atol=1e-7), (name, key)
     # One for each method by which the model enters its blocks.
-    assert trainer.placed.runner.planned_graphs == trainer.placed.runner.report.counts().graphs == 2
+    assert trainer.placed.execution.runner.planned_graphs == trainer.placed.execution.runner.report.counts().graphs == 2
     assert RECORDER.begun == 0
 
 
@@ -318,7 +318,7 @@ def test_a_tensor_of_a_swapped_block_that_is_read_outside_of_it_is_refused(part,
     words = rf"its {part} is read while its block layers\.2 does not run.*; set blocks_to_swap to 0"
     with pytest.raises(ValueError, match=words):
         step(tmp_path / "swapped", blocks_to_swap=2)
-    trainer.placed.memory = replace(trainer.placed.memory, blocks_to_swap=2)
+    trainer.placed.memory.options = replace(trainer.placed.memory.options, blocks_to_swap=2)
     trainer.placed.rebuild(1)  # as when memory runs out
     with pytest.raises(CannotContinue, match=words):  # and not that nothing was trained
         trainer.train_step.forward_backward([micro_batch(0, 1)])
@@ -328,7 +328,7 @@ def test_swap_that_begins_in_mid_run_compares_no_forward_again(tmp_path, monkeyp
     trainer, _, _ = step(tmp_path)
     monkeypatch.setattr(NativeTransformer, "difference", None)
     for blocks_to_swap in (1, 2):
-        trainer.placed.memory = replace(trainer.placed.memory, blocks_to_swap=blocks_to_swap)
+        trainer.placed.memory.options = replace(trainer.placed.memory.options, blocks_to_swap=blocks_to_swap)
         trainer.placed.rebuild(1)
         trainer.train_step.forward_backward([micro_batch(0, 1)])
     trainer.close()
@@ -428,7 +428,7 @@ def test_the_certificate_compares_each_method_as_run(tmp_path, monkeypatch):
         out = run(self, block, *args)
         return 1.1 * out if args[-2].method == "forward_gen" else out
 
-    trainer.placed.ensure()
+    trainer.placed.weights.ensure()
     with perturbed(trainer.placed):
         assert check_execution(trainer.placed, inputs)[0] is None
         monkeypatch.setattr(BlockRunner, "__call__", wrong)

@@ -67,7 +67,7 @@ def test_nothing_of_a_step_is_left_for_the_next(row, tmp_path):
 @pytest.mark.parametrize("row", NAMED, ids=str)
 def test_swapped_blocks_give_the_same_gradients(row, tmp_path):
     resident, swapped = (trainer_of(row, tmp_path / f"{n}", "full", blocks_to_swap=n) for n in (0, 2))
-    assert swapped.placed.swap is not None
+    assert swapped.placed.weights.swap is not None
     found = []
     for trainer in (resident, swapped):
         fill_up_matrices(trainer)
@@ -89,8 +89,8 @@ def test_compiled_blocks_are_no_more_graphs_than_planned_and_give_the_same_gradi
     fill_up_matrices(trainer)
     loss = trainer.train_step.forward_backward([micro_batch(0)])
     first = graphs()
-    assert 0 < first <= trainer.placed.runner.planned_graphs
-    assert graphs.breaks == 0 and not trainer.placed.runner.failed
+    assert 0 < first <= trainer.placed.execution.runner.planned_graphs
+    assert graphs.breaks == 0 and not trainer.placed.execution.runner.failed
     assert abs(loss - wanted[0]) <= BOUND * wanted[0]
     assert difference(lora_gradients(trainer), wanted[1]) <= BOUND
     trainer.train_step.forward_backward([micro_batch(0)])

@@ -42,8 +42,8 @@ def test_the_cases_hold_every_model_and_every_format_in_both_places():
 def test_a_model_in_few_bits_trains_as_the_weights_that_comfyui_takes_them_for(row, how, swapped, tmp_path):
     mode = "full" if swapped else "none"
     trainer = trainer_of(row, tmp_path, mode, build_stored(row, how), blocks_to_swap=2 if swapped else 0)
-    assert (trainer.placed.swap is not None) == swapped
-    stored = [linear.weight.element_size() for linear in trainer.placed.transformer.linears().values()]
+    assert (trainer.placed.weights.swap is not None) == swapped
+    stored = [linear.weight.element_size() for linear in trainer.placed.weights.transformer.linears().values()]
     assert 1 in stored, "no Linear is held as it is stored"
     with torch.no_grad():
         found = trainer.placed.velocity(batch_of(trainer).inputs, (0, 0))[0]

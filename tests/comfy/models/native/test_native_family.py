@@ -92,7 +92,7 @@ def test_dropout_is_the_same_when_a_block_is_computed_again(row, tmp_path):
 
 def test_a_forward_that_comes_out_different_is_refused_before_the_first_step(tmp_path, monkeypatch):
     trainer = trainer_of(Z_IMAGE, data_of(Z_IMAGE, 1), tmp_path)
-    block = trainer.placed.transformer.blocks()[0][1]
+    block = trainer.placed.weights.transformer.blocks()[0][1]
     forward, own = NativeBlock.forward, NativeBlock.run_core
     ours = []
 
@@ -142,7 +142,7 @@ def test_validation_before_the_first_step_and_a_model_placed_anew_run_compiled(t
     )
     with torch.no_grad():
         assert torch.isfinite(trainer.placed.velocity(batch.inputs, None)).all()
-    assert all(block.call is None for _, block in trainer.placed.transformer.blocks())
+    assert all(block.call is None for _, block in trainer.placed.weights.transformer.blocks())
     loss, grads = gradients(trainer, 0)
     trainer.train_step.retries.place_again()
     again, grads_again = gradients(trainer, 0)
@@ -150,7 +150,7 @@ def test_validation_before_the_first_step_and_a_model_placed_anew_run_compiled(t
     assert loss == pytest.approx(plain, rel=1e-6) and again == pytest.approx(plain, rel=1e-6)
     assert_equal(grads, wanted)
     assert_equal(grads_again, wanted)
-    assert not trainer.placed.runner.failed
+    assert not trainer.placed.execution.runner.failed
 
 
 def test_patches_of_the_forward_are_refused(tmp_path):
@@ -188,7 +188,7 @@ def test_loading_s_own_memory_is_not_copied(tmp_path):
     norm = next(m for n, m in model.model.diffusion_model.named_modules() if n.endswith("norm1"))
     norm._pin_state, norm._v = Held(), (Held(), 1)
     trainer = make_trainer(model, data_of(SDXL, 1), tmp_path)
-    assert not any("_v" in vars(m) for m in trainer.placed.transformer.shadow.diffusion_model.modules())
+    assert not any("_v" in vars(m) for m in trainer.placed.weights.transformer.shadow.diffusion_model.modules())
 
 
 def test_two_epochs_of_mixed_shapes_and_captions_compile_each_graph_once(tmp_path):
@@ -208,8 +208,8 @@ def test_two_epochs_of_mixed_shapes_and_captions_compile_each_graph_once(tmp_pat
     graphs = Graphs()
     counts, keys = graphs_after_each_step(trainer, graphs)
     assert len(set(keys[:4])) == len(set(keys)) == 3
-    assert 0 < counts[3] <= trainer.placed.runner.planned_graphs
-    assert counts[4:] == counts[3:4] * 4 and graphs.breaks == 0 and not trainer.placed.runner.failed
+    assert 0 < counts[3] <= trainer.placed.execution.runner.planned_graphs
+    assert counts[4:] == counts[3:4] * 4 and graphs.breaks == 0 and not trainer.placed.execution.runner.failed
     torch._dynamo.reset()
 
 
@@ -222,9 +222,9 @@ def test_pictures_of_one_token_count_and_other_sides_stay_compiled(row, batch, t
     data = training_data(sample_of(row, "a"), sample_of(row, "b"), sample_of(wide, "c"), sample_of(wide, "d"))
     assert len(data.graph_keys()) == 1
     trainer = trainer_of(row, data, tmp_path, backend="eager", batch_size=batch, steps=4, save_every=0)
-    planned = trainer.placed.runner.planned_graphs
+    planned = trainer.placed.execution.runner.planned_graphs
     trainer.run()
-    assert not trainer.placed.runner.failed and trainer.placed.runner.planned_graphs == planned
+    assert not trainer.placed.execution.runner.failed and trainer.placed.execution.runner.planned_graphs == planned
     torch._dynamo.reset()
 
 
@@ -234,10 +234,10 @@ def test_a_model_that_is_placed_anew_keeps_its_graphs(tmp_path):
     trainer = trainer_of(Z_IMAGE, data_of(Z_IMAGE), tmp_path, backend="eager")
     graphs = Graphs()
     trainer.train_step.forward_backward([micro_batch(0)])
-    planned, made = trainer.placed.runner.planned_graphs, graphs()
+    planned, made = trainer.placed.execution.runner.planned_graphs, graphs()
     trainer.placed.rebuild(1)
     trainer.train_step.forward_backward([micro_batch(0)])
-    assert not trainer.placed.runner.failed and trainer.placed.runner.planned_graphs == planned
+    assert not trainer.placed.execution.runner.failed and trainer.placed.execution.runner.planned_graphs == planned
     assert graphs() == made
     trainer.close()
     torch._dynamo.reset()
@@ -248,7 +248,7 @@ def test_blocks_that_the_data_does_not_reach_are_a_part_of_the_plan(name, tmp_pa
     """Those of reference pictures run in no step without one, and lie in memory all the same."""
     row = BY_NAME[name]
     trainer = make_trainer(build(row), data_of(row), tmp_path, memory=MemoryOptions(blocks_to_swap=-1))
-    automatic = trainer.placed.automatic
+    automatic = trainer.placed.memory.automatic
     unreached = [block for block in automatic.measured.blocks if not block.forward]
     assert unreached and all(block.weights and not block.saved for block in unreached)
     measured = automatic.measured.timed_anew(dict.fromkeys(automatic.measured.shapes, 1.0))

@@ -108,7 +108,11 @@ def test_swapped_checkpointed_and_compiled_blocks_give_the_same_and_are_one_grap
         trainer = trainer_of(tmp_path / name, batch_size=2, **changes)
         found[name] = float(trainer.train_step.forward_backward([micro_batch(0, 1)])), lora_gradients(trainer)
         if name == "compiled":
-            assert trainer.placed.runner.planned_graphs == trainer.placed.runner.report.counts().graphs == 1
+            assert (
+                trainer.placed.execution.runner.planned_graphs
+                == trainer.placed.execution.runner.report.counts().graphs
+                == 1
+            )
         trainer.close()
     loss, wanted = found["checkpointed"]
     assert found["swapped"][0] == loss

@@ -11,4 +11,4 @@ def test_the_patch_embedding_is_fp32(case_file, tmp_path):
     model = case.load(case_file(case, dtype=torch.float8_e4m3fn, **case.deep), torch.float8_e4m3fn)
     data = training_data(*case.batches()["shapes"]())
     swapped = swapping.trained(model, data, tmp_path, batch=2, steps=1, blocks_to_swap=case.deep_blocks)
-    assert swapped.placed.transformer.patch_embedding.weight.dtype == torch.float32
+    assert swapped.placed.weights.transformer.patch_embedding.weight.dtype == torch.float32

@@ -196,7 +196,7 @@ def test_a_swapped_model_trains_as_the_plain_one_and_still_samples(flux: Any, tm
     memory, _ = inherited_memory(swapped, MemoryOptions())
     trainer = tiny.make_trainer(swapped, data, tmp_path / "swapped", steps=2, memory=memory)
     trainer.run()
-    assert trainer.progress.loss == plain.progress.loss and len(trainer.placed.swap.blocks) == 4
+    assert trainer.progress.loss == plain.progress.loss and len(trainer.placed.weights.swap.blocks) == 4
     assert torch.equal(sample(swapped, "flux"), picture)
     assert torch.equal(sample(flux, "flux"), picture)
 

@@ -123,8 +123,8 @@ def test_the_graphs_of_the_empty_caption_are_planned_and_no_other_is_made(length
     settings = {"batch_size": 2, "steps": 3, "memory": MemoryOptions(checkpointing="none"), "objective": OBJECTIVE}
     trainer = tiny.make_trainer(tiny_flux, given, tmp_path, backend="eager", **settings)
     trainer.run()
-    assert made() == trainer.placed.runner.planned_graphs == graphs and made.breaks == 0
-    calls = sum(region.compiled_calls for region in trainer.placed.runner.report.regions)
+    assert made() == trainer.placed.execution.runner.planned_graphs == graphs and made.breaks == 0
+    calls = sum(region.compiled_calls for region in trainer.placed.execution.runner.report.regions)
     assert calls == 3 * 3 * 4  # steps, forwards of each, blocks
     trainer.close()
 
@@ -163,7 +163,7 @@ def test_a_native_run_compiles_each_length_of_text_once_as_planned(tmp_path):
     made = Graphs()
     objective = ObjectiveOptions(guidance_loss_scale=SCALE)
     trainer = tiny.make_trainer(build(row), data, tmp_path, backend="eager", steps=2, objective=objective)
-    planned, runner = trainer.placed.runner.planned_graphs, trainer.placed.runner
+    planned, runner = trainer.placed.execution.runner.planned_graphs, trainer.placed.execution.runner
     assert runner.graphs == 2 == len(data.graph_keys(empty=True)) and len(data.graph_keys()) == 1
     trainer.run()
     assert made() <= planned == runner.planned_graphs and made.breaks == 0 and not runner.failed

@@ -98,9 +98,9 @@ def test_it_adds_no_graph(checkpointing, passes, tiny_flux, tmp_path):
     settings = {"batch_size": 2, "steps": 3, "memory": memory, "network": network, "objective": OBJECTIVE}
     trainer = tiny.make_trainer(tiny_flux, data(), tmp_path, backend="aot_eager", **settings)
     trainer.run()
-    assert graphs() == trainer.placed.runner.planned_graphs == 2
+    assert graphs() == trainer.placed.execution.runner.planned_graphs == 2
     assert graphs.breaks == 0
-    calls = sum(region.compiled_calls for region in trainer.placed.runner.report.regions)
+    calls = sum(region.compiled_calls for region in trainer.placed.execution.runner.report.regions)
     assert calls == 3 * passes * 4  # every batch of two has a class caption, and there are four blocks
     trainer.close()
 
@@ -126,7 +126,7 @@ def test_switched_off_the_model_is_as_it_came_and_what_is_trained_comes_back(alg
     def interrupt(*_):
         raise InterruptProcessingException
 
-    trainer.placed.transformer.forward = interrupt
+    trainer.placed.weights.transformer.forward = interrupt
     with pytest.raises(InterruptProcessingException):
         trainer.placed.velocity_without(inputs)
     assert all(torch.equal(masters[name], before[name]) for name in before)

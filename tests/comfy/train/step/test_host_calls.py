@@ -11,7 +11,7 @@ import tessera
 import tiny
 import torch
 from tessera.train.learner import Learner
-from tessera.train.placement.placed_model import PlacedModel
+from tessera.train.placement.execution import BlockExecution
 from tessera.train.settings import MemoryOptions
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -54,7 +54,7 @@ def calls_of_a_block(
     memory = MemoryOptions(checkpointing=mode, blocks_to_swap=swap)
     trainer = tiny.make_trainer(model, tiny.make_data([(4, 4)], [16]), folder, memory=memory, backend=backend)
     forward, back, blocks = Calls(), Calls(), []
-    make_run, backward = PlacedModel.run_block, Learner.backward
+    make_run, backward = BlockExecution.run_block, Learner.backward
 
     def counted_run(self: Any, *args: Any) -> Any:
         run = make_run(self, *args)
@@ -71,7 +71,7 @@ def calls_of_a_block(
             backward(self, loss)
 
     with monkeypatch.context() as patched:
-        patched.setattr(PlacedModel, "run_block", counted_run)
+        patched.setattr(BlockExecution, "run_block", counted_run)
         patched.setattr(Learner, "backward", counted_backward)
         for _ in range(2):  # the first step compiles
             forward.counts.clear(), back.counts.clear(), blocks.clear()

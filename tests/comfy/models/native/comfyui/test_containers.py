@@ -48,7 +48,7 @@ def test_a_compiled_block_opens_them_within_its_graph(tmp_path, in_containers):
         trainer = trainer_of(row, tmp_path / name, "full", backend=backend)
         fill_up_matrices(trainer)
         found.append((trainer.train_step.forward_backward([micro_batch(0)]), lora_gradients(trainer)))
-        runner = trainer.placed.runner
+        runner = trainer.placed.execution.runner
         trainer.close()
     assert runner.report.counts().graphs == runner.planned_graphs > 0 and not runner.failed
     assert abs(found[1][0] - found[0][0]) <= BOUND * found[0][0]

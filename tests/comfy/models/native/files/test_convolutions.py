@@ -118,7 +118,7 @@ def test_a_residual_block_with_its_convolutions_is_one_graph(tmp_path):
     torch._dynamo.reset()
     trainer = trainer_of("sd1.5", tmp_path)
     fill_up_matrices(trainer)
-    block = next(block for _, block in trainer.placed.transformer.blocks() if block.kind == "ResBlock")
+    block = next(block for _, block in trainer.placed.weights.transformer.blocks() if block.kind == "ResBlock")
     adapters = [layer.adapter for name, layer in block.linears().items() if name.endswith("_layers.2")]
     assert len(adapters) == 1
     given, call = flatten((torch.randn(1, 32, 8, 12), torch.randn(1, 128)), {}, 1)

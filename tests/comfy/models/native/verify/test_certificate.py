@@ -47,7 +47,7 @@ def certified(name: str, folder: Any, dtype: torch.dtype = torch.float32, **chan
         )
         after = trainer.network.master_weights()
         assert all(torch.equal(before[name], after[name]) for name in before)
-        assert placed.copies() == 0
+        assert placed.weights.copies() == 0
         trainer.run()  # it trains as without it
     finally:
         trainer.close()
@@ -261,7 +261,7 @@ def faults_as_run(trainer: Any) -> str | None:
     placed = trainer.placed
     whole, sigma = check_sample(placed.family, placed.patcher, smallest(trainer.context.data.samples))
     inputs = inputs_of(placed.family, placed.patcher, whole, sigma, 1.0)
-    placed.ensure()
+    placed.weights.ensure()
     placed.check_forward(inputs)
     with perturbed(placed):
         return check_execution(placed, inputs)[0]

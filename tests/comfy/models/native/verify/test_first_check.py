@@ -105,7 +105,7 @@ def test_one_block_of_twelve_that_adds_two_percent_too_much_ends_the_run(tmp_pat
     row = replace(BY_NAME["z-image"], unet={**BY_NAME["z-image"].unet, "n_layers": 12})
     trainer = make_trainer(build(row, torch.bfloat16), data_of(row), tmp_path)
     inputs = batch_of(trainer, 0).inputs
-    blocks = [block for name, block in trainer.placed.transformer.blocks() if name.startswith("layers.")]
+    blocks = [block for name, block in trainer.placed.weights.transformer.blocks() if name.startswith("layers.")]
     assert len(blocks) == 12
     for block in (blocks[0], blocks[6], blocks[11]):
         with adding_more(block), pytest.raises(ValueError, match="whose output is .* different when it runs for train"):
