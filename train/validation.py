@@ -113,7 +113,7 @@ class Validation:
                 run.placed.patcher, run.placed.family, batch_rows, guidance, run.placed.weights.device, seed
             )
         velocity = run.placed.velocity(batch.inputs, None).detach()
-        run.placed.execution.runner.discard_offloaded()  # no backward follows
+        run.placed.execution.runner.checkpointing.discard_offloaded()  # no backward follows
         return velocity_loss(velocity, batch.target, weights=batch.weights).double().tolist()
 
     def summary(self, run: RunView) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def check_execution(placed: PlacedModel, inputs: ModelInputs) -> tuple[str | Non
         with placed.training():
             placed.weights.transformer.forward(run, inputs)
     finally:
-        placed.execution.runner.discard_offloaded()
+        placed.execution.runner.checkpointing.discard_offloaded()
     return (faults[0] if faults else None), largest
 
 

@@ -58,7 +58,7 @@ class StepRetries:
         if cause is None:
             self.place_again()
             return self.attempt(compute)
-        self.placed.execution.runner.discard_offloaded()
+        self.placed.execution.runner.checkpointing.discard_offloaded()
         self.fall_back_to_eager(cause)
         comfy.model_management.soft_empty_cache()
         return compute()

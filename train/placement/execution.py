@@ -41,7 +41,7 @@ class BlockExecution:
 
     def place(self, memory: MemoryOptions) -> None:
         """Run the blocks that were placed again; the graphs are kept unless checkpointing changes."""
-        if auto.choice_facts(self.runner.memory) == auto.choice_facts(memory):
+        if auto.choice_facts(self.runner.checkpointing.memory) == auto.choice_facts(memory):
             self.runner.set_blocks(self.weights.transformer.blocks())
         else:
             self.renew(memory)
@@ -59,7 +59,7 @@ class BlockExecution:
         try:
             yield
         finally:
-            self.runner.discard_offloaded()
+            self.runner.checkpointing.discard_offloaded()
             self.runner = runner
 
     def fall_back_to_eager(self) -> None:

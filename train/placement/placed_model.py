@@ -92,7 +92,7 @@ class PlacedModel:
 
     def rebuild(self, step: int) -> None:
         """Place the weights again by the options of `memory`; LoRA and optimizer are kept."""
-        self.execution.runner.discard_offloaded()
+        self.execution.runner.checkpointing.discard_offloaded()
         swapped_before = self.weights.swap is not None
         self.weights.clear()
         self.memory.sharing.use(None)
@@ -137,7 +137,7 @@ class PlacedModel:
         if not self.low_bit.undecided:
             self._note_low_bit()
         memory, host = self.memory.options, self.weights.host
-        if memory.offload_activations and self.execution.runner.offload is None:
+        if memory.offload_activations and self.execution.runner.checkpointing.offload is None:
             self.observer.note(
                 "offload_activations is ignored: it only works with checkpointing full, and checkpointing is "
                 f"'{memory.checkpointing}'."
@@ -147,7 +147,7 @@ class PlacedModel:
 
     def message(self) -> str | None:
         """Return one sentence, once, on a problem with pinned memory that only a step shows."""
-        swap, offload = self.weights.swap, self.execution.runner.offload
+        swap, offload = self.weights.swap, self.execution.runner.checkpointing.offload
         if swap is not None and (refused := swap.ring.refused):
             swap.ring.refused = 0
             return unpinned_message(refused, len(swap.blocks))
@@ -169,7 +169,7 @@ class PlacedModel:
         """
         with self.network.switched_off():
             velocity = self.velocity(inputs, None).detach()
-        self.execution.runner.discard_offloaded()  # no backward follows
+        self.execution.runner.checkpointing.discard_offloaded()  # no backward follows
         return velocity
 
     def training(self) -> AbstractContextManager[None]:
@@ -194,7 +194,7 @@ class PlacedModel:
     def close(self) -> None:
         """Free all memory of the model."""
         # First: waits for copies of an interrupted step that may still be running.
-        self.execution.runner.discard_offloaded()
+        self.execution.runner.checkpointing.discard_offloaded()
         self.memory.sharing.use(None)
         self.weights.close()
         del self.weights, self.execution, self.network
@@ -203,7 +203,7 @@ class PlacedModel:
     def facts(self) -> dict[str, object]:
         """Return entries for the summary: graphs, block swap, checkpointing, memory plan."""
         runner, swap, options = self.execution.runner, self.weights.swap, self.memory.options
-        counts = runner.report.counts()
+        counts, offload = runner.report.counts(), runner.checkpointing.offload
         return {
             "graphs_planned": runner.planned_graphs,
             "graphs_compiled": counts.graphs,
@@ -214,7 +214,7 @@ class PlacedModel:
             **self.memory.sharing.facts(),
             "checkpointing": options.checkpointing,
             "memory_plan": self.memory.plan_text(),
-            "activations_offloaded_mib": runner.offload.bytes_out // 2**20 if runner.offload else 0,
+            "activations_offloaded_mib": offload.bytes_out // 2**20 if offload else 0,
             "compile_report": runner.report.facts(),
             **self.low_bit.facts(),
             **quantize_summary(quantize_of(self.patcher), options.quantize),

@@ -19,7 +19,7 @@ def test_a_shape_that_was_not_planned_is_an_error_with_a_sentence(tiny_flux, tmp
     trainer.placed.execution.runner = type(trainer.placed.execution.runner)(
         trainer.placed.weights.transformer.blocks(),
         trainer.settings.memory,
-        trainer.placed.execution.runner.compile_settings,
+        trainer.placed.execution.runner.rules.settings,
         1,
         trainer.device,
     )

@@ -161,7 +161,7 @@ def test_an_fp8_file_streams_as_it_is_stored(trained, tmp_path, case):
 def test_activations_may_wait_on_the_host(resident, trained, tmp_path, case):
     plain = resident(case, checkpointing="full")
     offloaded = trained(case, tmp_path, checkpointing="full", offload_activations=True, blocks_to_swap=2)
-    assert offloaded.placed.execution.runner.offload.bytes_in > 0
+    assert offloaded.placed.execution.runner.checkpointing.offload.bytes_in > 0
     assert_same_run(offloaded, plain, unused(case, offloaded))
 
 

@@ -46,7 +46,7 @@ def test_offloaded_equals_kept_bit_for_bit_with_counted_bytes(deep_flux, tmp_pat
     assert_same_run(off, kept)
     # Two double blocks and two of the three single ones: the last stays. Each keeps its stream of all tokens, fp32.
     a_block = batch * (TOKENS + TEXT) * HIDDEN * 4
-    offload = off.placed.execution.runner.offload
+    offload = off.placed.execution.runner.checkpointing.offload
     assert offload.bytes_out == offload.bytes_in == STEPS * 4 * a_block
     # Picture and text of a double block are a buffer each; the second step makes none.
     assert offload.buffers == 2 * 2 + 2
@@ -85,7 +85,7 @@ def test_a_step_that_breaks_off_keeps_nothing_when_it_goes_on_or_ends(
     tiny.fill_up_matrices(trainer)
     _, block = trainer.placed.weights.transformer.blocks()[2]
     linear = next(linear for linear in block.linears().values() if linear.adapter is not None)
-    offload, coming = trainer.placed.execution.runner.offload, []
+    offload, coming = trainer.placed.execution.runner.checkpointing.offload, []
 
     def fail(grad: torch.Tensor) -> None:
         hook.remove()
@@ -117,7 +117,7 @@ def test_a_forward_that_no_backward_follows_keeps_nothing(deep_flux: Path, tmp_p
         trainer.context.patcher, trainer.context.family, [(sample, sample.load(), 0.5)], 1.0, trainer.device, 0
     )
     placed.velocity_without(batch.inputs)
-    offload = placed.execution.runner.offload
+    offload = placed.execution.runner.checkpointing.offload
     assert offload.bytes_out > 0 and not offload._storing and not offload._offloaded
     trainer.close()
 
@@ -134,7 +134,7 @@ def test_other_kinds_of_checkpointing_keep_their_activations_and_say_so(deep_flu
         memory=MemoryOptions(checkpointing="selective", offload_activations=True),
     )
     trainer.run()
-    assert trainer.placed.execution.runner.offload is None
+    assert trainer.placed.execution.runner.checkpointing.offload is None
     assert notes == [
         "offload_activations is ignored: it only works with checkpointing full, and checkpointing is 'selective'."
     ]

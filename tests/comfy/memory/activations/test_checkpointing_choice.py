@@ -148,7 +148,7 @@ def test_blocks_that_are_placed_anew_run_with_the_planned_budget(tiny_flux, tmp_
     trainer.placed.memory.options = replace(trainer.placed.memory.options, activation_budget=LEAST_BUDGET)
     trainer.placed.rebuild(0)
     assert trainer.placed.execution.runner is not runner
-    assert trainer.placed.execution.runner.memory.activation_budget == LEAST_BUDGET
+    assert trainer.placed.execution.runner.checkpointing.memory.activation_budget == LEAST_BUDGET
     trainer.close()
 
 

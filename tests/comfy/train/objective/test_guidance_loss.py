@@ -164,7 +164,7 @@ def test_a_native_run_compiles_each_length_of_text_once_as_planned(tmp_path):
     objective = ObjectiveOptions(guidance_loss_scale=SCALE)
     trainer = tiny.make_trainer(build(row), data, tmp_path, backend="eager", steps=2, objective=objective)
     planned, runner = trainer.placed.execution.runner.planned_graphs, trainer.placed.execution.runner
-    assert runner.graphs == 2 == len(data.graph_keys(empty=True)) and len(data.graph_keys()) == 1
+    assert runner.rules.graphs == 2 == len(data.graph_keys(empty=True)) and len(data.graph_keys()) == 1
     trainer.run()
     assert made() <= planned == runner.planned_graphs and made.breaks == 0 and not runner.failed
     trainer.close()
