@@ -175,7 +175,7 @@ def trained(path: Path, folder: Path, **memory: Any) -> tuple[Any, list[str]]:
     torch._dynamo.reset()
     data, options = tiny.make_data([(4, 4)], [16]), MemoryOptions(**memory)
     trainer = tiny.make_trainer(tiny.load_flux(path), data, folder, backend="eager", steps=5, memory=options)
-    trainer.placed.observer = tiny.observe(trainer, Watcher())
+    trainer.placed.memory.observer = tiny.observe(trainer, Watcher())
     tiny.fill_up_matrices(trainer)
     trainer.run()
     return trainer, trainer.observer.notes
