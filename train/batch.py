@@ -18,7 +18,6 @@ from .objective.noise import perturb_noise, sample_noise
 from .objective.options import ObjectiveOptions
 from .objective.preservation import PreservationInputs
 from .objective.timestep_sampling import Strata, sample_sigma, sample_stratum
-from .settings import TrainSettings
 
 
 @dataclass(frozen=True)
@@ -211,9 +210,9 @@ def _with_empty_prompts(
     return uncaptioned
 
 
-def strata_sizes(settings: TrainSettings, samples: Sequence[Sample]) -> Strata:
+def strata_sizes(samples_per_step: int, samples: Sequence[Sample]) -> Strata:
     """Count the samples of an optimizer step and of an epoch of this run."""
-    return Strata(settings.batch_size * settings.gradient_accumulation, shown_per_epoch(samples))
+    return Strata(samples_per_step, shown_per_epoch(samples))
 
 
 def model_space(patcher: ModelPatcher, family: Family, tensors: SampleTensors) -> Tensor:

@@ -197,6 +197,11 @@ class TrainSettings:
     validation: ValidationOptions | None = None
     continued: bool = False
 
+    @property
+    def samples_per_step(self) -> int:
+        """Number of samples of an optimizer step."""
+        return self.batch_size * self.gradient_accumulation
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "output_name", plain_name(self.output_name))
         for name in ("steps", "batch_size", "gradient_accumulation"):

@@ -12,6 +12,7 @@ from .regular_files import read_regular
 _STEPS = dict(zip(b"[{]}", (1, 1, -1, -1), strict=True))
 _NO_BRACKETS = bytes(set(range(256)) - _STEPS.keys())
 _SLICE = 1000
+_DEEPEST = 100  # levels of a value that is written again
 
 
 def parse_json(text: str, budget: Budget, name: str) -> Any:
@@ -66,3 +67,28 @@ def finite_json(value: Any) -> Any:
 def _finite(text: str) -> float | None:
     number = float(text)
     return number if math.isfinite(number) else None
+
+
+def is_plain(value: Any, depth: int = 0) -> bool:
+    """Test for JSON of limited depth and number size, whose strings can be encoded again."""
+    if depth > _DEEPEST:
+        return False
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, int):
+        return abs(value) < 2**64
+    if isinstance(value, str):
+        return _is_encodable(value)
+    if isinstance(value, list):
+        return all(is_plain(item, depth + 1) for item in value)
+    if isinstance(value, dict):
+        return all(_is_encodable(name) and is_plain(item, depth + 1) for name, item in value.items())
+    return value is None
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate, which JSON can represent
+        return False
+    return True

@@ -12,9 +12,9 @@ import torch
 from ...common.core import features
 from ...common.fingerprint import fingerprint
 from ...common.untrusted.budgets import RUN_SUMMARY
-from ..checkpoint.metadata import VERSION
 from ..checkpoint.run_record import SUMMARY, read_object
 from ..errors import CannotContinue
+from ..placement.environment import VERSION
 from ..preflight.context import RunContext
 from ..watcher import RunView, Watcher
 from .certificate import make_certificate

@@ -34,10 +34,10 @@ from ...models.adapters.registry import adapter_kind
 from ...models.family import Family, Origin
 from ..objective.options import ObjectiveOptions
 from ..optim.options import OptimizerOptions
+from ..placement.environment import VERSION
 from ..settings import MemoryOptions, TrainSettings
 
 BEST = "tessera_best"
-VERSION = "0.1.0"  # as in `pyproject.toml`
 
 # (step, last loss, LoRA) → the metadata of its file.
 Describe = Callable[[int, float | None, LoraModel], dict[str, str]]

@@ -8,8 +8,9 @@ from ...common.fingerprint import fingerprint
 from ...common.text import quoted
 from ..settings import TrainSettings
 from .run_folder import find_finished, run_folders
+from .run_names import STATE_SUFFIX
 from .schema import StateHeader
-from .state import STATE_SUFFIX, DamagedState, read_header
+from .state import DamagedState, read_header
 
 
 def named_state(root: Path, settings: TrainSettings) -> Path | None:

@@ -19,14 +19,12 @@ from safetensors import SafetensorError
 
 from ...common.files import MACHINE, sweep_unfinished, write_atomically
 from ...common.untrusted.budgets import RUN_SUMMARY
-from ...common.untrusted.json_text import read_json
+from ...common.untrusted.json_text import is_plain, read_json
 from ...common.untrusted.regular_files import is_regular
 from ...common.untrusted.tensor_files import open_tensors
 from ..preview.gallery import FOLDER as PREVIEWS
-from .run_names import STEPS, deleted_numbers, key_of, name_of, number_of, numbered, step_loras
+from .run_names import STATE_SUFFIX, STEPS, deleted_numbers, key_of, name_of, number_of, numbered, step_loras
 from .run_record import RECORD, RunReader
-from .schema import is_plain
-from .state import STATE_SUFFIX
 
 STATES_KEPT = 2
 # The fields of every summary.

@@ -9,6 +9,7 @@ from unicodedata import normalize
 
 from .run_record import RUN, RunReader
 
+STATE_SUFFIX = ".tessera"  # of the files of states
 TRASH = ".tessera-trash"  # next to the folder of all runs: holds the deleted runs, one folder per day
 STEPS = "_steps"  # suffix of the folder with a run's intermediate LoRAs
 _NUMBERED = re.compile(r"(?P<name>.+) \((?P<number>\d{3,6})\)", re.DOTALL)

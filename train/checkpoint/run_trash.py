@@ -17,9 +17,8 @@ from ...common.untrusted.folders import folder_below
 from ..preview.gallery import FOLDER as PREVIEWS
 from ..preview.gallery import INDEX, SHEET
 from .run_folder import FoundRun, RunFolder, all_runs
-from .run_names import STEPS
+from .run_names import STATE_SUFFIX, STEPS
 from .run_record import RECORD
-from .state import STATE_SUFFIX
 
 _DAY = re.compile(r"(\d{4}-\d\d-\d\d)(?: \((\d+)\))?")
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+from ...common.untrusted.json_text import is_plain
 from ...models.adapters.base import INITS, AdapterSpec
 from ...models.adapters.registry import ADAPTERS
 from ..optim.state_dict import unpack_state
@@ -22,7 +23,6 @@ _SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_grow
 _SPEC = tuple(f.name for f in fields(AdapterSpec))
 _MOST_BATCHES_OF_A_STEP = 1024  # the limit of gradient_accumulation on Train LoRA
 _MOST_RANK = 2**20
-_DEEPEST = 100
 _LONGEST_NAME = 300
 
 
@@ -233,31 +233,6 @@ def _check_names(entries: Mapping[Any, Any], allowed: set[str]) -> None:
     """Raise for a field that this version does not know: ignoring it could change the meaning of the state."""
     if unknown := [name for name in entries if name not in allowed]:
         raise UnreadableField(str(unknown[0]), unknown=True)
-
-
-def is_plain(value: Any, depth: int = 0) -> bool:
-    """Test for JSON of limited depth and number size, whose strings can be encoded again."""
-    if depth > _DEEPEST:
-        return False
-    if isinstance(value, float):
-        return math.isfinite(value)
-    if isinstance(value, int):
-        return abs(value) < 2**64
-    if isinstance(value, str):
-        return _is_encodable(value)
-    if isinstance(value, list):
-        return all(is_plain(item, depth + 1) for item in value)
-    if isinstance(value, dict):
-        return all(_is_encodable(name) and is_plain(item, depth + 1) for name, item in value.items())
-    return value is None
-
-
-def _is_encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # a lone surrogate, which JSON can represent
-        return False
-    return True
 
 
 def _is_number(value: Any) -> bool:

@@ -18,10 +18,10 @@ from ...common.files import read_tensors, write_atomically
 from ...common.untrusted.budgets import STATE_HEADER
 from ...common.untrusted.tensor_files import metadata_field, open_tensors
 from ..optim.state_dict import pack_state, unpack_state
-from .metadata import VERSION
+from ..placement.environment import VERSION
+from .run_names import STATE_SUFFIX
 from .schema import FORMAT, MASTER_WEIGHTS_PREFIX, OPTIONAL, StateHeader, StoredTensor, UnreadableField, parse_header
 
-STATE_SUFFIX = ".tessera"
 # Metadata entry with the version of the pack that wrote the state.
 _WRITTEN_BY = "tessera_version"
 _NUMBERS = ("F64", "F32", "F16", "BF16", "I64", "I32")

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import comfyui_version
 import torch
 
-from ..checkpoint.metadata import VERSION
 from ..errors import CannotContinue
+from ..placement.environment import VERSION
 from .world import World
 
 _SAME_VERSION = "install the same version for all of them"

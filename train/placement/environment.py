@@ -8,6 +8,8 @@ import torch
 from ...compile.cuda_graphs import memory_allocator
 from ...compile.settings import CompileSettings
 
+VERSION = "0.1.0"  # of Tessera, as in `pyproject.toml`
+
 
 def environment_facts(device: torch.device, compile_settings: CompileSettings | None) -> dict[str, str]:
     """Return threads, torch, device, backend and mode. With the same, a resumed run equals an uninterrupted one."""

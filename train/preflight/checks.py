@@ -80,7 +80,7 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
     _check_data(family, patcher, data)
     for size in sorted({sample.tokens // sample.grid[0] for sample in data.samples}):
         check_range(settings.objective, size, family.shift(patcher.model, size))
-    strata = strata_sizes(settings, data.samples)
+    strata = strata_sizes(settings.samples_per_step, data.samples)
     notes = (
         *patch_notes,
         *check_preservation(settings.objective, data.samples),

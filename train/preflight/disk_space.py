@@ -53,7 +53,8 @@ def required_space(checked: CheckedRun, settings: TrainSettings, run_start: RunS
     average = 4 if settings.optimizer.ema_decay else 0
     resumed_from = run_start.state if settings.names_state else None
     present_states = min(STATES_KEPT, len(run_start.folder.states_except(resumed_from)))
-    saves = max(1, remaining_saves(settings, strata_sizes(settings, checked.data.samples), run_start.step))
+    strata = strata_sizes(settings.samples_per_step, checked.data.samples)
+    saves = max(1, remaining_saves(settings, strata, run_start.step))
     return DiskSpace(
         lora=4 * numbers,
         state=(4 + settings.optimizer.spec.least_state_bytes + average) * numbers,

@@ -28,7 +28,7 @@ class StepBatches:
     def __init__(self, context: RunContext, device: torch.device, clock: StepClock):
         self.context, self.device, self.clock = context, device, clock
         self.order = StepOrder(context)
-        self.strata = strata_sizes(context.settings, context.data.samples)
+        self.strata = strata_sizes(context.settings.samples_per_step, context.data.samples)
         self.reader = SampleReader(context.data.samples)
         self._ahead: tuple[RngKey, MicroBatch, Batch] | None = None
         self._makes_ahead = True

@@ -75,7 +75,8 @@ def test_a_resumed_run_draws_and_learns_the_same(stratified, tiny_flux, tmp_path
 
 def test_the_draws_of_a_step_and_an_epoch_are_counted_with_repeats():
     data = training_data(sample("a", 4, 4, repeats=3), sample("b", 4, 4, repeats=2))
-    assert strata_sizes(run_settings(batch_size=3, gradient_accumulation=4), data.samples) == Strata(12, 5)
+    settings = run_settings(batch_size=3, gradient_accumulation=4)
+    assert strata_sizes(settings.samples_per_step, data.samples) == Strata(12, 5)
 
 
 def test_perturbed_input_and_offset_noise_are_what_the_formulas_say(tiny_flux, tmp_path):

@@ -64,7 +64,7 @@ def test_a_run_shows_them_every_second_time_and_goes_on_alike_after_a_cancel(tin
     assert all(torch.equal(whole.lora[name], resumed.lora[name]) for name in whole.lora)
     assert sorted(uninterrupted[:4])[:2] == ["a", "b"] == sorted(uninterrupted[4:])[:2]
     assert {name for name in uninterrupted if name.startswith("kept")} == {"kept 0", "kept 1", "kept 2"}
-    assert strata_sizes(run_settings(), data().samples).epoch == 4
+    assert strata_sizes(run_settings().samples_per_step, data().samples).epoch == 4
 
 
 def test_a_data_set_of_nothing_else_is_refused_before_anything_is_loaded(tiny_flux, tmp_path):
