@@ -65,7 +65,7 @@ CORE_TESTS = """
     comfy/models/adapters/adapter_files comfy/data/captions/captions comfy/data/captions/captions_families
     comfy/every_family/forward comfy/every_family/lora_files comfy/models/flux/reference_pictures
     comfy/models/flux2/flux2_family comfy/lora/files/lora_files comfy/lora/files/lora_reader comfy/train/model_kept
-    comfy/train/preview/preview comfy/models/qwen_image/full_width comfy/memory/weights/residency
+    comfy/train/watch/preview comfy/models/qwen_image/full_width comfy/memory/weights/residency
     comfy/memory/swap/swap_patcher comfy/models/wan/start_pictures
 """.split()
 # Packages of the core part in place of those that OLDEST asks for: the newest of the registry, raised by hand.

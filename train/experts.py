@@ -12,14 +12,14 @@ from comfy.model_patcher import ModelPatcher
 
 from ..common.fingerprint import weights_fingerprint
 from ..data.samples import TrainingData
-from .checkpoint.run_folder import RunFolder, place_of
-from .checkpoint.run_names import name_of
-from .expert_pair import HIGH, LOW, SAME_WEIGHTS, meeting_sigma
-from .observer import Observer, StepReport
+from .config.expert_pair import HIGH, LOW, SAME_WEIGHTS, meeting_sigma
+from .config.settings import TrainSettings, ValidationOptions
 from .preflight.checks import check_run
 from .preflight.disk_space import DiskSpace, check_disk_space_of_pair, required_space
 from .preflight.run_start import find_run_start
-from .settings import TrainSettings, ValidationOptions
+from .report.observer import Observer, StepReport
+from .runs.run_folder import RunFolder, place_of
+from .runs.run_names import name_of
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,13 @@ from ..data.samples import TrainingData
 from ..lora.files.lora_model import LoraModel
 from .certificate.watcher import checking_watchers
 from .checkpoint.metadata import utc_now
-from .checkpoint.run_folder import RunFolder
-from .checkpoint.run_record import RunRecord
+from .config.settings import TrainSettings
 from .distributed.node import check_shard, shard_notes
 from .distributed.ranks import check_alike, rank_facts
 from .distributed.world import SINGLE_PROCESS, World
-from .errors import first_error_kept, stopped_message
 from .loop.progress import Progress
 from .loop.trainer import Trainer
-from .observer import Observer, QuietObserver, StepReport
+from .loop.watcher import Watcher
 from .preflight.checks import CheckedRun, check_run
 from .preflight.claim import claimed_by_one
 from .preflight.context import RunContext, make_context
@@ -35,10 +33,12 @@ from .preflight.disk_space import check_disk_space, required_space
 from .preflight.run_start import RunStart, find_run_start, run_start_notes
 from .preview.gallery import FOLDER as PREVIEWS
 from .preview.gallery import SHEET
-from .preview.previewer import Previewer
-from .settings import TrainSettings
-from .validation import Validation
-from .watcher import Watcher
+from .report.errors import first_error_kept, stopped_message
+from .report.observer import Observer, QuietObserver, StepReport
+from .runs.run_folder import RunFolder
+from .runs.run_record import RunRecord
+from .watch.previewer import Previewer
+from .watch.validation import Validation
 
 STOPPED = "stopped"  # status of a run that the user ended before its last step, to keep what was trained
 

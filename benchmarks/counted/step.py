@@ -25,7 +25,7 @@ def count_step(shapes: Sequence[tuple[str, tuple[int, int]]], rank: int, dtype: 
 
     The weights are fake CUDA tensors, so that torch takes its CUDA code paths.
     """
-    network, learner = import_module("tessera.lora.network"), import_module("tessera.train.learner")
+    network, learner = import_module("tessera.lora.network"), import_module("tessera.train.loop.learner")
     options, optimizer = import_module("tessera.lora.options"), import_module("tessera.train.optim.options")
     adapter = import_module("tessera.models.adapters.lora").LoraAdapter
     kernels: list[Kernel] = []

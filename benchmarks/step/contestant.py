@@ -40,9 +40,9 @@ def make_trainer(spec: dict[str, Any], patcher: Any, data: Any, folder: Path) ->
         import_module("tessera.train.optim.options"),
         import_module("tessera.train.objective.options"),
     )
-    run = import_module("tessera.train.settings")
+    run = import_module("tessera.train.config.settings")
     loop, plan = import_module("tessera.train.loop.trainer"), import_module("tessera.lora.plan")
-    events, apply = import_module("tessera.train.observer"), import_module("tessera.compile.settings")
+    events, apply = import_module("tessera.train.report.observer"), import_module("tessera.compile.settings")
     registry = import_module("tessera.models.registry")
     # A family of our own that is not there cannot claim the model.
     with patch.object(registry, "FAMILIES", () if spec.get("path") == "native" else registry.FAMILIES):
@@ -75,7 +75,7 @@ def make_trainer(spec: dict[str, Any], patcher: Any, data: Any, folder: Path) ->
         data=data,
         targets=plan.choose_targets(family, patcher.model, network),
         settings=settings,
-        folder=import_module("tessera.train.checkpoint.run_folder").RunFolder(folder, "benchmark"),
+        folder=import_module("tessera.train.runs.run_folder").RunFolder(folder, "benchmark"),
         lineage="",
         describe=lambda *_: {},
         compile_settings=apply.CompileSettings(spec.get("backend", "inductor")) if spec["compiled"] else None,
@@ -90,7 +90,7 @@ def held_for_backward(trainer: Any) -> dict[str, Any]:
     saved: tensors that autograd saved, each storage once, without weights and without those of a selective policy,
     which the checkpoint itself keeps. weights: bytes of weights that were saved by reference.
     """
-    make_batch = import_module("tessera.train.batch").make_batch
+    make_batch = import_module("tessera.train.objective.batch").make_batch
     with torch.no_grad():
         samples = [(s, s.load()) for s in trainer.context.data.samples[: trainer.settings.batch_size]]
         objective, device = trainer.settings.objective, trainer.device

@@ -218,9 +218,9 @@ def training_data(toy: ToySet, captions: Sequence[int], draw: torch.Generator) -
 def train(weights: Tensors, data: Any, steps: int, seed: int, rank: int = 8, guidance_loss: float = 0.0) -> Lora:
     """Train a LoRA by the pack's own trainer."""
     from tessera.lora.options import NetworkOptions
+    from tessera.train.config.settings import MemoryOptions
     from tessera.train.objective.options import ObjectiveOptions
     from tessera.train.optim.options import OptimizerOptions
-    from tessera.train.settings import MemoryOptions
 
     tiny = load_tiny_writers()
     with tempfile.TemporaryDirectory() as folder:

@@ -12,7 +12,7 @@ from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
 from ...train.distributed.launcher import Job
-from ...train.observer import StepReport
+from ...train.report.observer import StepReport
 from . import training_now
 
 log = logging.getLogger(__name__)

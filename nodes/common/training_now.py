@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...train.observer import StepReport
+from ...train.report.observer import StepReport
 
 
 @dataclass(frozen=True)

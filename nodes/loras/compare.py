@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...common.text import quoted
 from ...train.preview.compare import Column, compare, two_experts
-from ...train.preview.previewer import Preview
 from ...train.preview.sampling import Conditioning, Sampling, Stages
+from ...train.watch.previewer import Preview
 from ..common.images import image_tensor
 from ..common.types import LoraModelType, PreviewType
 from ..options.preview import sampler_inputs

@@ -14,8 +14,8 @@ from safetensors import SafetensorError
 
 from ...common.text import quoted
 from ...common.untrusted.tensor_files import metadata_field, open_tensors
-from ...train.checkpoint.run_names import name_of, without_numbers
-from ...train.expert_pair import HIGH, LOW
+from ...train.config.expert_pair import HIGH, LOW
+from ...train.runs.run_names import name_of, without_numbers
 from .lora_list import (
     ENDING,
     NONE,

@@ -10,7 +10,7 @@ import folder_paths
 from ...common.text import quoted
 from ...common.untrusted.budgets import PATTERN_LINES, check_size
 from ...common.untrusted.patterns import name_matcher
-from ...train.checkpoint.run_names import STEPS
+from ...train.runs.run_names import STEPS
 
 NONE = "none"
 MOST_LORAS = 32

@@ -4,7 +4,7 @@ from comfy_api.latest import io
 
 from ...memory.low_bit.matmul import LOW_BIT_MATMULS
 from ...memory.low_bit.quantize import QUANTIZE
-from ...train.settings import ATTENTION, CHECKPOINTING, VERIFY, MemoryOptions
+from ...train.config.settings import ATTENTION, CHECKPOINTING, VERIFY, MemoryOptions
 from ..common.types import MemoryType
 from ..model.block_swap import swap_inputs
 

@@ -7,8 +7,8 @@ import comfy.samplers
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
-from ...train.preview.previewer import Preview
 from ...train.preview.sampling import MOST_SEED, Conditioning, Sampling
+from ...train.watch.previewer import Preview
 from ..common.types import PreviewType
 
 

@@ -3,7 +3,7 @@
 from comfy_api.latest import io
 
 from ...data.samples import TrainingData
-from ...train.settings import MOST_HELD_OUT, ValidationOptions
+from ...train.config.settings import MOST_HELD_OUT, ValidationOptions
 from ..common.types import TrainingDataType, ValidationType
 
 

@@ -17,14 +17,14 @@ from ...common.files import read_tensors
 from ...common.processes import is_switched_on
 from ...lora.files.lora_model import LoraModel
 from ...memory.weights.frozen import unload
-from ...train.checkpoint.run_folder import RunFolder
+from ...train.config.settings import TrainSettings
 from ...train.distributed.device_list import THIS_ONE, listed_devices
 from ...train.distributed.launcher import Facts, Job, Launched, child_options
 from ...train.distributed.share import shard_step
-from ...train.errors import TrainingStopped
-from ...train.observer import StepReport
 from ...train.preflight.run_start import RunStart
-from ...train.settings import TrainSettings
+from ...train.report.errors import TrainingStopped
+from ...train.report.observer import StepReport
+from ...train.runs.run_folder import RunFolder
 from ...train.train_lora import STOPPED, TrainResult, read_finished
 from ..common.progress import ServerObserver
 from ..common.saved_workflow import queueable

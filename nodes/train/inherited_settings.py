@@ -8,7 +8,7 @@ from ...compile.attach import compiled_model_of
 from ...compile.settings import CompileSettings
 from ...lora.options import SAME
 from ...models.swapped_model import swap_settings_of
-from ...train.settings import MemoryOptions, TrainSettings
+from ...train.config.settings import MemoryOptions, TrainSettings
 
 
 def overridden_notes(settings: TrainSettings, rank: int, learning_rate: float) -> list[str]:

@@ -15,16 +15,16 @@ from torch import Tensor
 from ...data.samples import TrainingData
 from ...lora.base import with_base
 from ...lora.files.lora_model import LoraModel
+from ...train.config.settings import TrainSettings
+from ...train.config.threads import threads_for
 from ...train.distributed.launcher import Job
 from ...train.distributed.world import current_world
 from ...train.experts import Expert
-from ...train.observer import Observer
-from ...train.placement.threads import threads_for
 from ...train.preflight.run_start import RunStart
-from ...train.preview.other_model import on_other_models
-from ...train.preview.previewer import Partner, Preview, Previewer
-from ...train.settings import TrainSettings
+from ...train.report.observer import Observer
 from ...train.train_lora import RunRequest, TrainResult, train_lora
+from ...train.watch.other_model import on_other_models
+from ...train.watch.previewer import Partner, Preview, Previewer
 from ..common.images import image_tensor
 from ..common.saved_workflow import workflow_texts
 from .inherited_settings import inherited_compile, inherited_memory

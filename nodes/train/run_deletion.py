@@ -18,11 +18,17 @@ import folder_paths
 from aiohttp import web
 
 from ...common.files import MACHINE
-from ...train.checkpoint.run_folder import RunFolder
-from ...train.checkpoint.run_names import TRASH
-from ...train.checkpoint.run_record import RunReader
-from ...train.checkpoint.run_trash import deleted_runs, move_to_trash, own_files, remove_for_good, restore
 from ...train.preflight.claim import lock_folder, may_be_training
+from ...train.runs.run_folder import RunFolder
+from ...train.runs.run_names import TRASH
+from ...train.runs.run_record import RunReader
+from ...train.runs.run_trash import (
+    deleted_runs,
+    move_to_trash,
+    own_files,
+    remove_for_good,
+    restore,
+)
 from ..common import training_now
 from ..common.answers import answer, refusal
 from ..common.asked_by import host_of, is_loopback, listens_to_itself

@@ -18,10 +18,10 @@ from PIL import Image
 from ...common.untrusted.budgets import PREVIEW, WORKFLOW_FILE
 from ...common.untrusted.in_flight import page_pixels, return_freed_memory
 from ...common.untrusted.json_text import read_json
-from ...train.checkpoint.run_folder import RunFolder
-from ...train.checkpoint.run_record import own_file
 from ...train.preview.contact_sheet import spread
 from ...train.preview.gallery import FOLDER, INDEX, read_index
+from ...train.runs.run_folder import RunFolder
+from ...train.runs.run_record import own_file
 from ..common.answers import answer, refusal
 from ..common.byte_cache import ByteCache
 from ..common.saved_workflow import API, WORKFLOW

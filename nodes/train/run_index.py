@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 from unicodedata import normalize
 
-from ...train.checkpoint.run_folder import FoundRun, RunFolder, Stamp, all_runs
-from ...train.checkpoint.run_record import PROGRESS, RunReader
+from ...train.runs.run_folder import FoundRun, RunFolder, Stamp, all_runs
+from ...train.runs.run_record import PROGRESS, RunReader
 from ..common import training_now
 
 PAGE = 200  # runs

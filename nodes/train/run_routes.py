@@ -24,10 +24,19 @@ from aiohttp import web
 
 from ...common.file_names import plain_name
 from ...common.untrusted.budgets import CURVE
-from ...train.checkpoint.run_folder import RunFolder, run_folders
-from ...train.checkpoint.run_record import MOST_POINTS, PROGRESS, RUN, SUMMARY, RunReader, averaged, own_file, thinned
-from ...train.expert_pair import HIGH, LOW
-from ...train.observer import SAMPLE, SAVE, STOP
+from ...train.config.expert_pair import HIGH, LOW
+from ...train.report.observer import SAMPLE, SAVE, STOP
+from ...train.runs.run_folder import RunFolder, run_folders
+from ...train.runs.run_record import (
+    MOST_POINTS,
+    PROGRESS,
+    RUN,
+    SUMMARY,
+    RunReader,
+    averaged,
+    own_file,
+    thinned,
+)
 from ..common import training_now
 from ..common.answers import answer, refusal
 from ..common.asked_by import why_foreign

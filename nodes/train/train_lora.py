@@ -15,16 +15,16 @@ from ...lora.base import with_base
 from ...lora.options import NetworkOptions
 from ...models.registry import family_of, titles
 from ...train.checkpoint.resume import find_state
+from ...train.config.settings import MemoryOptions, TrainSettings, ValidationOptions
 from ...train.distributed.device_list import THIS_ONE
 from ...train.distributed.launcher import Job
 from ...train.experts import ExpertObserver, plan_experts
 from ...train.objective.options import ObjectiveOptions
 from ...train.optim.options import OptimizerOptions
 from ...train.preflight.run_start import RunStart
-from ...train.preview.other_model import check_one_model
-from ...train.preview.previewer import Partner, Preview, check_previews
-from ...train.settings import MemoryOptions, TrainSettings, ValidationOptions
 from ...train.train_lora import TrainResult
+from ...train.watch.other_model import check_one_model
+from ...train.watch.previewer import Partner, Preview, check_previews
 from ..common.progress import ServerObserver
 from ..common.saved_workflow import workflow_files
 from ..common.types import LoraModelType, LossMapType

@@ -33,12 +33,12 @@ from tessera.lora.source import LoraSource
 from tessera.models.registry import family_of
 from tessera.nodes.loras.lora_list import lines_of, matching
 from tessera.train.checkpoint.metadata import read_best
-from tessera.train.checkpoint.run_folder import RunFolder
-from tessera.train.checkpoint.run_record import RunReader, averaged, thinned
 from tessera.train.checkpoint.state import load_state
 from tessera.train.optim.lr_curve import parse_curve
 from tessera.train.optim.registry import parse_args
 from tessera.train.preview.gallery import read_index
+from tessera.train.runs.run_folder import RunFolder
+from tessera.train.runs.run_record import RunReader, averaged, thinned
 
 
 @dataclass(frozen=True)

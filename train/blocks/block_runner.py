@@ -11,7 +11,7 @@ from ...compile.region import CompileFailed, cannot_compile, graph_break, over_t
 from ...compile.report.report import CompileReport, RegionReport
 from ...compile.settings import CompileSettings
 from ...models.family import Block
-from ..settings import MemoryOptions
+from ..config.settings import MemoryOptions
 from .block_clock import BlockClock
 from .checkpointed import BlockCheckpointing
 from .region import BlockRegion, CompileRules, RegionKey

@@ -10,7 +10,7 @@ from ...compile.region import run_block
 from ...memory.activations import checkpointing
 from ...memory.activations.offload import ActivationOffload
 from ...models.family import Block
-from ..settings import MemoryOptions
+from ..config.settings import MemoryOptions
 
 
 class BlockCheckpointing:

@@ -4,7 +4,7 @@ from collections import defaultdict
 
 from ...data.samples import GraphKey, Sample, TrainingData
 from ...models.family import Family
-from ..settings import TrainSettings
+from ..config.settings import TrainSettings
 
 
 def count_graphs(data: TrainingData, family: Family, settings: TrainSettings) -> int:

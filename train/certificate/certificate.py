@@ -31,10 +31,10 @@ from ...data.samples import Sample
 from ...lora.files.formats import save_lora
 from ...memory.swap.sharded import ShardedSwap
 from ...models.family import ModelInputs
-from ..errors import CannotContinue, error_sentence, log_error
-from ..observer import Observer
-from ..placement.environment import memory_peak
+from ..config.environment import memory_peak
 from ..placement.placed_model import PlacedModel
+from ..report.errors import CannotContinue, error_sentence, log_error
+from ..report.observer import Observer
 from ..verify.forward import small_inputs
 from ..verify.sample import check_sample, inputs_of, smallest
 from .adapters import perturbed

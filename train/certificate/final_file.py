@@ -10,10 +10,10 @@ from comfy.quant_ops import QuantizedTensor
 
 from ...common.core import quantised_layout
 from ...models.registry import in_fp32
-from ..errors import log_error
+from ..loop.watcher import RunView
 from ..preflight.context import RunContext
+from ..report.errors import log_error
 from ..verify.forward import relative, small_inputs
-from ..watcher import RunView
 from .adapters import patched_by_core
 from .certificate import off_the_record
 from .gradients import precise_forward

@@ -12,11 +12,11 @@ import torch
 from ...common.core import features
 from ...common.fingerprint import fingerprint
 from ...common.untrusted.budgets import RUN_SUMMARY
-from ..checkpoint.run_record import SUMMARY, read_object
-from ..errors import CannotContinue
-from ..placement.environment import VERSION
+from ..config.environment import VERSION
+from ..loop.watcher import RunView, Watcher
 from ..preflight.context import RunContext
-from ..watcher import RunView, Watcher
+from ..report.errors import CannotContinue
+from ..runs.run_record import SUMMARY, read_object
 from .certificate import make_certificate
 from .final_file import FinalFileWatcher
 

@@ -13,9 +13,9 @@ from ...lora.plan import adapter_specs
 from ...models.adapters.base import Adapter, AdapterSpec
 from ...models.adapters.registry import adapter_kind
 from ...models.convolutions import layer_shapes
+from ..config.settings import TrainSettings
 from ..optim.optimizers import check_class, chosen_class
 from ..optim.param_groups import check_groups, flat, group_sizes, parameter_groups
-from ..settings import TrainSettings
 from .optimizer_fit import fits_optimizer
 from .state import damaged_field, read_header
 

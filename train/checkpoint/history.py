@@ -10,9 +10,9 @@ from typing import Any
 
 from ...common.fingerprint import fingerprint
 from ...lora.options import NetworkOptions
+from ..config.settings import MemoryOptions
 from ..objective.options import ObjectiveOptions
 from ..optim.options import OptimizerOptions
-from ..settings import MemoryOptions
 from .metadata import RunFacts, plain_facts
 from .state import read_header
 

@@ -32,10 +32,10 @@ from ...lora.plan import base_spec
 from ...memory.low_bit.quantize import AS_STORED, quantize_of
 from ...models.adapters.registry import adapter_kind
 from ...models.family import Family, Origin
+from ..config.environment import VERSION
+from ..config.settings import MemoryOptions, TrainSettings
 from ..objective.options import ObjectiveOptions
 from ..optim.options import OptimizerOptions
-from ..placement.environment import VERSION
-from ..settings import MemoryOptions, TrainSettings
 
 BEST = "tessera_best"
 

@@ -21,7 +21,7 @@ from ...common.text import quoted
 from ...common.untrusted.tensor_files import metadata_field, open_tensors
 from ...lora.files.lora_model import LoraModel
 from ..optim.averaging import decay_at
-from .run_names import STEPS, step_loras
+from ..runs.run_names import STEPS, step_loras
 
 PROFILES = (EXPONENTIAL, POWER, EQUAL) = ("exponential", "power", "equal")
 WIDEST = 0.28  # the relative width of a power profile with gamma = 0, an equal mean, is 1 / sqrt(12)

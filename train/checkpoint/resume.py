@@ -6,9 +6,9 @@ from pathlib import Path, PurePosixPath
 
 from ...common.fingerprint import fingerprint
 from ...common.text import quoted
-from ..settings import TrainSettings
-from .run_folder import find_finished, run_folders
-from .run_names import STATE_SUFFIX
+from ..config.settings import TrainSettings
+from ..runs.run_folder import find_finished, run_folders
+from ..runs.run_names import STATE_SUFFIX
 from .schema import StateHeader
 from .state import DamagedState, read_header
 

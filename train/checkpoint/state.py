@@ -17,10 +17,18 @@ from torch import Tensor
 from ...common.files import read_tensors, write_atomically
 from ...common.untrusted.budgets import STATE_HEADER
 from ...common.untrusted.tensor_files import metadata_field, open_tensors
+from ..config.environment import VERSION
 from ..optim.state_dict import pack_state, unpack_state
-from ..placement.environment import VERSION
-from .run_names import STATE_SUFFIX
-from .schema import FORMAT, MASTER_WEIGHTS_PREFIX, OPTIONAL, StateHeader, StoredTensor, UnreadableField, parse_header
+from ..runs.run_names import STATE_SUFFIX
+from .schema import (
+    FORMAT,
+    MASTER_WEIGHTS_PREFIX,
+    OPTIONAL,
+    StateHeader,
+    StoredTensor,
+    UnreadableField,
+    parse_header,
+)
 
 # Metadata entry with the version of the pack that wrote the state.
 _WRITTEN_BY = "tessera_version"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from comfy.model_management import InterruptProcessingException
 from torch import Tensor
 
-from ..errors import CannotContinue
+from ..report.errors import CannotContinue
 from .barrier import GRACE, Barrier, BrokenBarrier, poll
 from .faults import Faults, Interrupts
 from .store import RunStore, Topic

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from comfy.model_management import InterruptProcessingException
 
-from ..errors import CannotContinue
+from ..report.errors import CannotContinue
 from .store import RunStore, Topic
 
 

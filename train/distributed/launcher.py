@@ -20,7 +20,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from ..observer import SAMPLE, SAVE, STOP
+from ..report.observer import SAMPLE, SAVE, STOP
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import CannotContinue
-from ..settings import MemoryOptions
+from ..config.settings import MemoryOptions
+from ..report.errors import CannotContinue
 from .barrier import GRACE, BrokenBarrier
 from .store import Topic
 from .world import World

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import comfyui_version
 import torch
 
-from ..errors import CannotContinue
-from ..placement.environment import VERSION
+from ..config.environment import VERSION
+from ..report.errors import CannotContinue
 from .world import World
 
 _SAME_VERSION = "install the same version for all of them"

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ...common.processes import is_switched_on, processes_here
-from ..errors import CannotContinue, error_sentence
+from ..report.errors import CannotContinue, error_sentence
 from .collectives import Collectives, WaitTime, WorldOptions
 from .faults import Faults, Interrupts
 from .rendezvous import common_name

@@ -8,8 +8,8 @@ from pathlib import Path
 from ...common.files import write_atomically
 from ..checkpoint.metadata import BEST, Best, read_best
 from ..checkpoint.state import TrainingState
-from ..observer import Observer
 from ..preflight.context import RunContext
+from ..report.observer import Observer
 from .lora_writer import LoraWriter
 from .progress import Progress
 

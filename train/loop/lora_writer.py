@@ -5,8 +5,8 @@ from pathlib import Path
 
 from ...lora.files.formats import save_lora
 from ...lora.files.lora_model import LoraModel
-from ..learner import Learner
 from ..preflight.context import RunContext
+from .learner import Learner
 from .progress import Progress
 
 log = logging.getLogger(__name__)

@@ -6,13 +6,13 @@ from typing import TypeVar
 import comfy.model_management
 
 from ...compile.region import CompileFailed, cannot_compile
-from .. import errors
-from ..learner import Learner
-from ..observer import Observer
-from ..placement.environment import environment_facts
+from ..config.environment import environment_facts
 from ..placement.placed_model import PlacedModel
+from ..report import errors
+from ..report.observer import Observer
 from ..step.batches import StepBatches
 from ..step.clock import StepClock
+from .learner import Learner
 from .progress import Progress
 
 T = TypeVar("T")

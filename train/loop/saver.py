@@ -8,12 +8,12 @@ from pathlib import Path
 from ...lora.files.lora_model import LoraModel
 from ..blocks.low_bit_policy import LowBitPolicy
 from ..checkpoint.state import TrainingState, load_state
-from ..errors import saved_state_message, unsaved_steps_message
-from ..learner import Learner
 from ..objective.timestep_sampling import Strata
-from ..observer import Observer
 from ..preflight.context import RunContext
+from ..report.errors import saved_state_message, unsaved_steps_message
+from ..report.observer import Observer
 from .best_lora import BestLora
+from .learner import Learner
 from .lora_writer import LoraWriter
 from .progress import Progress
 from .state_writer import StateWriter

@@ -5,11 +5,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..blocks.low_bit_policy import LowBitPolicy
-from ..checkpoint.run_folder import place_of
 from ..checkpoint.state import TrainingState, save_state, state_path
 from ..distributed.store import Topic
-from ..learner import Learner
 from ..preflight.context import RunContext
+from ..runs.run_folder import place_of
+from .learner import Learner
 from .progress import Progress
 
 

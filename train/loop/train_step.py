@@ -7,21 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import errors
-from ..distributed.gradient_sync import GradientSync
-from ..learner import Learner
-from ..observer import Observer, StepReport
+from ..config.environment import reset_memory_peak
 from ..placement import auto
-from ..placement.environment import reset_memory_peak
 from ..placement.placed_model import PlacedModel
 from ..preflight.context import RunContext
+from ..report import errors
+from ..report.observer import Observer, StepReport
 from ..step.batches import StepBatches
 from ..step.clock import StepClock
 from ..step.losses import StepLosses
 from ..step.order import MicroBatch
-from ..watcher import Watcher
+from .gradient_sync import GradientSync
+from .learner import Learner
 from .progress import Progress
 from .retries import StepRetries
+from .watcher import Watcher
 
 
 class TrainStep:

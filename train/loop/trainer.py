@@ -11,18 +11,18 @@ from ...common.fingerprint import fingerprint
 from ...lora.warm_start import WarmStart
 from ...memory.host.sysmem_fallback import SysmemMonitor
 from ...memory.weights.frozen import unload
-from .. import errors
-from ..distributed.gradient_sync import GradientSync
+from ..config.environment import memory_peak, reset_memory_peak
 from ..distributed.ranks import check_alike
-from ..learner import Learner
-from ..observer import SAMPLE, SAVE, STOP, Observer
-from ..placement.environment import memory_peak, reset_memory_peak
 from ..placement.placed_model import PlacedModel
 from ..preflight.context import RunContext
-from ..watcher import RunView, Watcher
+from ..report import errors
+from ..report.observer import SAMPLE, SAVE, STOP, Observer
+from .gradient_sync import GradientSync
+from .learner import Learner
 from .progress import Progress
 from .saver import FinalLora, Saver
 from .train_step import TrainStep
+from .watcher import RunView, Watcher
 
 
 class Trainer:

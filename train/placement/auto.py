@@ -35,10 +35,10 @@ from ...memory.swap.plan import (
 )
 from ...memory.swap.training import frozen_modules
 from ...models.family import Family
-from ..batch import make_batch
 from ..blocks.low_bit_policy import LowBitPolicy
+from ..config.settings import MemoryOptions, TrainSettings
+from ..objective.batch import make_batch
 from ..optim.registry import OptimizerSpec
-from ..settings import MemoryOptions, TrainSettings
 from .probe import Probe, count_saved, storage_of, total_bytes
 
 WORTH = 0.05  # part of a step that another plan has to save: less is timing noise

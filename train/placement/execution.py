@@ -12,8 +12,8 @@ from ...models.adapters.base import DropMask
 from ...models.family import Block, ModelInputs, RunBlock
 from ..blocks.block_runner import BlockRunner
 from ..blocks.graph_count import count_graphs
+from ..config.settings import MemoryOptions
 from ..preflight.context import RunContext
-from ..settings import MemoryOptions
 from . import auto
 from .weights import PlacedWeights
 

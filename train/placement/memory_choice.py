@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import psutil
 
 from ..distributed.node import connect_node, free_host_memory
-from ..observer import Observer
 from ..preflight.context import RunContext
+from ..report.observer import Observer
 from . import auto
 from .auto import AutomaticMemory
 from .sharing import SharedBlocks

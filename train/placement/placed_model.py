@@ -13,8 +13,8 @@ from ...memory.low_bit.quantize import quantize_of
 from ...models.family import ModelInputs
 from ..blocks.block_clock import BlockClock
 from ..blocks.low_bit_policy import LowBitPolicy
-from ..observer import Observer
 from ..preflight.context import RunContext
+from ..report.observer import Observer
 from ..verify.forward import FirstChecks
 from . import auto
 from .execution import BlockExecution

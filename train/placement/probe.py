@@ -21,7 +21,7 @@ from ...memory.low_bit.matmul import FP8, INT8
 from ...memory.swap.block_cost import BlockCost, add_costs
 from ...memory.swap.training import BlockSwap, frozen_modules
 from ...models.family import Block, ModelInputs
-from ..settings import TrainSettings
+from ..config.settings import TrainSettings
 
 
 class Probe:

@@ -9,9 +9,9 @@ from ...memory.swap.plan import SwapPlan, Way
 from ...memory.swap.sharded import OutOfMemoryElsewhere, ShardedRing, ShardedSwap
 from ...memory.swap.training import BlockSwap
 from ...memory.weights.residency import Holder
+from ..config.settings import MemoryOptions
 from ..distributed.node import NodeRanks
 from ..distributed.world import World
-from ..settings import MemoryOptions
 from .auto import AutomaticMemory, StepCost
 
 

@@ -14,7 +14,7 @@ from ...memory.swap.training import BlockSwap, frozen_modules
 from ...memory.weights.residency import Holder, ResidentWeights
 from ...models.family import Block, Family, Transformer
 from ..blocks.low_bit_policy import LowBitPolicy
-from ..settings import MemoryOptions
+from ..config.settings import MemoryOptions
 from .quantize_notes import quantize_notes
 
 

@@ -17,7 +17,8 @@ from ...models.family import Family
 from ...models.layers.attention import attention_function, attention_notes
 from ...models.model_patches import trainable_model
 from ...models.registry import family_of
-from ..batch import strata_sizes
+from ..config.settings import TrainSettings
+from ..objective.batch import strata_sizes
 from ..objective.flow_options import check_schedule_options
 from ..objective.guidance_loss import check_guidance_loss
 from ..objective.notes import objective_notes
@@ -25,9 +26,8 @@ from ..objective.preservation import check_preservation
 from ..objective.timestep_sampling import check_range
 from ..optim.checks import check_optimizer
 from ..optim.schedule import lr_factor
-from ..settings import TrainSettings
-from ..validation_split import hold_out, validation_notes
 from .notes import guidance_notes, masked_text_notes, memory_notes, rare_notes, saving_notes
+from .validation_split import hold_out, validation_notes
 
 
 @dataclass(frozen=True)

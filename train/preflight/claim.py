@@ -13,9 +13,9 @@ import psutil
 from filelock import Timeout
 
 from ...common.files import MACHINE, lock_of, sweep_temporary
-from ..checkpoint.run_folder import RunFolder
-from ..checkpoint.run_record import PROGRESS, RunReader
-from ..observer import Observer
+from ..report.observer import Observer
+from ..runs.run_folder import RunFolder
+from ..runs.run_record import PROGRESS, RunReader
 
 BEAT = 5.0  # seconds between two signs of life
 WATCHED = 30.0  # seconds in which a run on another machine gives one, however busy its interpreter is

@@ -12,14 +12,14 @@ from ...data.samples import TrainingData
 from ...models.family import Family
 from ..checkpoint.history import continued_from, run_segments, segment_settings
 from ..checkpoint.metadata import Describe, collect_facts, metadata_writer, utc_now
-from ..checkpoint.run_folder import RunFolder
 from ..checkpoint.state import read_header
+from ..config.settings import TrainSettings
 from ..distributed.share import Share
 from ..distributed.world import SINGLE_PROCESS, World
-from ..settings import TrainSettings
-from ..validation_split import held_out_note
+from ..runs.run_folder import RunFolder
 from .checks import CheckedRun
 from .run_start import RunStart
+from .validation_split import held_out_note
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from ...lora.plan import adapter_specs, parameter_count
 from ...models.convolutions import layer_shapes
-from ..batch import strata_sizes
-from ..checkpoint.run_folder import STATES_KEPT, RunFolder
+from ..config.settings import TrainSettings
+from ..objective.batch import strata_sizes
 from ..objective.timestep_sampling import Strata
-from ..settings import TrainSettings
+from ..runs.run_folder import STATES_KEPT, RunFolder
 from .checks import CheckedRun
 from .run_start import RunStart
 

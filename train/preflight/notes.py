@@ -10,9 +10,9 @@ from ...common.text import shortlist
 from ...data.samples import Sample, showings_by_key
 from ...memory.swap.selection import all_on_device
 from ...models.family import Family
+from ..config.settings import MemoryOptions, TrainSettings
 from ..objective.options import ObjectiveOptions
 from ..objective.timestep_sampling import Strata
-from ..settings import MemoryOptions, TrainSettings
 
 
 def memory_notes(options: MemoryOptions) -> Iterator[str]:

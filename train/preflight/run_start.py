@@ -17,9 +17,9 @@ from ..checkpoint.resume import (
     passed_over,
     state_of_other_settings,
 )
-from ..checkpoint.run_folder import RunFolder, find_finished, open_folder
 from ..checkpoint.state import read_header
-from ..settings import TrainSettings
+from ..config.settings import TrainSettings
+from ..runs.run_folder import RunFolder, find_finished, open_folder
 from .checks import CheckedRun
 
 _MOST_NAMED = 5

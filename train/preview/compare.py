@@ -16,9 +16,18 @@ from ...lora.files.reader import read_patches
 from ...memory.host.flat_weights import restore_inference_mode
 from ...memory.weights.frozen import unload
 from ...models.registry import known_family, names_of_model
-from ..expert_pair import SAME_WEIGHTS, meeting_sigma
+from ..config.expert_pair import SAME_WEIGHTS, meeting_sigma
 from .contact_sheet import Cell, render_frames, render_sheet
-from .sampling import Sampling, Stages, check_fits, check_text, decode, sample_latents, titled, with_lora
+from .sampling import (
+    Sampling,
+    Stages,
+    check_fits,
+    check_text,
+    decode,
+    sample_latents,
+    titled,
+    with_lora,
+)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from itertools import chain
 import torch
 
 from ...data.loader import SampleReader
-from ..batch import Batch, make_batch, strata_sizes
+from ..objective.batch import Batch, make_batch, strata_sizes
 from ..preflight.context import RunContext
 from .clock import StepClock
 from .order import MicroBatch, RngKey, StepOrder

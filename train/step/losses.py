@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..batch import Batch
+from ..objective.batch import Batch
 from ..objective.guidance_loss import guided_target
 from ..objective.loss import training_loss
 from ..objective.options import ObjectiveOptions

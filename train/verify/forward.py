@@ -19,7 +19,7 @@ from ...common.core import features
 from ...data.samples import Sample
 from ...models.family import Family, ModelInputs, RunBlock, Transformer
 from ...models.registry import core_forward
-from ..errors import CannotContinue
+from ..report.errors import CannotContinue
 from .sample import SMALL, SMALL_FRAMES, check_sample, cut_to, inputs_of, sigmas, smallest
 
 log = logging.getLogger(__name__)

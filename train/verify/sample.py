@@ -11,7 +11,7 @@ from torch import Tensor
 from ...common.rng import generator
 from ...data.samples import Sample
 from ...models.family import Family, ModelInputs, NoisySample
-from ..batch import model_space
+from ..objective.batch import model_space
 from ..objective.noise import sample_noise
 
 LEVEL = 0.5

@@ -133,8 +133,8 @@ class Smoke:
         """
         from tessera.lora.options import NetworkOptions
         from tessera.memory.host.flat_buffer import ScatteredBuffer
+        from tessera.train.config.settings import MemoryOptions
         from tessera.train.optim.options import OptimizerOptions
-        from tessera.train.settings import MemoryOptions
 
         choose_attention(plain=not compiled and attention != "any")
         options: dict[str, Any] = {"checkpointing": "none", "blocks_to_swap": swap, **memory}

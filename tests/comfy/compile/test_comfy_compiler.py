@@ -18,7 +18,7 @@ from tessera.compile.tune.search import tune
 from tessera.memory.comfy_compiler import without_comfy_compiler
 from tessera.models import registry
 from tessera.models.swapped_model import SwapSettings, swap
-from tessera.train.settings import MemoryOptions
+from tessera.train.config.settings import MemoryOptions
 from tiny.train.training import make_data, make_trainer, micro_batch
 
 OPTION = "disable_comfy_compiler"

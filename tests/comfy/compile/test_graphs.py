@@ -8,8 +8,8 @@ import tiny
 import torch
 from tessera.compile.settings import CompileOptions, CompileSettings, parse_overrides
 from tessera.models.flux.blocks import DoubleBlock
-from tessera.train.errors import TrainingStopped
-from tessera.train.observer import SilentObserver
+from tessera.train.report.errors import TrainingStopped
+from tessera.train.report.observer import SilentObserver
 from tiny.compile.compiling import Graphs
 
 
@@ -41,7 +41,7 @@ def test_blocks_with_and_without_a_lora_are_regions_of_their_own(tiny_flux, tmp_
 
 
 def test_without_a_working_compiler_it_trains_eager_and_says_so_once(tiny_flux, tmp_path, no_compiler):
-    from tessera.train.observer import SilentObserver
+    from tessera.train.report.observer import SilentObserver
 
     said: list[str] = []
 

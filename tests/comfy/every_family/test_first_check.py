@@ -17,7 +17,7 @@ FIRST = {case.family: case for case in reversed(cases("swap"))}
 
 def checked(case: Any, file: Any, folder: Any, dtype: torch.dtype = torch.float32, **memory: Any) -> Any:
     """A trainer that has made its check; memory: of MemoryOptions."""
-    from tessera.train.settings import MemoryOptions
+    from tessera.train.config.settings import MemoryOptions
 
     model = computing_in(case.load(file), dtype)
     data = training_data(*case.batches()[case.main_batches[-1]]())
@@ -59,7 +59,7 @@ def test_a_block_that_is_two_percent_too_strong_ends_the_run(case_file, tmp_path
 @pytest.mark.parametrize("case", FIRST.values(), ids=FIRST)
 def test_it_is_found_on_flash_attn_too_whose_kernels_take_16_bits_only(case_file, tmp_path, monkeypatch, case):
     """In bf16 alone 2 % would be within its rounding; the fp32 part runs on torch's attention."""
-    from tessera.train.settings import MemoryOptions
+    from tessera.train.config.settings import MemoryOptions
 
     model = computing_in(case.load(case_file(case, dtype=torch.bfloat16)), torch.bfloat16)
     data = training_data(*case.batches()["shapes"]())

@@ -8,7 +8,7 @@ import torch
 from family_cases import cases, every_case, modes_in_turn
 from tessera.compile.settings import CompileSettings
 from tessera.lora.options import NetworkOptions
-from tessera.train.settings import MemoryOptions
+from tessera.train.config.settings import MemoryOptions
 from tessera.train.train_lora import RunRequest, train_lora
 from thinned import one_in
 from tiny.compile.compiling import Graphs, graphs_after_each_step, graphs_expected

@@ -8,7 +8,7 @@ from tessera.lora.options import NetworkOptions
 from tessera.memory.weights.frozen_linear import FrozenLinear
 from tessera.models.adapters.base import AdapterSpec, DropMask
 from tessera.models.adapters.pissa import PissaAdapter, largest_parts
-from tessera.train.settings import MemoryOptions
+from tessera.train.config.settings import MemoryOptions
 from tiny.lora.lora_files import loaded_in_comfyui, patched_deltas
 from tiny.train.resuming import resumed_as_whole
 from tiny.train.runs import mixed_data, train

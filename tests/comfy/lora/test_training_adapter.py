@@ -29,7 +29,7 @@ from tiny.train.runs import Watcher, mixed_data, run_settings, train
 
 PREVIEW, PRESERVATION = (
     runpy.run_path(str(Path(__file__).parents[1] / "train" / file))
-    for file in ("preview/test_preview.py", "objective/test_preservation.py")
+    for file in ("watch/test_preview.py", "objective/test_preservation.py")
 )
 ADAPTER = "turbo_training_adapter.safetensors"
 CONVOLUTION = "input_blocks.1.0.in_layers.2"

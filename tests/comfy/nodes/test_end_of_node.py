@@ -16,9 +16,9 @@ from tessera.compile.tune.inputs import StepSize, step_inputs
 from tessera.compile.tune.search import tune
 from tessera.data.folders.dataset import scan_images
 from tessera.train.preview.compare import Column, compare
-from tessera.train.preview.previewer import Preview, Previewer
 from tessera.train.preview.sampling import Sampling, Stages
 from tessera.train.train_lora import RunRequest, train_lora
+from tessera.train.watch.previewer import Preview, Previewer
 from tiny.data.preparing import prepare
 from tiny.models.sampling import conditioning
 from tiny.train.runs import Watcher, run_settings, sample, training_data

@@ -13,7 +13,7 @@ from tessera.lora.options import NetworkOptions
 from tessera.lora.source import LoraSource
 from tessera.models.convolutions import layer_shapes
 from tessera.models.registry import family_of
-from tessera.train.errors import broken_weight, not_finite
+from tessera.train.report.errors import broken_weight, not_finite
 from tiny.lora.foreign_loras import foreign
 from tiny.lora.lora_files import loaded_in_comfyui, patched_deltas, random_update
 

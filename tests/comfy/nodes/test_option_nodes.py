@@ -10,10 +10,10 @@ from tessera.nodes.options.network import TesseraLoraNetwork
 from tessera.nodes.options.objective import TesseraObjective
 from tessera.nodes.options.optimizer import TesseraOptimizer
 from tessera.nodes.options.validation import TesseraValidation
+from tessera.train.config.settings import MemoryOptions, ValidationOptions
 from tessera.train.objective import plot
 from tessera.train.objective.options import ObjectiveOptions
 from tessera.train.optim.options import OptimizerOptions
-from tessera.train.settings import MemoryOptions, ValidationOptions
 from tiny.nodes.prompt import executed
 
 NODES = {

@@ -12,7 +12,7 @@ import tessera
 from comfy_api.latest import io
 from comfy_server import DIRECT
 from tessera.nodes import NODES, TesseraExtension
-from tessera.train.placement.environment import VERSION
+from tessera.train.config.environment import VERSION
 from tiny.nodes.prompt import awaited
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -18,13 +18,13 @@ from tessera.models.blocks import linear_shapes
 from tessera.models.registry import family_of
 from tessera.nodes.options.lora_files import low_noise_source
 from tessera.nodes.train.inherited_settings import shared_lora_notes
-from tessera.train import batch
-from tessera.train.expert_pair import HIGH, LOW
+from tessera.train.config.expert_pair import HIGH, LOW
+from tessera.train.config.settings import MemoryOptions
 from tessera.train.experts import ExpertObserver, plan_experts
+from tessera.train.objective import batch
 from tessera.train.objective.options import ObjectiveOptions
-from tessera.train.observer import StepReport
 from tessera.train.preflight.checks import check_run
-from tessera.train.settings import MemoryOptions
+from tessera.train.report.observer import StepReport
 from tessera.train.train_lora import RunRequest, train_lora
 from tiny.lora.lora_files import random_update
 from tiny.models.wan import wan_sample

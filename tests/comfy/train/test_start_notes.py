@@ -9,13 +9,13 @@ import torch
 from tessera.data.samples import TrainingData
 from tessera.lora.source import LoraSource
 from tessera.models.registry import family_of
+from tessera.train.config.settings import MemoryOptions
 from tessera.train.objective.timestep_sampling import Strata
 from tessera.train.preflight.checks import check_run
 from tessera.train.preflight.notes import memory_notes, saving_notes
-from tessera.train.preview.previewer import Preview, Previewer
 from tessera.train.preview.sampling import Sampling
-from tessera.train.settings import MemoryOptions
 from tessera.train.train_lora import RunRequest, train_lora
+from tessera.train.watch.previewer import Preview, Previewer
 from tiny.compile.compiling import make_lora
 from tiny.models.sampling import conditioning
 from tiny.train.runs import Watcher, mixed_data, run_settings, sample, train, training_data

@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tessera.nodes.common import training_now
-from tessera.train.observer import SAMPLE, SAVE, STOP
-from tessera.train.preview.previewer import Preview, Previewer
 from tessera.train.preview.sampling import Sampling
+from tessera.train.report.observer import SAMPLE, SAVE, STOP
 from tessera.train.train_lora import RunRequest, train_lora
+from tessera.train.watch.previewer import Preview, Previewer
 from tiny.models.sampling import conditioning
 from tiny.train.runs import Watcher, mixed_data, run_settings, train
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tessera.nodes.train import run as module
-from tessera.train.placement.threads import SMALL, threads_for
+from tessera.train.config.threads import SMALL, threads_for
 from tiny.train.runs import Watcher, mixed_data, run_settings
 
 

@@ -21,7 +21,7 @@ def trained(
 ) -> Any:
     """A trainer that has made these steps, from a LoRA that is not at its start. `memory` are fields of MemoryOptions,
     whose `checkpointing` is "none" here unless another is named."""
-    from tessera.train.settings import MemoryOptions
+    from tessera.train.config.settings import MemoryOptions
 
     options = MemoryOptions(**{"checkpointing": "none", **memory})
     trainer = make_trainer(model, data, folder, backend=backend, batch_size=batch, steps=steps, memory=options)

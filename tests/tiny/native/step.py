@@ -16,7 +16,7 @@ def trainer_of(row: NativeRow, folder: Path, mode: str = "none", model: Any = No
 
     mode: checkpointing; changes: blocks_to_swap, backend to compile with, and fields of TrainSettings.
     """
-    from tessera.train.settings import MemoryOptions
+    from tessera.train.config.settings import MemoryOptions
 
     memory = MemoryOptions(checkpointing=mode, blocks_to_swap=changes.pop("blocks_to_swap", 0))
     settings = {"memory": memory, "steps": 2} | changes
@@ -26,7 +26,7 @@ def trainer_of(row: NativeRow, folder: Path, mode: str = "none", model: Any = No
 def batch_of(trainer: Any, *indices: int) -> Any:
     """Make the first micro-batch, of these samples; the first one by default."""
     from tessera.data.samples import FIRST_VARIANT
-    from tessera.train.batch import make_batch
+    from tessera.train.objective.batch import make_batch
 
     samples, settings = [trainer.context.data.samples[index] for index in indices or (0,)], trainer.settings
     read = [(sample, sample.load(FIRST_VARIANT)) for sample in samples]

@@ -39,7 +39,7 @@ class GradientCheck:
         **memory: Any,
     ) -> Gradients:
         """The gradients of the first `count` samples of a batch, after comparing; `memory`: fields of MemoryOptions."""
-        from tessera.train.settings import MemoryOptions
+        from tessera.train.config.settings import MemoryOptions
 
         file, bound = self.files(case, dtype=dtype), FP32 if dtype == torch.float32 else BF16
         model = computing_in(case.load(file), dtype)

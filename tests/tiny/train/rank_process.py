@@ -102,7 +102,7 @@ def gguf_model(kind: str) -> Any:
 def previewer(job: dict[str, Any], world: Any, model: Any) -> Any:
     """Previews of this many prompts at each step; one of them fails on a rank."""
     import tiny
-    from tessera.train.preview import previewer as module
+    from tessera.train.watch import previewer as module
     from tiny.train.runs import tiny_preview
 
     vae = tiny.load_vae(Path(job["vae"]))
@@ -173,10 +173,10 @@ def change(job: dict[str, Any], world: Any, counts: dict[str, int]) -> Any:
     Return a function that undoes all changes.
     """
     from tessera.train.certificate import certificate
-    from tessera.train.learner import Learner
+    from tessera.train.loop.learner import Learner
     from tessera.train.loop.trainer import Trainer
-    from tessera.train.preview import previewer as module
-    from tessera.train.validation import Validation
+    from tessera.train.watch import previewer as module
+    from tessera.train.watch.validation import Validation
 
     changed = [(Validation, "_batch_losses"), (module, "decode"), (Trainer, "save_final"), (Trainer, "run")]
     changed += [(Learner, "step"), (certificate, "check_execution")]

@@ -105,9 +105,9 @@ def run_settings(**changes: Any) -> Any:
     It makes no certificate unless memory={"verify": "auto"} asks for one.
     """
     from tessera.lora.options import NetworkOptions
+    from tessera.train.config.settings import MemoryOptions, TrainSettings, ValidationOptions
     from tessera.train.objective.options import ObjectiveOptions
     from tessera.train.optim.options import OptimizerOptions
-    from tessera.train.settings import MemoryOptions, TrainSettings, ValidationOptions
 
     base: dict[str, Any] = {
         "network": NetworkOptions(rank=4, alpha=4.0),
@@ -199,8 +199,8 @@ def train(model: Any, data: Any, root: Path, watcher: Any = None, **changes: Any
 
 def tiny_preview(vae: Any, number: int) -> Any:
     """A preview of two steps at each optimizer step, whose text and seed go by its number."""
-    from tessera.train.preview.previewer import Preview
     from tessera.train.preview.sampling import Sampling
+    from tessera.train.watch.previewer import Preview
 
     from ..models.sampling import conditioning
 

@@ -35,14 +35,14 @@ def make_trainer(
     from tessera.lora.plan import choose_targets
     from tessera.models.model_patches import trainable_model
     from tessera.models.registry import family_of
-    from tessera.train.checkpoint.run_folder import RunFolder
+    from tessera.train.config.settings import MemoryOptions, TrainSettings
     from tessera.train.loop.trainer import Trainer
     from tessera.train.objective.options import ObjectiveOptions
-    from tessera.train.observer import SilentObserver
     from tessera.train.optim.options import OptimizerOptions
     from tessera.train.preflight.context import RunContext
-    from tessera.train.settings import MemoryOptions, TrainSettings
-    from tessera.train.validation import Validation
+    from tessera.train.report.observer import SilentObserver
+    from tessera.train.runs.run_folder import RunFolder
+    from tessera.train.watch.validation import Validation
 
     compile_options = compile_settings or (CompileSettings(backend) if backend else None)
     defaults = {

@@ -10,7 +10,7 @@ import torch
 from tessera.common.fingerprint import changed_fields, fingerprint, weights_fingerprint
 from tessera.lora.source import LoraSource
 from tessera.memory.low_bit.matmul import LOW_BIT_MATMULS
-from tessera.train.settings import ValidationOptions
+from tessera.train.config.settings import ValidationOptions
 from tiny.train.runs import run_settings, training_data
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.bool, torch.float64]

@@ -14,10 +14,10 @@ from tessera.data.captions.variants import make_caption_variants
 from tessera.data.folders.dataset import scan_images
 from tessera.lora.files.header import for_file
 from tessera.train.checkpoint.resume import find_state
-from tessera.train.checkpoint.run_folder import RunFolder
-from tessera.train.checkpoint.run_record import GREATEST, RunReader
 from tessera.train.checkpoint.state import DamagedState, read_header
 from tessera.train.preflight.claim import lock_folder
+from tessera.train.runs.run_folder import RunFolder
+from tessera.train.runs.run_record import GREATEST, RunReader
 
 POSIX = pytest.mark.skipif(os.name == "nt", reason="Windows has no named pipes in folders")
 

@@ -18,7 +18,7 @@ from tessera.compile.tune import results
 from tessera.compile.tune.inputs import StepSize, step_inputs
 from tessera.compile.tune.results import result_key
 from tessera.compile.tune.search import tune
-from tessera.train.placement.environment import memory_peak
+from tessera.train.config.environment import memory_peak
 from tiny.models.sampling import sample
 from torch import Tensor
 from torch._inductor import list_mode_options

@@ -59,7 +59,7 @@ class Named(Block):
 @pytest.mark.parametrize("torch_is", ["as it is", "older"])
 def test_the_first_graph_that_was_not_planned_is_an_error_with_every_torch(torch_is, request):
     from tessera.train.blocks.block_runner import BlockRunner
-    from tessera.train.settings import MemoryOptions
+    from tessera.train.config.settings import MemoryOptions
 
     if torch_is == "older":
         request.getfixturevalue("older_torch")
@@ -74,7 +74,7 @@ def test_the_first_graph_that_was_not_planned_is_an_error_with_every_torch(torch
 
 def test_a_torch_that_refuses_to_compile_is_named_and_the_runner_is_eager(monkeypatch):
     from tessera.train.blocks.block_runner import BlockRunner
-    from tessera.train.settings import MemoryOptions
+    from tessera.train.config.settings import MemoryOptions
 
     def refuses(*args, **kwargs):
         raise RuntimeError("torch.compile is not supported on Python 3.99+")
@@ -152,7 +152,7 @@ def patches_of_inductor(monkeypatch):
 def test_blocks_in_training_are_compiled_without_cuda_graphs_whatever_is_asked(asked, tunes, patches_of_inductor):
     """A CUDA graph is bound to the weights of one block, and blocks of one structure share the callable."""
     from tessera.train.blocks.block_runner import BlockRunner
-    from tessera.train.settings import MemoryOptions
+    from tessera.train.config.settings import MemoryOptions
 
     block, how = Named(), CompileSettings(**asked)
     runner = BlockRunner([("0", block)], MemoryOptions(checkpointing="none"), how, 1, torch.device("cpu"))

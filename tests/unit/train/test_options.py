@@ -2,9 +2,9 @@ from dataclasses import FrozenInstanceError, fields
 
 import pytest
 from tessera.lora.options import NetworkOptions
+from tessera.train.config.settings import MemoryOptions
 from tessera.train.objective.options import ObjectiveOptions
 from tessera.train.optim.options import OptimizerOptions
-from tessera.train.settings import MemoryOptions
 
 NAN, INF = float("nan"), float("inf")
 

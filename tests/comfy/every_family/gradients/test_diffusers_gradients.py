@@ -15,7 +15,7 @@ from family_cases import CASES, cases
 from peft import LoraConfig
 from tessera.lora.options import NetworkOptions
 from tessera.models.blocks import linear_shapes
-from tessera.train.settings import MemoryOptions
+from tessera.train.config.settings import MemoryOptions
 from tiny.models.family_case import Diffusers, computing_in, relative_error
 from tiny.train.reference_gradients import Gradients, gradient, lora_gradients, written_out_loss
 from tiny.train.runs import training_data

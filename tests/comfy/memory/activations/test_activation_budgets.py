@@ -10,7 +10,7 @@ from family_cases import CASES
 from tessera.memory.activations.checkpointing import full, selective_compiled, selective_eager
 from tessera.memory.activations.results import ResultBytes
 from tessera.memory.swap.block_cost import LEAST_BUDGET
-from tessera.train.settings import MemoryOptions
+from tessera.train.config.settings import MemoryOptions
 from tiny.compile.compiling import Ops
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func

@@ -7,10 +7,10 @@ import pytest
 import tiny
 import torch
 from tessera.memory.activations.offload import ActivationOffload
-from tessera.train.batch import fixed_batch
+from tessera.train.config.settings import MemoryOptions
 from tessera.train.loop import retries
-from tessera.train.observer import SilentObserver
-from tessera.train.settings import MemoryOptions
+from tessera.train.objective.batch import fixed_batch
+from tessera.train.report.observer import SilentObserver
 from tiny.compile.compiling import Graphs
 from tiny.memory import swapping
 from tiny.memory.swapping import assert_same_run

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from tessera.train.learner import Learner
+from tessera.train.loop.learner import Learner
 from tiny.compile.compiling import Graphs
 from tiny.memory import swapping
 from tiny.memory.swapping import assert_same_run

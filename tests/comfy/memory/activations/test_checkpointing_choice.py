@@ -15,8 +15,8 @@ from tessera.memory.swap.plan import Way
 from tessera.nodes.options.memory import TesseraMemory
 from tessera.nodes.train.train_lora import TesseraTrainLora
 from tessera.train.checkpoint.state import read_header
+from tessera.train.config.settings import MemoryOptions
 from tessera.train.placement import auto
-from tessera.train.settings import MemoryOptions
 from tiny.compile.compiling import Ops
 from tiny.nodes.prompt import executed
 from tiny.train.runs import Watcher, mixed_data, train

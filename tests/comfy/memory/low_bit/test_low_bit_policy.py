@@ -16,8 +16,8 @@ from tessera.memory.low_bit.error_meter import ErrorMeter
 from tessera.train.blocks import low_bit_policy as placement
 from tessera.train.blocks.low_bit_policy import LIMIT, LowBitPolicy
 from tessera.train.checkpoint.state import DamagedState, load_state, read_header, state_path
-from tessera.train.observer import SilentObserver
-from tessera.train.settings import MemoryOptions
+from tessera.train.config.settings import MemoryOptions
+from tessera.train.report.observer import SilentObserver
 from tiny.compile.compiling import Graphs
 
 LINEAR2 = ("single", "linear2")

@@ -10,7 +10,7 @@ import torch
 from tessera.memory.low_bit.devices import RATES
 from tessera.memory.weights import frozen_linear
 from tessera.train.blocks.low_bit_policy import LowBitPolicy
-from tessera.train.settings import MemoryOptions
+from tessera.train.config.settings import MemoryOptions
 from tiny.compile.compiling import Graphs
 from tiny.memory.swapping import assert_same_run
 from tiny.native import NAMED

@@ -15,8 +15,8 @@ from tessera.memory.weights import frozen
 from tessera.memory.weights.frozen import FrozenWeights
 from tessera.nodes.model.model_file import open_quantized
 from tessera.train.checkpoint.metadata import collect_facts, metadata_for
+from tessera.train.config.settings import MemoryOptions
 from tessera.train.placement import auto
-from tessera.train.settings import MemoryOptions
 from tiny.memory.gguf import flux_state, kind_of, model_of
 from tiny.memory.gguf_runs import plain_lora, with_lora
 from tiny.memory.swapping import assert_same_run

@@ -14,9 +14,9 @@ from tessera.memory.host.file_speed import in_cache, measure_file_bandwidth, pie
 from tessera.memory.host.mapped_file import KeepMapped
 from tessera.memory.swap.training import frozen_modules
 from tessera.models.swapped_model import SwapSettings, swap
+from tessera.train.config.settings import MemoryOptions
 from tessera.train.placement import auto
 from tessera.train.placement.auto import AutomaticMemory, StepCost
-from tessera.train.settings import MemoryOptions
 
 GB = 2**30
 

@@ -10,10 +10,10 @@ import torch
 from tessera.memory.swap.block_cost import LEAST_BUDGET, BlockCost
 from tessera.memory.swap.plan import Hardware, Way
 from tessera.train.blocks.block_clock import LEAST, BlockClock
+from tessera.train.config.settings import MemoryOptions
 from tessera.train.distributed.world import SINGLE_PROCESS
 from tessera.train.placement.auto import AutomaticMemory, StepCost
 from tessera.train.placement.sharing import SharedBlocks
-from tessera.train.settings import MemoryOptions
 from tiny.train.runs import Watcher
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

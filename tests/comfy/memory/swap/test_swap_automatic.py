@@ -9,11 +9,11 @@ import tiny
 import torch
 from tessera.lora.plan import choose_targets
 from tessera.memory.swap.training import BlockSwap, frozen_modules
-from tessera.train.errors import TrainingStopped
-from tessera.train.observer import SilentObserver
+from tessera.train.config.settings import MemoryOptions
 from tessera.train.placement import auto, placed_model
 from tessera.train.placement import weights as placed_weights
-from tessera.train.settings import MemoryOptions
+from tessera.train.report.errors import TrainingStopped
+from tessera.train.report.observer import SilentObserver
 from tiny.compile.compiling import Graphs
 
 STEPS = 3

@@ -32,7 +32,7 @@ from tessera.memory.host.pinning import stream_from_file
 from tessera.memory.swap.host_copies import host_copies_retained
 from tessera.models.swapped_model import SwapSettings, swap
 from tessera.nodes.model.load import TesseraLoadDiffusionModel
-from tessera.train.settings import MemoryOptions
+from tessera.train.config.settings import MemoryOptions
 from tiny.compile.compiling import compiled, make_lora, with_lora
 from tiny.models.qwen_image import qwen_sample
 from tiny.models.sampling import conditioning, sample, sample_prompts
@@ -470,7 +470,7 @@ import with_comfyui
 import tiny, torch, psutil, folder_paths
 import comfy.model_management
 from tessera.nodes.model.load import TesseraLoadDiffusionModel
-from tessera.train.settings import MemoryOptions
+from tessera.train.config.settings import MemoryOptions
 from tiny.memory.host_memory import Peak, anonymous, settle
 from tiny.models.sampling import sample
 

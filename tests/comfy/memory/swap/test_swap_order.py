@@ -10,8 +10,8 @@ import comfy.model_management
 import pytest
 import tiny
 from tessera.models.swapped_model import SwapSettings, swap
-from tessera.train.errors import TrainingStopped
-from tessera.train.settings import MemoryOptions
+from tessera.train.config.settings import MemoryOptions
+from tessera.train.report.errors import TrainingStopped
 from tiny.compile.compiling import make_lora, with_lora
 from tiny.memory.streams import WrongOrder, streams
 from tiny.models.sampling import sample

@@ -8,7 +8,7 @@ import tiny
 import torch
 from tessera.memory.host.flat_buffer import Layout
 from tessera.memory.swap.training import frozen_modules
-from tessera.train.settings import MemoryOptions
+from tessera.train.config.settings import MemoryOptions
 from thinned import one_in
 from tiny.compile.compiling import Graphs
 from tiny.memory import swapping

@@ -18,9 +18,9 @@ from comfy.weight_adapter.lora import LoRAAdapter
 from tessera.compile.settings import CompileSettings
 from tessera.memory.weights import frozen
 from tessera.memory.weights.frozen import unload
-from tessera.train.preview.previewer import Preview, Previewer
 from tessera.train.preview.sampling import Sampling
 from tessera.train.train_lora import RunRequest, train_lora
+from tessera.train.watch.previewer import Preview, Previewer
 from tiny.memory.gguf import SCALES, flux_state, native_model, write_gguf
 from tiny.memory.gguf_runs import both_forwards, loha, memory_of, plain_lora, with_lora
 from tiny.models.sampling import conditioning

@@ -13,7 +13,7 @@ from tessera.memory.weights.frozen import FrozenWeights
 from tessera.memory.weights.frozen_linear import Format, FrozenLinear, format_of, quantised_linear, read_format
 from tessera.models.adapters.dora import column_lengths
 from tessera.models.layers.lora_linear import LoraLinear
-from tessera.train.settings import MemoryOptions
+from tessera.train.config.settings import MemoryOptions
 from tiny.compile.compiling import Graphs, make_lora, with_lora
 from tiny.memory.quantised import LAYER, core_layer, stored_layer
 from tiny.models.flux import QUANTISED

@@ -4,8 +4,8 @@ import comfy.model_management
 import pytest
 import tiny
 import torch
-from tessera.train.errors import TrainingStopped
-from tessera.train.observer import SilentObserver
+from tessera.train.report.errors import TrainingStopped
+from tessera.train.report.observer import SilentObserver
 from tiny.compile.compiling import Graphs
 
 

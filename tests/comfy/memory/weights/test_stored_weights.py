@@ -17,7 +17,7 @@ from tessera.models.flux.transformer import FluxInputs
 from tessera.models.layers.lora_linear import LoraLinear
 from tessera.models.model_patches import trainable_model
 from tessera.train.blocks.block_runner import BlockRunner
-from tessera.train.settings import MemoryOptions
+from tessera.train.config.settings import MemoryOptions
 from tiny.train.runs import mixed_data, train
 
 # Where a device computes in fp32, core widens plain files as it loads them; a weight_dtype keeps them as they are.

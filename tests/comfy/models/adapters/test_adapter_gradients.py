@@ -11,7 +11,7 @@ import torch
 from family_cases import CASES
 from safetensors.torch import load_file
 from tessera.lora.options import NetworkOptions
-from tessera.train.settings import MemoryOptions
+from tessera.train.config.settings import MemoryOptions
 from thinned import one_in
 from tiny.lora.adapters import ALGORITHMS, fill, fp64_model, gradients
 from tiny.models.family_case import computing_in

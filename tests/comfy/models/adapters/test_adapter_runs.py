@@ -9,9 +9,9 @@ from tessera.lora.dropout import sample_masks
 from tessera.lora.options import NetworkOptions
 from tessera.lora.plan import network_notes
 from tessera.models.flux.family import Flux
+from tessera.train.config.settings import MemoryOptions
 from tessera.train.optim.optimizers import build_optimizer
 from tessera.train.optim.options import OptimizerOptions
-from tessera.train.settings import MemoryOptions
 from thinned import one_in
 from tiny.compile.compiling import Graphs
 from tiny.lora.adapters import ALGORITHMS, fill
@@ -141,7 +141,7 @@ def test_each_kind_of_dropout_is_drawn_by_itself(tiny_flux, tmp_path):
 
 
 def batch_inputs(trainer):
-    from tessera.train.batch import make_batch
+    from tessera.train.objective.batch import make_batch
 
     samples = [(sample, sample.load()) for sample in trainer.context.data.samples]
     return make_batch(

@@ -13,7 +13,7 @@ from tessera.data.folders.dataset import scan_images
 from tessera.nodes.common.progress import ServerObserver
 from tessera.nodes.model.compile import TesseraCompileModel
 from tessera.nodes.train.train_lora import TesseraTrainLora
-from tessera.train.settings import MemoryOptions
+from tessera.train.config.settings import MemoryOptions
 from tiny.data.encoders import load_chroma_clip
 from tiny.data.preparing import prepare
 from tiny.models.chroma import load_chroma

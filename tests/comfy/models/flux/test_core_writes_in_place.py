@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from tessera.train.settings import MemoryOptions
+from tessera.train.config.settings import MemoryOptions
 from torch import Tensor
 
 # It notices them too, before the first step.

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from tessera.data.folders.dataset import Dataset, ImageEntry
 from tessera.data.samples import TrainingData
-from tessera.train.settings import MemoryOptions
+from tessera.train.config.settings import MemoryOptions
 from tiny.compile.compiling import Graphs, graphs_after_each_step, graphs_expected
 from tiny.data.preparing import prepare
 

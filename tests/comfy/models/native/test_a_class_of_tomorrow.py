@@ -17,8 +17,8 @@ import pytest
 import torch
 from comfy.ldm.modules.attention import optimized_attention
 from tessera.models.native.transformer import NativeTransformer
-from tessera.train.errors import CannotContinue
-from tessera.train.settings import MemoryOptions
+from tessera.train.config.settings import MemoryOptions
+from tessera.train.report.errors import CannotContinue
 from tiny.models.sampling import sample_prompts
 from tiny.native.reference import plain_model, tokens, with_lora
 from tiny.native.step import batch_of

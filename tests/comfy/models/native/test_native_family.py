@@ -10,8 +10,8 @@ from tessera.models.native import inputs
 from tessera.models.native.blocks import NativeBlock
 from tessera.models.native.transformer import NativeTransformer
 from tessera.models.registry import family_of
-from tessera.train.batch import fixed_batch
-from tessera.train.settings import MemoryOptions
+from tessera.train.config.settings import MemoryOptions
+from tessera.train.objective.batch import fixed_batch
 from tiny.compile.compiling import Graphs, graphs_after_each_step
 from tiny.native import ROWS, build, data_of, sample_of
 from tiny.train.runs import Watcher, train, training_data

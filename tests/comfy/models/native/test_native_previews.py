@@ -8,9 +8,9 @@ import torch
 from comfy_extras.nodes_lt import EmptyLTXVLatentVideo, LTXVConcatAVLatent
 from comfy_extras.nodes_minimax_h3 import EmptyMiniMaxH3LatentAV
 from tessera.models.registry import family_of
-from tessera.train.preview.previewer import Preview, Previewer, check_previews
 from tessera.train.preview.sampling import Sampling
 from tessera.train.train_lora import RunRequest, train_lora
+from tessera.train.watch.previewer import Preview, Previewer, check_previews
 from tiny.native import NAMED, ROWS, build, data_of
 from tiny.native.latents import Latents
 from tiny.train.runs import Watcher, run_settings

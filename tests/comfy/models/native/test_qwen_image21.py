@@ -13,7 +13,7 @@ from tessera.lora.files.reader import read_lora
 from tessera.models.convolutions import layer_shapes
 from tessera.models.native.names import native_names
 from tessera.models.registry import family_of
-from tessera.train.settings import MemoryOptions
+from tessera.train.config.settings import MemoryOptions
 from tiny.native.reference import plain_model, tokens, training, with_lora
 from tiny.native.rows import qwen_image21
 from tiny.native.rows.qwen_image21 import CHANNELS, LAYERS, TEXT, load

@@ -6,7 +6,7 @@ import pytest
 import tiny
 from family_cases import CASES
 from tessera.models.layers import ragged_attention
-from tessera.train.settings import MemoryOptions
+from tessera.train.config.settings import MemoryOptions
 from tiny.models.qwen_image import qwen_sample
 from tiny.train.runs import training_data
 from torch.nn.attention import SDPBackend

@@ -13,7 +13,7 @@ from tessera.models.swapped_model import SwapSettings, swap, swap_settings_of
 from tessera.nodes.model.block_swap import TesseraBlockSwap
 from tessera.nodes.options.memory import TesseraMemory
 from tessera.nodes.train.inherited_settings import inherited_memory
-from tessera.train.settings import MemoryOptions
+from tessera.train.config.settings import MemoryOptions
 from tiny.models.sampling import sample
 
 

@@ -20,9 +20,9 @@ from tessera.data.loader import batch_order
 from tessera.data.samples import TrainingData
 from tessera.models.registry import family_of
 from tessera.nodes.train.run import outputs, summary_payload
-from tessera.train.errors import TrainingStopped
 from tessera.train.loop.train_step import TrainStep
 from tessera.train.loop.trainer import Trainer
+from tessera.train.report.errors import TrainingStopped
 from tessera.train.train_lora import RunRequest, train_lora
 from tiny.native import ROWS, build, sample_of
 from tiny.nodes.prompt import node

@@ -11,12 +11,12 @@ import comfy.model_management
 import psutil
 import pytest
 from tessera.nodes.train.devices import OnDevices, SameRun, needed_prompt
-from tessera.train.checkpoint.run_folder import RunFolder
 from tessera.train.distributed import launcher
 from tessera.train.distributed.launcher import JOB, PARENT, RUN, Facts, Job, Launched, child_environment, child_options
-from tessera.train.errors import TrainingStopped
-from tessera.train.observer import SilentObserver
 from tessera.train.preflight.run_start import RunStart
+from tessera.train.report.errors import TrainingStopped
+from tessera.train.report.observer import SilentObserver
+from tessera.train.runs.run_folder import RunFolder
 from tiny.nodes.prompt import node
 from tiny.train.runs import run_settings
 

@@ -3,7 +3,7 @@
 import time
 
 from tessera.nodes.common import progress
-from tessera.train.observer import StepReport
+from tessera.train.report.observer import StepReport
 
 
 def test_lines_of_progress_come_ten_times_a_second_at_most_and_the_last_step_has_one(monkeypatch):

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from tessera.common.files import MACHINE
 from tessera.nodes.common import asked_by
 from tessera.nodes.train import run_deletion
-from tessera.train.checkpoint.run_folder import RunFolder
 from tessera.train.preflight.claim import lock_folder
+from tessera.train.runs.run_folder import RunFolder
 from tiny.nodes.prompt import awaited
 from tiny.nodes.routes import ask
 from tiny.nodes.server_runs import paused_at, put_pictures, training_graph, wait_for_step

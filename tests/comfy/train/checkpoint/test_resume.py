@@ -13,11 +13,11 @@ import pytest
 import safetensors.torch
 import torch
 from comfy.model_management import InterruptProcessingException
-from tessera.train.checkpoint.run_folder import RunFolder
 from tessera.train.checkpoint.state import load_state
-from tessera.train.errors import TrainingStopped
-from tessera.train.learner import Learner
+from tessera.train.loop.learner import Learner
 from tessera.train.preflight import claim
+from tessera.train.report.errors import TrainingStopped
+from tessera.train.runs.run_folder import RunFolder
 from tiny.train.runs import Watcher, cancel_at, mixed_data, train
 from torch.optim.optimizer import register_optimizer_step_post_hook
 

@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from tessera.data.empty_caption import with_empty_caption
 from tessera.data.from_latents import latents_to_data
 from tessera.data.samples import Prompt, SampleVariant
-from tessera.train.batch import make_batch
+from tessera.train.config.settings import MemoryOptions
+from tessera.train.objective.batch import make_batch
 from tessera.train.objective.guidance_loss import check_guidance_loss
 from tessera.train.objective.options import ObjectiveOptions
-from tessera.train.settings import MemoryOptions
 from tiny.compile.compiling import Graphs
 from tiny.native import ROWS, build, sample_of
 from tiny.train.reference_row import ReferenceRow

@@ -9,8 +9,8 @@ from tessera.common.rng import generator
 from tessera.lora.options import NetworkOptions
 from tessera.models.native.objective import objective_of
 from tessera.models.registry import family_of
-from tessera.train import batch as batches
-from tessera.train.batch import make_batch, strata_sizes
+from tessera.train.objective import batch as batches
+from tessera.train.objective.batch import make_batch, strata_sizes
 from tessera.train.objective.noise import sample_noise
 from tessera.train.objective.options import ObjectiveOptions
 from tessera.train.objective.timestep_sampling import Strata

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from tessera.data.samples import Prompt, SampleVariant
 from tessera.lora.options import NetworkOptions
 from tessera.models.adapters.registry import ADAPTERS
+from tessera.train.config.settings import MemoryOptions
 from tessera.train.objective.options import ObjectiveOptions
 from tessera.train.optim.options import OptimizerOptions
-from tessera.train.settings import MemoryOptions
 from tiny.compile.compiling import Graphs
 from tiny.train.reference_row import ReferenceRow
 from tiny.train.runs import Watcher, cancel_at, sample, train, training_data
@@ -134,7 +134,7 @@ def test_switched_off_the_model_is_as_it_came_and_what_is_trained_comes_back(alg
 
 
 def batch_of(trainer):
-    from tessera.train.batch import make_batch
+    from tessera.train.objective.batch import make_batch
 
     one = trainer.context.data.samples[0]
     options, read = trainer.settings.objective, one.load(SampleVariant(class_caption=True))

@@ -11,8 +11,8 @@ from PIL import Image
 from tessera.data.folders.dataset import scan_images
 from tessera.data.folders.options import FolderOptions
 from tessera.data.prepare import summary
-from tessera.train.batch import make_batch, strata_sizes
 from tessera.train.loop.train_step import TrainStep
+from tessera.train.objective.batch import make_batch, strata_sizes
 from tiny.data.preparing import prepare
 from tiny.train.runs import cancel_at, run_settings, sample, train, training_data
 

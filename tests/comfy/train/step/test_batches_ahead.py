@@ -9,7 +9,7 @@ import torch
 from comfy.model_management import InterruptProcessingException
 from tessera.train.checkpoint.state import load_state
 from tessera.train.loop.train_step import TrainStep
-from tessera.train.observer import SAMPLE
+from tessera.train.report.observer import SAMPLE
 from tessera.train.step import batches as step_batches
 from tiny.train.runs import Watcher, cancel_at, mixed_data, sample, train, training_data
 

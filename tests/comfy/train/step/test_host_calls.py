@@ -10,9 +10,9 @@ import pytest
 import tessera
 import tiny
 import torch
-from tessera.train.learner import Learner
+from tessera.train.config.settings import MemoryOptions
+from tessera.train.loop.learner import Learner
 from tessera.train.placement.execution import BlockExecution
-from tessera.train.settings import MemoryOptions
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -106,7 +106,7 @@ def test_a_compiled_block_costs_few_calls_of_our_own(mode, swap, tiny_flux, tmp_
     forward, back, blocks = calls_of_a_block(tiny_flux, tmp_path, monkeypatch, mode, "eager", swap)
     ours, ours_back = forward.of_pack(), back.of_pack()
     # Those of a step: the backward itself, and its gradients moved into the flat ones, whatever their number.
-    files = ("train/learner.py", "lora/network.py", "lora/flat_group.py")
+    files = ("train/loop/learner.py", "lora/network.py", "lora/flat_group.py")
     of_a_step = [place for place in ours_back if place[0] in files]
     assert 2 <= sum(ours_back.pop(place) for place in of_a_step) <= 15
     print(mode, swap, {name: count / blocks for name, count in ours.items()}, forward.counts.total() / blocks)

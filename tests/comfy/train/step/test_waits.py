@@ -12,14 +12,14 @@ from tessera.data.samples import Prompt
 from tessera.lora.options import NetworkOptions
 from tessera.memory.host.to_device import to_device
 from tessera.models import family as family_module
-from tessera.train import batch as batch_module
-from tessera.train.errors import TrainingStopped
-from tessera.train.learner import Learner
+from tessera.train.config.settings import MemoryOptions
+from tessera.train.loop.learner import Learner
+from tessera.train.objective import batch as batch_module
 from tessera.train.objective import preservation
 from tessera.train.objective.options import ObjectiveOptions
-from tessera.train.observer import SilentObserver, StepReport
 from tessera.train.optim.options import OptimizerOptions
-from tessera.train.settings import MemoryOptions
+from tessera.train.report.errors import TrainingStopped
+from tessera.train.report.observer import SilentObserver, StepReport
 from tiny.memory.two_devices import DEVICE, TwoDevices
 from tiny.models.qwen_image import qwen_sample
 from tiny.train.runs import sample, training_data

@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 from tessera.train.certificate.certificate import make_certificate
-from tessera.train.observer import SilentObserver
+from tessera.train.report.observer import SilentObserver
 from tiny.memory.two_devices import DEVICE, TwoDevices
 from tiny.models.qwen_image import qwen_sample
 from tiny.native import ROWS, build, data_of

@@ -12,7 +12,7 @@ from tessera.data.samples import Sample, SampleTensors
 from tessera.models.registry import family_of
 from tessera.train.certificate import certificate
 from tessera.train.certificate import watcher as certificates
-from tessera.train.errors import CannotContinue, TrainingStopped
+from tessera.train.report.errors import CannotContinue, TrainingStopped
 from tiny.native import ROWS, build, data_of
 from tiny.native.rows import qwen_image21
 from tiny.train.runs import Watcher, cancel_at, mixed_data, train, training_data

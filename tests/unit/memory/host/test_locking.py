@@ -17,7 +17,7 @@ from tessera.memory.host.page_locked import host_bytes, unlock
 from tessera.memory.host.pinning import Pinning
 from tessera.memory.host.staging import HostLink, StagedStream
 from tessera.memory.swap.slot_ring import CopyStream, SlotRing
-from tessera.train.settings import MemoryOptions
+from tessera.train.config.settings import MemoryOptions
 from tiny.memory import swapping
 from tiny.memory.streams import streams
 from tiny.memory.swapping import assert_same_run

@@ -17,9 +17,9 @@ from tessera.models.flux.names import FLUX1_NAMES
 from tessera.models.name_table import read_recorded
 from tessera.models.native.names import names_of
 from tessera.train.checkpoint.metadata import RunFacts, metadata_for
+from tessera.train.config.settings import MemoryOptions
 from tessera.train.objective.options import ObjectiveOptions
 from tessera.train.optim.options import OptimizerOptions
-from tessera.train.settings import MemoryOptions
 
 FACTS = RunFacts(
     output_name="styles/my cat",

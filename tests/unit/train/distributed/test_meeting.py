@@ -11,11 +11,11 @@ from comfy.model_management import InterruptProcessingException
 from tessera.train.distributed import barrier, collectives, node
 from tessera.train.distributed.barrier import Barrier, BrokenBarrier
 from tessera.train.distributed.collectives import WorldOptions
-from tessera.train.distributed.gradient_sync import GradientSync
 from tessera.train.distributed.node import NodeRanks
 from tessera.train.distributed.store import Topic
 from tessera.train.distributed.world import World
-from tessera.train.errors import CannotContinue
+from tessera.train.loop.gradient_sync import GradientSync
+from tessera.train.report.errors import CannotContinue
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from comfy.model_management import InterruptProcessingException
+from tessera.train.config.environment import VERSION
 from tessera.train.distributed.collectives import WorldOptions
 from tessera.train.distributed.ranks import check_alike, rank_facts
 from tessera.train.distributed.store import Topic
 from tessera.train.distributed.world import World
-from tessera.train.errors import CannotContinue
-from tessera.train.placement.environment import VERSION
+from tessera.train.report.errors import CannotContinue
 
 KEY = Topic.BROADCAST, "key"
 

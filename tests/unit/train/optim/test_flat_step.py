@@ -13,7 +13,7 @@ from tessera.lora.network import LoraNetwork
 from tessera.lora.options import NetworkOptions
 from tessera.memory.weights.frozen_linear import FrozenLinear
 from tessera.train.checkpoint.state import TrainingState
-from tessera.train.learner import Learner
+from tessera.train.loop.learner import Learner
 from tessera.train.optim.averaging import LoraAverage
 from tessera.train.optim.max_norm import MaxNorm
 from tessera.train.optim.optimizers import build_optimizer, build_scheduler, restore_optimizer, state_of

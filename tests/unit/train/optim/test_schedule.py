@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 import transformers.optimization as theirs
+from tessera.train.config.settings import TrainSettings
 from tessera.train.optim.lr_curve import parse_curve
 from tessera.train.optim.optimizers import build_scheduler
 from tessera.train.optim.options import LR_SCHEDULERS, OptimizerOptions
 from tessera.train.optim.schedule import lr_factor
-from tessera.train.settings import TrainSettings
 from tiny.train.runs import run_settings
 from torch import nn
 

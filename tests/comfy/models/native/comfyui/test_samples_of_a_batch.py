@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tessera.models import registry
-from tessera.train.batch import fixed_batch
+from tessera.train.objective.batch import fixed_batch
 from thinned import one_in
 from tiny.native import ROWS, TRAINED, build, sample_of
 from tiny.train.reference_gradients import lora_gradients

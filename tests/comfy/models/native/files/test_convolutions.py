@@ -16,9 +16,9 @@ from tessera.models.adapters.base import DropMask
 from tessera.models.convolutions import convolutions, layer_shapes, weight_shapes
 from tessera.models.native.blocks import flatten
 from tessera.models.registry import family_of
-from tessera.train.batch import make_batch
 from tessera.train.checkpoint.metadata import collect_facts, metadata_for
-from tessera.train.settings import MemoryOptions
+from tessera.train.config.settings import MemoryOptions
+from tessera.train.objective.batch import make_batch
 from tiny.lora.lora_files import loaded_in_comfyui, patched_deltas
 from tiny.native import ROWS, build, data_of
 from tiny.native.reference import plain_model, raw_output, tokens, training

@@ -34,7 +34,7 @@ BY_RULE = ("auraflow", "pixart-alpha", "hunyuan-dit", "hidream-o1", "cogvideox",
 
 
 def certified(name: str, folder: Any, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    from tessera.train.settings import MemoryOptions
+    from tessera.train.config.settings import MemoryOptions
 
     row = BY_NAME[name]
     memory = MemoryOptions(checkpointing="full", **changes.pop("memory", {}))
@@ -271,7 +271,7 @@ def faults_as_run(trainer: Any) -> str | None:
 def test_a_gradient_of_rounding_alone_hides_no_wrong_one(backend, tmp_path, monkeypatch):
     from comfy.ldm.cogvideo.model import CogVideoXBlock
     from tessera.train.blocks.block_runner import BlockRunner
-    from tessera.train.settings import MemoryOptions
+    from tessera.train.config.settings import MemoryOptions
 
     def cancelling(self: Any, hidden_states: Any, encoder_hidden_states: Any, **_: Any) -> Any:
         x = hidden_states + self.ff_out(self.ff_proj(hidden_states).relu())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tessera.models.native.blocks import NativeBlock
 from tessera.models.native.comfyui.refusals import refusal
-from tessera.train.settings import MemoryOptions
+from tessera.train.config.settings import MemoryOptions
 from tiny.memory.flash_attn import installed
 from tiny.native import ROWS, build, data_of
 from tiny.native.step import batch_of

@@ -7,8 +7,8 @@ import torch
 from family_cases import every_case
 from tessera.lora.options import NetworkOptions
 from tessera.models import registry
+from tessera.train.config.settings import MemoryOptions
 from tessera.train.objective.options import ObjectiveOptions
-from tessera.train.settings import MemoryOptions
 from tiny.train.reference_gradients import lora_gradients
 from tiny.train.runs import training_data
 from tiny.train.training import fill_up_matrices, make_trainer, micro_batch

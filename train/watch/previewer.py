@@ -20,12 +20,10 @@ from ...memory.swap.host_copies import host_copies_retained
 from ...memory.weights.frozen import unload
 from ...models.family import Family
 from ...models.registry import family_of, known_family
-from .. import errors
-from ..expert_pair import HIGH
-from ..observer import SAMPLE, STOP
-from ..watcher import RunView
-from .gallery import FOLDER, SHEET, Shot, read_index, save_shot, write_index, write_sheet
-from .sampling import (
+from ..config.expert_pair import HIGH
+from ..loop.watcher import RunView
+from ..preview.gallery import FOLDER, SHEET, Shot, read_index, save_shot, write_index, write_sheet
+from ..preview.sampling import (
     Sampling,
     Stages,
     check_fits,
@@ -36,6 +34,8 @@ from .sampling import (
     titled,
     with_lora,
 )
+from ..report import errors
+from ..report.observer import SAMPLE, STOP
 
 log = logging.getLogger(__name__)
 

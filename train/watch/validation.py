@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ..data.samples import GraphKey, SampleTensors, TrainingData
-from .batch import fixed_batch
-from .objective.loss import velocity_loss
-from .settings import ValidationOptions
-from .watcher import RunView
+from ...data.samples import GraphKey, SampleTensors, TrainingData
+from ..config.settings import ValidationOptions
+from ..loop.watcher import RunView
+from ..objective.batch import fixed_batch
+from ..objective.loss import velocity_loss
 
 log = logging.getLogger(__name__)
 

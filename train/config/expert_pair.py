@@ -2,8 +2,8 @@
 
 from comfy.model_patcher import ModelPatcher
 
-from ..models.blocks import linear_shapes
-from ..models.registry import family_of
+from ...models.blocks import linear_shapes
+from ...models.registry import family_of
 
 HIGH, LOW = "high_noise", "low_noise"
 SAME_WEIGHTS = (

@@ -4,14 +4,14 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from .distributed.world import World
+from ..config.settings import TrainSettings
+from ..distributed.world import World
+from ..placement.placed_model import PlacedModel
+from ..report.observer import Observer
+from .best_lora import BestLora
 from .learner import Learner
-from .loop.best_lora import BestLora
-from .loop.lora_writer import LoraWriter
-from .loop.progress import Progress
-from .observer import Observer
-from .placement.placed_model import PlacedModel
-from .settings import TrainSettings
+from .lora_writer import LoraWriter
+from .progress import Progress
 
 T = TypeVar("T")
 

@@ -17,11 +17,11 @@ from tessera.memory.swap import inference, training
 from tessera.memory.weights.frozen import FrozenWeights
 from tessera.nodes.model.block_swap import TesseraBlockSwap
 from tessera.nodes.model.compile import TesseraCompileModel
-from tessera.train.errors import TrainingStopped
-from tessera.train.preview import previewer as module
-from tessera.train.preview.previewer import Preview, Previewer
 from tessera.train.preview.sampling import Sampling, zeroed
+from tessera.train.report.errors import TrainingStopped
 from tessera.train.train_lora import RunRequest, train_lora
+from tessera.train.watch import previewer as module
+from tessera.train.watch.previewer import Preview, Previewer
 from tiny.compile.compiling import Graphs
 from tiny.memory.alive import Since, size_of
 from tiny.models.sampling import conditioning, unload_outside_inference_mode

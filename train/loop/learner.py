@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..lora.files.lora_model import LoraModel
-from ..lora.network import LoraNetwork
-from ..lora.warm_start import WarmStart
-from .checkpoint.state import TrainingState
-from .optim.averaging import LoraAverage, is_schedule_free, saved_weights
-from .optim.flat_step import FlatStep
-from .optim.max_norm import MaxNorm
-from .optim.optimizers import build_optimizer, build_scheduler, restore_optimizer, state_of
-from .optim.options import OptimizerOptions
-from .optim.param_groups import parameter_groups
+from ...lora.files.lora_model import LoraModel
+from ...lora.network import LoraNetwork
+from ...lora.warm_start import WarmStart
+from ..checkpoint.state import TrainingState
+from ..optim.averaging import LoraAverage, is_schedule_free, saved_weights
+from ..optim.flat_step import FlatStep
+from ..optim.max_norm import MaxNorm
+from ..optim.optimizers import build_optimizer, build_scheduler, restore_optimizer, state_of
+from ..optim.options import OptimizerOptions
+from ..optim.param_groups import parameter_groups
 
 
 class Learner:

@@ -8,16 +8,16 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from ..common.rng import generator
-from ..data.samples import Sample, SampleTensors, shown_per_epoch
-from ..memory.host.to_device import to_device
-from ..models.family import Family, ModelInputs, NoisySample
-from ..models.objective import Objective
-from .objective.loss import Signal
-from .objective.noise import perturb_noise, sample_noise
-from .objective.options import ObjectiveOptions
-from .objective.preservation import PreservationInputs
-from .objective.timestep_sampling import Strata, sample_sigma, sample_stratum
+from ...common.rng import generator
+from ...data.samples import Sample, SampleTensors, shown_per_epoch
+from ...memory.host.to_device import to_device
+from ...models.family import Family, ModelInputs, NoisySample
+from ...models.objective import Objective
+from .loss import Signal
+from .noise import perturb_noise, sample_noise
+from .options import ObjectiveOptions
+from .preservation import PreservationInputs
+from .timestep_sampling import Strata, sample_sigma, sample_stratum
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from unicodedata import normalize
 
 import pytest
 from tessera.nodes.train.run_index import RunIndex, page_of
-from tessera.train.checkpoint import run_trash
-from tessera.train.checkpoint.run_folder import RunFolder, all_runs
-from tessera.train.checkpoint.run_trash import deleted_runs, move_to_trash, own_files, remove_for_good, restore
+from tessera.train.runs import run_trash
+from tessera.train.runs.run_folder import RunFolder, all_runs
+from tessera.train.runs.run_trash import deleted_runs, move_to_trash, own_files, remove_for_good, restore
 
 LINKS = pytest.mark.skipif(os.name == "nt", reason="links need rights")
 DAY = "2026-11-24"

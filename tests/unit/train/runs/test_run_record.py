@@ -5,8 +5,8 @@ import os
 import time
 
 import pytest
-from tessera.train.checkpoint import run_record
-from tessera.train.checkpoint.run_record import MOST_POINTS, PROGRESS, RunReader, RunRecord, thinned
+from tessera.train.runs import run_record
+from tessera.train.runs.run_record import MOST_POINTS, PROGRESS, RunReader, RunRecord, thinned
 
 
 @pytest.fixture

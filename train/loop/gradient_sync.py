@@ -8,10 +8,10 @@ import torch
 from comfy.model_management import InterruptProcessingException
 from torch import Tensor
 
-from ..errors import error_sentence
-from ..learner import Learner
-from ..observer import SAMPLE, SAVE, STOP, Observer
-from .world import World
+from ..distributed.world import World
+from ..report.errors import error_sentence
+from ..report.observer import SAMPLE, SAVE, STOP, Observer
+from .learner import Learner
 
 # Layout after the gradients: the loss, the number of ranks that abort, the requests of rank 0's user, and one flag per
 # weight for whether it has a gradient.

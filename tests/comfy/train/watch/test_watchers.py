@@ -5,7 +5,7 @@ import pytest
 import tiny
 import torch
 from comfy.model_management import InterruptProcessingException
-from tessera.train.errors import TrainingStopped
+from tessera.train.report.errors import TrainingStopped
 from tessera.train.train_lora import RunRequest, train_lora
 from tiny.train.runs import Watcher, mixed_data, run_settings
 

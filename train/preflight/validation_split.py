@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from ..common.fingerprint import fingerprint
-from ..common.rng import generator
-from ..data.samples import Sample, TrainingData
-from .settings import ValidationOptions
+from ...common.fingerprint import fingerprint
+from ...common.rng import generator
+from ...data.samples import Sample, TrainingData
+from ..config.settings import ValidationOptions
 
 
 def hold_out(data: TrainingData, options: ValidationOptions) -> tuple[TrainingData, TrainingData]:

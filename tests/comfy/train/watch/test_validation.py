@@ -10,17 +10,17 @@ import torch
 from safetensors.torch import load_file
 from tessera.common.rng import generator
 from tessera.lora.options import NetworkOptions
+from tessera.train.config.settings import MemoryOptions, ValidationOptions
 from tessera.train.objective.noise import sample_noise
 from tessera.train.objective.options import ObjectiveOptions
 from tessera.train.optim.options import OptimizerOptions
-from tessera.train.settings import MemoryOptions, ValidationOptions
 from tessera.train.step.order import StepOrder
-from tessera.train.validation import Validation
+from tessera.train.watch.validation import Validation
 from tiny.compile.compiling import Graphs
 from tiny.train.runs import Watcher, mixed_data, run_settings, sample, train, training_data
 from torch._dynamo.exc import TorchDynamoException
 
-TESTS = Path(__file__).parents[2]
+TESTS = Path(__file__).parents[3]
 flux_forward = runpy.run_path(str(TESTS / "reference" / "flux.py"))["flux_forward"]
 SIGMAS = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
 

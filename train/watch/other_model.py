@@ -9,8 +9,8 @@ from ...lora.options import NetworkOptions
 from ...lora.plan import choose_targets
 from ...models.convolutions import WeightShape, weight_shapes
 from ...models.registry import family_of
+from ..preview.sampling import with_lora
 from .previewer import Preview
-from .sampling import with_lora
 
 
 def on_other_models(previews: Sequence[Preview], model: ModelPatcher, network: NetworkOptions) -> list[Preview]:

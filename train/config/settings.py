@@ -4,17 +4,17 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from ..common.file_names import plain_name
-from ..common.fingerprint import changed_fields, fingerprint
-from ..common.text import finite, one_of, quoted, within
-from ..data.samples import TrainingData
-from ..lora.options import NetworkOptions
-from ..memory.host.pinning import PIN_MEMORY
-from ..memory.low_bit.matmul import LOW_BIT_MATMULS, OFF
-from ..memory.low_bit.quantize import AS_STORED, QUANTIZE
-from .objective.options import ObjectiveOptions
-from .optim.options import OptimizerOptions
-from .optim.schedule import ENDLESS_SCHEDULERS
+from ...common.file_names import plain_name
+from ...common.fingerprint import changed_fields, fingerprint
+from ...common.text import finite, one_of, quoted, within
+from ...data.samples import TrainingData
+from ...lora.options import NetworkOptions
+from ...memory.host.pinning import PIN_MEMORY
+from ...memory.low_bit.matmul import LOW_BIT_MATMULS, OFF
+from ...memory.low_bit.quantize import AS_STORED, QUANTIZE
+from ..objective.options import ObjectiveOptions
+from ..optim.options import OptimizerOptions
+from ..optim.schedule import ENDLESS_SCHEDULERS
 
 CHECKPOINTING = ("none", "selective", "full", "auto")
 ATTENTION = ("auto", "sdpa", "flash-attn", "cudnn")

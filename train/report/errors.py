@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import comfy.model_management
 import torch
 
-from ..compile.region import CompileFailed, over_the_limit
+from ...compile.region import CompileFailed, over_the_limit
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from tessera.common.files import MACHINE
-from tessera.train.checkpoint.run_folder import RunFolder
-from tessera.train.checkpoint.run_record import PROGRESS, RUN, RunRecord
 from tessera.train.preflight import claim
 from tessera.train.preflight.claim import claimed_by_one, lock_folder
+from tessera.train.runs.run_folder import RunFolder
+from tessera.train.runs.run_record import PROGRESS, RUN, RunRecord
 
 ELSEWHERE = {"machine": "0" * 8, "host": "node-7", "process": 12}
 
@@ -106,8 +106,8 @@ def test_a_job_here_with_another_folder_for_temporary_files_is_met(folder, tmp_p
         "sys.path[0] = sys.argv[2]\n"
         "import with_comfyui\n"
         "from tessera.train.preflight import claim\n"
-        "from tessera.train.checkpoint.run_folder import RunFolder\n"
-        "from tessera.train.checkpoint.run_record import RunRecord\n"
+        "from tessera.train.runs.run_folder import RunFolder\n"
+        "from tessera.train.runs.run_record import RunRecord\n"
         "from tessera.common.files import MACHINE\n"
         "folder, claim.BEAT = RunFolder(pathlib.Path(sys.argv[1]), 'face'), 0.05\n"
         "with claim.claimed_by_one(folder, None):\n"

@@ -9,7 +9,7 @@ from comfy.model_management import InterruptProcessingException
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tessera.train.loop import best_lora
-from tessera.train.validation import Validation
+from tessera.train.watch.validation import Validation
 from tiny.train.runs import Watcher, cancel_at, mixed_data, sample, train, training_data
 
 

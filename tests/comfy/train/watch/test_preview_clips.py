@@ -8,13 +8,13 @@ import pytest
 import tiny
 import torch
 from PIL import Image
-from tessera.train.expert_pair import HIGH, LOW
+from tessera.train.config.expert_pair import HIGH, LOW
 from tessera.train.objective.options import ObjectiveOptions
 from tessera.train.preview import compare
 from tessera.train.preview.contact_sheet import render_sheet, to_picture
-from tessera.train.preview.previewer import Partner, Preview, Previewer
 from tessera.train.preview.sampling import Sampling, Stages, decode, sample_latent
 from tessera.train.train_lora import RunRequest, train_lora
+from tessera.train.watch.previewer import Partner, Preview, Previewer
 from tiny.models.sampling import conditioning
 from tiny.models.wan import wan_sample
 from tiny.train.runs import Watcher, run_settings, training_data

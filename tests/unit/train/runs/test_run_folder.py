@@ -10,8 +10,8 @@ from tessera.common.files import MACHINE
 from tessera.nodes.common.dates import fill_in_dates
 from tessera.nodes.loras.save import checked_prefix
 from tessera.train.checkpoint.resume import find_state, list_states
-from tessera.train.checkpoint.run_folder import RunFolder, open_folder, run_folders
-from tessera.train.checkpoint.run_record import RunReader
+from tessera.train.runs.run_folder import RunFolder, open_folder, run_folders
+from tessera.train.runs.run_record import RunReader
 from tiny.train.runs import run_settings
 
 KEY, OTHER = "a" * 40, "b" * 40

@@ -21,11 +21,11 @@ from tessera.lora.source import LoraSource
 from tessera.nodes.model.block_swap import TesseraBlockSwap
 from tessera.nodes.model.compile import TesseraCompileModel
 from tessera.nodes.options.preview import TesseraPreview
-from tessera.train.preview import previewer as module
-from tessera.train.preview.other_model import check_one_model, on_other_models
-from tessera.train.preview.previewer import Preview, Previewer
 from tessera.train.preview.sampling import Sampling
 from tessera.train.train_lora import RunRequest, train_lora
+from tessera.train.watch import previewer as module
+from tessera.train.watch.other_model import check_one_model, on_other_models
+from tessera.train.watch.previewer import Preview, Previewer
 from tiny.lora.lora_files import random_updates
 from tiny.models.sampling import conditioning
 from tiny.native import ROWS, build, data_of, sample_of

@@ -1,0 +1,1 @@
+"""Reports of a run: its observer, and its errors in sentences."""

@@ -1,0 +1,1 @@
+"""Run folders: their names, files and records, the list of them, and their trash."""

@@ -1,0 +1,1 @@
+"""Watchers between the steps of a run: validation and previews."""
