@@ -37,8 +37,15 @@ from ..host.flat_weights import (
     with_parts,
 )
 from ..low_bit.quantize import AS_STORED, WIDE, quantize_weight, quantized_zeros
-from .frozen_linear import FrozenLinear, format_of
-from .gguf.reader import check_type, factors_of, format_beside, values_of, with_weight_patches
+from .formats.gguf_reader import (
+    check_type,
+    factors_of,
+    format_beside,
+    values_of,
+    with_weight_patches,
+)
+from .formats.stored_format import format_of
+from .frozen_linear import FrozenLinear
 
 
 def share_outside_inference_mode(tensor: Tensor) -> Tensor:

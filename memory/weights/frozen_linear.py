@@ -3,12 +3,9 @@
 ComfyUI holds a weight in the compute dtype, in a narrower one (fp8 with or without a scale), or quantised in a layout
 of its own (int8, nvfp4, mxfp8, int4, fp8 with a scale for each row). Values of the last are ComfyUI's: the layout's
 class dequantises into the dtype of the matmul's input, as core does if a device cannot multiply in the format itself.
-Those of a GGUF file are ggml's (see `gguf.blocks`), plus the product of two low-rank factors if LoRAs are applied.
+Those of a GGUF file are ggml's (see `formats.gguf_blocks`), plus the product of two low-rank factors if LoRAs are applied.
 """
 
-import dataclasses
-import functools
-import json
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +17,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.flop_counter import register_flop_formula
 
-from ...common.core import quantised_layout, quantised_params
 from ..low_bit.dequantize import core_has_kernel, dequantize, dequantize_by_triton
 from ..low_bit.error_meter import ErrorMeter
 from ..low_bit.matmul import (
@@ -32,58 +28,14 @@ from ..low_bit.matmul import (
     low_bit_input_grad,
     low_bit_linear,
 )
-from .gguf.blocks import FORMATS, dequantize_blocks
+from .formats.gguf_blocks import FORMATS, dequantize_blocks
+from .formats.stored_format import read_format
 
 # Layouts of one-byte codes with separate scales, and the function of comfy-kitchen that dequantises each.
 _CODES = {
     "TensorCoreMXFP8Layout": "dequantize_mxfp8",
     "TensorWiseINT8Layout": "dequantize_int8_simple_dtype",
 }
-
-# Parameters common to all layouts; the others are a layout's own tensors and constants.
-_OF_ALL = ("orig_dtype", "orig_shape")
-
-
-class Format(NamedTuple):
-    """Storage format of a quantised weight, without its tensors.
-
-    layout: name of ComfyUI's class, or of a GGUF format.
-    shape: (out, in) of the dequantised weight.
-    tensors: names of the layout's tensors.
-    constants: the layout's other parameters.
-    """
-
-    layout: str
-    shape: tuple[int, int]
-    tensors: tuple[str, ...]
-    constants: dict[str, bool | int | float | str | None]
-
-    def text(self) -> str:
-        """Encode for the ops as a graph constant, equal for weights of equal format."""
-        return json.dumps([self.layout, self.shape, self.tensors, self.constants], sort_keys=True)
-
-
-@functools.cache
-def read_format(text: str) -> Format:
-    """Decode `Format.text`."""
-    layout, shape, tensors, constants = json.loads(text)
-    return Format(layout, tuple(shape), tuple(tensors), constants)
-
-
-def format_of(weight: QuantizedTensor) -> Format | None:
-    """Describe the weight's storage format.
-
-    None if the weight cannot be rebuilt from its parts and constants, or if its parts store its transpose.
-    """
-    params = quantised_params(weight)
-    fields = {f.name: getattr(params, f.name) for f in dataclasses.fields(params) if f.name not in _OF_ALL}
-    tensors = tuple(name for name, value in fields.items() if isinstance(value, Tensor))
-    constants = {name: value for name, value in fields.items() if name not in tensors}
-    plain = all(value is None or isinstance(value, bool | int | float | str) for value in constants.values())
-    if not plain or constants.get("transposed") or len(params.orig_shape) != 2:
-        return None
-    rows, columns = params.orig_shape
-    return Format(quantised_layout(weight), (int(rows), int(columns)), tensors, constants)
 
 
 def dequantize_parts(parts: Sequence[Tensor], layout: str, dtype: torch.dtype) -> Tensor:

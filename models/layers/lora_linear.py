@@ -6,8 +6,9 @@ from torch import Tensor
 
 from ...memory.low_bit.error_meter import ErrorMeter
 from ...memory.low_bit.matmul import LowBitMatmul
+from ...memory.weights.formats.stored_format import read_format
 from ...memory.weights.frozen import FrozenWeights
-from ...memory.weights.frozen_linear import FrozenLinear, read_format
+from ...memory.weights.frozen_linear import FrozenLinear
 from ...memory.weights.residency import FrozenModule
 from ..adapters.base import Adapter, DropMask
 from ..adapters.lora import LoraAdapter, run_loras

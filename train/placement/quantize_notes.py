@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 
 from ...memory.low_bit.quantize import AS_STORED, QuantizeResult
-from ...memory.weights.frozen_linear import read_format
+from ...memory.weights.formats.stored_format import read_format
 from ...models.family import Block
 from ...models.layers.lora_linear import LoraLinear
 

@@ -11,8 +11,8 @@ from ...data.samples import SampleVariant, TrainingData, check_training_samples
 from ...lora.base import apply_base_lora, apply_training_adapter
 from ...lora.plan import choose_targets, network_notes
 from ...lora.warm_start import WarmStart, read_warm_start
+from ...memory.weights.formats.gguf_reader import held_in_full_notes
 from ...memory.weights.frozen import dequantised_notes
-from ...memory.weights.gguf.reader import held_in_full_notes
 from ...models.family import Family
 from ...models.layers.attention import attention_function, attention_notes
 from ...models.model_patches import trainable_model

@@ -9,8 +9,9 @@ import pytest
 import tiny
 import torch
 from tessera.memory.host.flat_weights import parts_of
+from tessera.memory.weights.formats.stored_format import Format, format_of, read_format
 from tessera.memory.weights.frozen import FrozenWeights
-from tessera.memory.weights.frozen_linear import Format, FrozenLinear, format_of, quantised_linear, read_format
+from tessera.memory.weights.frozen_linear import FrozenLinear, quantised_linear
 from tessera.models.adapters.dora import column_lengths
 from tessera.models.layers.lora_linear import LoraLinear
 from tessera.train.config.settings import MemoryOptions

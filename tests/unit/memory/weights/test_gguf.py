@@ -6,9 +6,11 @@ import sys
 import gguf
 import pytest
 import torch
+from tessera.memory.weights.formats import gguf_blocks as blocks
+from tessera.memory.weights.formats import gguf_reader as reader
+from tessera.memory.weights.formats.stored_format import Format
 from tessera.memory.weights.frozen import FrozenWeights, check_readable
-from tessera.memory.weights.frozen_linear import Format, FrozenLinear
-from tessera.memory.weights.gguf import blocks, reader
+from tessera.memory.weights.frozen_linear import FrozenLinear
 from tiny.memory.gguf import OTHERS, SCALES, dequantised, kind_of, random_blocks, stored_tensor
 from torch import nn
 

@@ -2,7 +2,7 @@
 
 A Linear stays in the file's blocks and is dequantised at each use. A LoRA on the MODEL cannot be merged into blocks, as
 most formats have no quantiser, so its two factors are kept and their product is added to the dequantised weight.
-All else is held dequantised: weights of other layers, LoRAs of other kinds, formats that `blocks` does not read.
+All else is held dequantised: weights of other layers, LoRAs of other kinds, formats that `gguf_blocks` does not read.
 """
 
 import functools
@@ -17,8 +17,8 @@ from comfy.weight_adapter.lora import LoRAAdapter
 from torch import Tensor, nn
 
 from ....common.gguf_tensor import as_stored, block_type, plain_values, type_name, value_shape
-from ..frozen_linear import Format
-from .blocks import NAMES, dequantize_blocks
+from .gguf_blocks import NAMES, dequantize_blocks
+from .stored_format import Format
 
 Patches = Sequence[tuple[Any, ...]]  # (strength, patch, strength of the model, offset, function), as core lists them
 FACTORS = ("up", "down")
@@ -87,7 +87,7 @@ def with_weight_patches(values: Tensor, patches: Patches, key: str, device: torc
 def format_beside(weight: Tensor, patches: Patches, dtype: torch.dtype) -> Format | None:
     """Describe a Linear's weight as stored, with the factors of its LoRAs if it has any.
 
-    None if it has to be held dequantised, in `dtype`: in a format that `blocks` does not read, with patches other than
+    None if it has to be held dequantised, in `dtype`: in a format that `gguf_blocks` does not read, with patches other than
     plain LoRAs, or with LoRAs so large that dequantised it takes no more memory.
     """
     number, shape = block_type(weight), value_shape(weight)
