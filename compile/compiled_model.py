@@ -22,10 +22,18 @@ from ..memory.comfy_compiler import without_comfy_compiler
 from ..memory.swap.forward import swapped_forward
 from ..models.blocks import BlockOfModel, block_lists, find_blocks
 from ..models.transformer_options import carries_code
-from .calls import call_block, call_model, call_stack, entry_of, run_forward, run_model, set_temporarily
+from .calls import (
+    call_block,
+    call_model,
+    call_stack,
+    entry_of,
+    run_forward,
+    run_model,
+    set_temporarily,
+)
+from .compile_report import CompileReport
 from .cuda_graphs import no_cuda_graphs
 from .region import Region, signature
-from .report.report import CompileReport
 from .settings import CompileOptions, CompileSettings
 from .stack import BlockWiring, StackModule, WiringTracer, run_stack
 from .weights import keep_flags_on_modules, leave_inference_mode, opaque_patches

@@ -16,11 +16,11 @@ import torch
 
 from ..memory.swap.oom_retry import copy_containers
 from ..models.family import Block
+from .compile_report import RegionReport, format_break
 from .cuda_graphs import from_cuda_graphs
 from .report import timing
 from .report.events import CompileEvent
 from .report.explain import explain_break
-from .report.report import RegionReport, format_break
 from .settings import DYNAMIC, CompileOptions
 
 log = logging.getLogger(__name__)

@@ -3,7 +3,8 @@
 ComfyUI holds a weight in the compute dtype, in a narrower one (fp8 with or without a scale), or quantised in a layout
 of its own (int8, nvfp4, mxfp8, int4, fp8 with a scale for each row). Values of the last are ComfyUI's: the layout's
 class dequantises into the dtype of the matmul's input, as core does if a device cannot multiply in the format itself.
-Those of a GGUF file are ggml's (see `formats.gguf_blocks`), plus the product of two low-rank factors if LoRAs are applied.
+Those of a GGUF file are ggml's (see `formats.gguf_blocks`), plus the product of two low-rank factors if LoRAs are
+applied.
 """
 
 import math

@@ -9,7 +9,7 @@ from comfy_api.latest import io
 from torch import nn
 
 from ...compile.attach import compile_model, compiled_model_of
-from ...compile.report.report import CompileReport
+from ...compile.compile_report import CompileReport
 from ...compile.settings import (
     DYNAMIC,
     MODES,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...compile.report.report import RegionReport
+from ...compile.compile_report import RegionReport
 
 LEAST = 3  # calls of each structure, so that the median ignores a delayed one
 MOST = 64  # calls recorded of one structure while others are missing

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ...compile.compile_report import CompileReport, RegionReport
 from ...compile.region import CompileFailed, cannot_compile, graph_break, over_the_limit
-from ...compile.report.report import CompileReport, RegionReport
 from ...compile.settings import CompileSettings
 from ...models.family import Block
 from ..config.settings import MemoryOptions

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from ...compile.compile_report import RegionReport
 from ...compile.region import TooManyGraphs, compiled_function, limits_each_region, run_block
-from ...compile.report.report import RegionReport
 from ...compile.settings import CompileOptions, CompileSettings
 from ...memory.low_bit.matmul import FULL
 from ...memory.low_bit.quantize import AS_STORED

@@ -87,8 +87,8 @@ def with_weight_patches(values: Tensor, patches: Patches, key: str, device: torc
 def format_beside(weight: Tensor, patches: Patches, dtype: torch.dtype) -> Format | None:
     """Describe a Linear's weight as stored, with the factors of its LoRAs if it has any.
 
-    None if it has to be held dequantised, in `dtype`: in a format that `gguf_blocks` does not read, with patches other than
-    plain LoRAs, or with LoRAs so large that dequantised it takes no more memory.
+    None if it has to be held dequantised, in `dtype`: in a format that `gguf_blocks` does not read, with patches other
+    than plain LoRAs, or with LoRAs so large that dequantised it takes no more memory.
     """
     number, shape = block_type(weight), value_shape(weight)
     if number not in NAMES or len(shape) != 2:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from ..settings import CompileOptions
-from .events import CompileEvent, Recompile, recording
-from .explain import advice, explain_break
-from .graph_breaks import Break
-from .timing import Speed, memory_beside_tensors
-from .torch_private import unavailable
+from .report.events import CompileEvent, Recompile, recording
+from .report.explain import advice, explain_break
+from .report.graph_breaks import Break
+from .report.timing import Speed, memory_beside_tensors
+from .report.torch_private import unavailable
+from .settings import CompileOptions
 
 MIB = 2**20
 
