@@ -1,1 +1,1 @@
-"""Compile report: graphs, causes of breaks and recompiles, and the gain."""
+"""Entries of a compile report: graphs, causes of breaks and recompiles, guards, and seconds."""

@@ -7,11 +7,11 @@ from comfy_api.latest import io, ui
 from ...common.progress import Progress
 from ...data.buckets.grids import FITS, RAGGED_EDGE
 from ...data.buckets.plot import plot_plan
-from ...data.checks import TEXT_LIMITS
-from ...data.empty_caption import with_empty_caption
 from ...data.folders.dataset import Dataset
-from ...data.from_latents import latents_to_data
-from ...data.prepare import PrepareOptions, prepare, summary
+from ...data.preparation.checks import TEXT_LIMITS
+from ...data.preparation.empty_caption import with_empty_caption
+from ...data.preparation.from_latents import latents_to_data
+from ...data.preparation.prepare import PrepareOptions, prepare, summary
 from ...models.text import AS_COMFYUI, EDIT_PROMPTS, PLUS
 from ...train.distributed.world import current_world
 from ..common.folder_access import cache_folder

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 def prepare(dataset, vae, clip, cache_dir, **options):
     """The prepared data. options: those of PrepareOptions and of `prepare` itself."""
-    from tessera.data import prepare as module
+    from tessera.data.preparation import prepare as module
 
     names = {field.name for field in fields(module.PrepareOptions)}
     beside = {name: options.pop(name) for name in list(options) if name not in names}

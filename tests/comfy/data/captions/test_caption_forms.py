@@ -18,7 +18,7 @@ from tessera.data.captions.options import CaptionOptions
 from tessera.data.folders.dataset import scan_images, scan_videos
 from tessera.data.folders.options import FolderOptions
 from tessera.data.media.clip_windows import Extraction
-from tessera.data.prepare import summary
+from tessera.data.preparation.prepare import summary
 from tessera.data.samples import FIRST_VARIANT, SampleVariant
 from tessera.nodes.data import prepare as data_nodes
 from tessera.train.train_lora import RunRequest, train_lora

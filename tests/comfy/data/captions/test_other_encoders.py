@@ -10,15 +10,15 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 from tessera.data.buckets.grids import crop_box
-from tessera.data.checks import cut_to_latent_frames
 from tessera.data.encode.text import encode_caption, tokenize_captions
 from tessera.data.encode.vae import BYTES
 from tessera.data.folders.dataset import scan_images, scan_videos
 from tessera.data.folders.items import Item
-from tessera.data.from_latents import latents_to_data
 from tessera.data.media.clip_windows import Extraction
 from tessera.data.media.frames import VideoPixels
 from tessera.data.media.images import load_image
+from tessera.data.preparation.checks import cut_to_latent_frames
+from tessera.data.preparation.from_latents import latents_to_data
 from tessera.models.latents import FLUX, WAN21, latent_policy
 from tessera.models.native.facts.videos import MINIMAX_LATENTS
 from tessera.models.native.text import CoreText

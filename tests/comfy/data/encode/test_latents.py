@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tessera.data.checks import length_notes
-from tessera.data.from_latents import latents_to_data
+from tessera.data.preparation.checks import length_notes
+from tessera.data.preparation.from_latents import latents_to_data
 
 
 def latent(*shape, seed=0):

@@ -3,7 +3,7 @@
 import pytest
 import tiny
 import torch
-from tessera.data.from_latents import latents_to_data
+from tessera.data.preparation.from_latents import latents_to_data
 from tiny.data.image_encoders import load_clip_vision, load_seeing_qwen_clip, load_wan22_vae
 
 

@@ -19,7 +19,7 @@ from tessera.data.folders.dataset import Dataset, scan_images
 from tessera.data.folders.options import FolderOptions
 from tessera.data.media import integrity
 from tessera.data.media.images import load_image
-from tessera.data.prepare import summary
+from tessera.data.preparation.prepare import summary
 from tiny.data.preparing import prepare
 
 SIZES = {"a": (96, 64), "b": (64, 96), "c": (70, 70), "d": (64, 200)}  # width, height

@@ -13,7 +13,7 @@ from tessera.data.media import videos
 from tessera.data.media.clip_windows import Extraction
 from tessera.data.media.images import load_image
 from tessera.data.media.videos import inspect_video, load_frames
-from tessera.data.prepare import summary
+from tessera.data.preparation.prepare import summary
 from tiny.data.films import write_film
 from tiny.data.image_encoders import load_clip_vision, load_wan22_vae
 from tiny.data.preparing import prepare

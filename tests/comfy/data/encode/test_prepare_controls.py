@@ -8,7 +8,7 @@ from PIL import Image
 from tessera.data.buckets.grids import Grid, crop_box
 from tessera.data.folders.dataset import scan_images
 from tessera.data.media.images import load_image
-from tessera.data.prepare import summary
+from tessera.data.preparation.prepare import summary
 from tiny.data.image_encoders import load_flux2_vae, load_klein_clip, load_seeing_qwen_clip
 from tiny.data.preparing import prepare
 

@@ -5,7 +5,7 @@ import tiny
 import torch
 from PIL import Image
 from tessera.data.folders.dataset import scan_images
-from tessera.data.prepare import PrepareOptions, prepare
+from tessera.data.preparation.prepare import PrepareOptions, prepare
 from tessera.models.flux.text import Flux1Text
 from tiny.data.image_encoders import load_flux2_vae, load_klein_clip
 

@@ -7,8 +7,8 @@ import tiny
 import torch
 from comfy.model_management import InterruptProcessingException
 from safetensors.torch import load_file
-from tessera.data.empty_caption import with_empty_caption
-from tessera.data.from_latents import latents_to_data
+from tessera.data.preparation.empty_caption import with_empty_caption
+from tessera.data.preparation.from_latents import latents_to_data
 from tessera.data.samples import Prompt, SampleVariant
 from tessera.train.config.settings import MemoryOptions
 from tessera.train.objective.batch import make_batch

@@ -10,7 +10,7 @@ from comfy.model_management import InterruptProcessingException
 from PIL import Image
 from tessera.data.folders.dataset import scan_images
 from tessera.data.folders.options import FolderOptions
-from tessera.data.prepare import summary
+from tessera.data.preparation.prepare import summary
 from tessera.train.loop.train_step import TrainStep
 from tessera.train.objective.batch import make_batch, strata_sizes
 from tiny.data.preparing import prepare

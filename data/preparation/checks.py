@@ -4,15 +4,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..common.text import quoted, shortlist
-from ..models.latents import WAN21, WAN22, LatentPolicy
-from ..models.text import AS_COMFYUI, EDIT_PROMPTS, FIRST_EDIT, PLUS, TextPolicy
-from .buckets.grids import RAGGED_EDGE, WHOLE_GRIDS
-from .buckets.planner import BucketPlan
-from .encode.clip_vision import check_vision
-from .encode.text import ItemCaptions
-from .folders.items import Item
-from .samples import GraphKey, Sample, shown_per_epoch
+from ...common.text import quoted, shortlist
+from ...models.latents import WAN21, WAN22, LatentPolicy
+from ...models.text import AS_COMFYUI, EDIT_PROMPTS, FIRST_EDIT, PLUS, TextPolicy
+from ..buckets.grids import RAGGED_EDGE, WHOLE_GRIDS
+from ..buckets.planner import BucketPlan
+from ..encode.clip_vision import check_vision
+from ..encode.text import ItemCaptions
+from ..folders.items import Item
+from ..samples import GraphKey, Sample, shown_per_epoch
 
 TEXT_LIMITS = (512, 256)  # choices of max_text_length besides AS_COMFYUI
 FEW_LENGTHS = 8  # of captions, which a note lists one by one and which do not take long to compile

@@ -7,16 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
-from ..common.fingerprint import fingerprint
-from ..common.text import shortlist
-from ..models.latents import WAN22, LatentPolicy, policy_of_latent
-from .buckets.grids import Grid, Placement
-from .buckets.latent_crops import place_latents
+from ...common.fingerprint import fingerprint
+from ...common.text import shortlist
+from ...models.latents import WAN22, LatentPolicy, policy_of_latent
+from ..buckets.grids import Grid, Placement
+from ..buckets.latent_crops import place_latents
+from ..conditioning import check_finite, copy_all_to_host, copy_to_host, read_entry
+from ..encode.clip_vision import hidden_states, vision_output
+from ..media.latent_masks import noise_mask_notes, noise_mask_weights
+from ..samples import FIRST_VARIANT, Sample, SampleTensors, SampleVariant, TrainingData
 from .checks import length_notes
-from .conditioning import check_finite, copy_all_to_host, copy_to_host, read_entry
-from .encode.clip_vision import hidden_states, vision_output
-from .media.latent_masks import noise_mask_notes, noise_mask_weights
-from .samples import FIRST_VARIANT, Sample, SampleTensors, SampleVariant, TrainingData
 
 Conditioning = list[Any]  # ComfyUI's: [[cond, {"pooled_output": …}], …]
 # Entries of a conditioning that have the latent's own height and width; they are cropped with it.

@@ -8,16 +8,44 @@ from typing import Any
 
 from torch import Tensor
 
-from ..common.fingerprint import changed_fields, fingerprint
-from ..common.progress import Interrupted, Progress
-from ..models.latents import WAN21, WAN22, latent_policy
-from ..models.registry import text_policy
-from ..models.text import AS_COMFYUI, PLUS, TextPolicy, check_pair
-from .buckets.grids import Placement
-from .buckets.planner import BucketPlan, plan_buckets
-from .buckets.plot import describe_plan
-from .cache import Cache, check_space, missing_jobs, run_jobs
-from .captions.notes import encoding_notes
+from ...common.fingerprint import changed_fields, fingerprint
+from ...common.progress import Interrupted, Progress
+from ...models.latents import WAN21, WAN22, latent_policy
+from ...models.registry import text_policy
+from ...models.text import AS_COMFYUI, PLUS, TextPolicy, check_pair
+from ..buckets.grids import Placement
+from ..buckets.planner import BucketPlan, plan_buckets
+from ..buckets.plot import describe_plan
+from ..cache import Cache, check_space, missing_jobs, run_jobs
+from ..captions.notes import encoding_notes
+from ..encode.augmentation import view_notes
+from ..encode.clip_vision import HIDDEN_STATES, vision_output
+from ..encode.control_crops import place_controls
+from ..encode.image_variants import (
+    ImageKeys,
+    images_to_encode,
+    make_variants,
+    read_masks,
+    variant_jobs,
+)
+from ..encode.text import CaptionKeys, tokenize_captions
+from ..encode.vae import VaeEncoder
+from ..folders.dataset import Dataset
+from ..folders.items import Item, find_items
+from ..folders.options import UNCHANGED
+from ..media.frames import Crop
+from ..media.integrity import check_images
+from ..media.masks import TOKENS, mask_notes, token_weights
+from ..samples import (
+    FIRST_VARIANT,
+    Prompt,
+    Sample,
+    SampleTensors,
+    SampleVariant,
+    TrainingData,
+    check_training_samples,
+    shown_per_epoch,
+)
 from .checks import (
     check_items,
     check_options,
@@ -29,28 +57,6 @@ from .checks import (
     shapes_text,
     start_notes,
     text_limit,
-)
-from .encode.augmentation import view_notes
-from .encode.clip_vision import HIDDEN_STATES, vision_output
-from .encode.control_crops import place_controls
-from .encode.image_variants import ImageKeys, images_to_encode, make_variants, read_masks, variant_jobs
-from .encode.text import CaptionKeys, tokenize_captions
-from .encode.vae import VaeEncoder
-from .folders.dataset import Dataset
-from .folders.items import Item, find_items
-from .folders.options import UNCHANGED
-from .media.frames import Crop
-from .media.integrity import check_images
-from .media.masks import TOKENS, mask_notes, token_weights
-from .samples import (
-    FIRST_VARIANT,
-    Prompt,
-    Sample,
-    SampleTensors,
-    SampleVariant,
-    TrainingData,
-    check_training_samples,
-    shown_per_epoch,
 )
 
 

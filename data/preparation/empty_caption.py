@@ -5,10 +5,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..common.fingerprint import fingerprint
-from .conditioning import check_finite, copy_all_to_host, copy_to_host, read_entry
+from ...common.fingerprint import fingerprint
+from ..conditioning import check_finite, copy_all_to_host, copy_to_host, read_entry
+from ..samples import FIRST_VARIANT, Prompt, Sample, SampleTensors, SampleVariant, TrainingData
 from .from_latents import ON_THE_GRID
-from .samples import FIRST_VARIANT, Prompt, Sample, SampleTensors, SampleVariant, TrainingData
 
 # Conditioning entries that come from a sample's images and not from its caption.
 OF_IMAGES = ("reference_latents", "reference_latents_method", "clip_vision_output", *ON_THE_GRID)

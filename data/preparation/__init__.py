@@ -1,0 +1,1 @@
+"""Preparation of training data: checks, what is encoded, and samples from ready latents."""
