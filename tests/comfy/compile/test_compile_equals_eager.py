@@ -64,7 +64,7 @@ def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
     return float((ours.double() - exact.double()).norm() / exact.double().norm())
 
 
-@pytest.mark.parametrize("name", one_in(3, reversed(FAMILIES[::2])))  # half a minute each
+@pytest.mark.parametrize("name", one_in(3, ("wan", "flux", "qwen_image")))  # half a minute each
 def test_inductor_is_equal_within_the_rounding_of_the_dtype(name, files):
     model = tiny.load_model(name, files[name])
     clone, compiled_model = compiled(model, backend="inductor")
@@ -75,21 +75,21 @@ def test_inductor_is_equal_within_the_rounding_of_the_dtype(name, files):
 
 
 @pytest.mark.parametrize("dtype", one_in(2, [torch.bfloat16, torch.float16]))
-def test_inductor_comes_as_near_to_fp32_as_eager_does_in_half_precision(dtype, smallest_flux):
-    stored = tiny.load_flux(smallest_flux, dtype)
-    exact = sample(stored, "flux")  # on a CPU ComfyUI casts such weights and computes in fp32
+def test_inductor_comes_as_near_to_fp32_as_eager_does_in_half_precision(dtype, one_block_wan):
+    stored = tiny.load_wan(one_block_wan, dtype)
+    exact = sample(stored, "wan")  # on a CPU ComfyUI casts such weights and computes in fp32
     model = stored.clone()
     model.set_model_compute_dtype(dtype)
-    eager = sample(model, "flux")
+    eager = sample(model, "wan")
     assert error(eager, exact) > 1e-4
     clone, compiled_model = compiled(model, backend="inductor")
-    assert error(sample(clone, "flux"), exact) < 1.2 * error(eager, exact)
-    assert compiled_model.report().counts().graphs == 2 and compiled_model.notes == []
+    assert error(sample(clone, "wan"), exact) < 1.2 * error(eager, exact)
+    assert compiled_model.report().counts().graphs == 1 and compiled_model.notes == []
 
 
 @pytest.fixture(scope="module")
 def one_block_wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compiles in a fraction of FLUX's time; what inductor makes of FLUX is compared above."""
+    """Compiles in a fraction of FLUX's time, whose blocks inductor compiles in the tests of gradients."""
     return tiny.write_wan(tmp_path_factory.mktemp("one_block") / "wan.safetensors", layers=1)
 
 
@@ -107,7 +107,7 @@ def test_inductor_is_equal_in_every_scope_mode_and_way_of_taking_sizes(mode, sco
     assert len(compiled_model.notes) == (mode in ("reduce-overhead", "max-autotune"))
 
 
-@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("scope", one_in(3, SCOPES))
 def test_fp8_weights_that_are_cast_at_each_use_are_bit_equal(scope, smallest_flux):
     model = tiny.load_flux(smallest_flux, torch.float8_e4m3fn)
     clone, compiled_model = compiled(model, backend="aot_eager", scope=scope)
@@ -115,7 +115,7 @@ def test_fp8_weights_that_are_cast_at_each_use_are_bit_equal(scope, smallest_flu
     assert compiled_model.report().counts().graph_breaks == 0 and compiled_model.notes == []
 
 
-@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("scope", one_in(3, SCOPES))
 def test_quantised_weights_are_part_of_the_graph(scope, tmp_path):
     path = tiny.write_flux(tmp_path / "flux.safetensors", depth=1, depth_single=1, dtype=torch.bfloat16, fp8=True)
     model = load_as("core", "flux", path)

@@ -86,7 +86,7 @@ def swapped_runs() -> Iterator[Any]:
             )
 
 
-@pytest.mark.parametrize(("case", "count", "prefetch", "mode"), one_in(3, swapped_runs()))
+@pytest.mark.parametrize(("case", "count", "prefetch", "mode"), one_in(5, swapped_runs()))
 def test_swapped_equals_resident_bit_for_bit(resident, trained, tmp_path, case, count, prefetch, mode):
     plain = resident(case, checkpointing=mode)  # first: what comes next unloads it
     swapped = trained(case, tmp_path, checkpointing=mode, blocks_to_swap=count, prefetch_blocks=prefetch)
@@ -102,7 +102,7 @@ def test_swapped_equals_resident_bit_for_bit(resident, trained, tmp_path, case, 
 
 
 @pytest.mark.parametrize("batch", one_in(2, [3, 1]))
-@modes_in_turn(MODES, "swap")
+@modes_in_turn(MODES, "swap", thin=True)
 def test_batches_of_one_and_three_are_the_same_too(resident, trained, tmp_path, case, mode, batch):
     plain = resident(case, checkpointing=mode, batch=batch)
     swapped = trained(case, tmp_path, checkpointing=mode, batch=batch, blocks_to_swap=case.deep_blocks - 1)
@@ -120,7 +120,7 @@ def test_compiled_blocks_stay_whole_and_swap_adds_no_graph(trained, tmp_path, ca
     assert_same_run(swapped, plain, unused(case, swapped))
 
 
-@every_case("swap")
+@every_case("swap", thin=True)
 def test_swap_changes_no_bit_in_bf16_where_every_linear_is_trained(case_file, tmp_path, case):
     """The vector that all blocks read has a gradient then. In fp32 another order of its additions shows in the last
     digit only; in bf16 it is 3e-3 of all gradients."""
@@ -148,7 +148,7 @@ def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return one is other if one is None or other is None else torch.equal(one, other)
 
 
-@every_case("swap", "fp8")
+@every_case("swap", "fp8", thin=True)
 def test_an_fp8_file_streams_as_it_is_stored(trained, tmp_path, case):
     plain = trained(case, tmp_path / "resident", dtype=torch.float8_e4m3fn)
     swapped = trained(case, tmp_path / "swapped", dtype=torch.float8_e4m3fn, blocks_to_swap=case.deep_blocks)
@@ -157,7 +157,7 @@ def test_an_fp8_file_streams_as_it_is_stored(trained, tmp_path, case):
     assert {linear.weight.dtype for linear in block.linears().values()} == {torch.float8_e4m3fn}
 
 
-@every_case("swap")
+@every_case("swap", thin=True)
 def test_activations_may_wait_on_the_host(resident, trained, tmp_path, case):
     plain = resident(case, checkpointing="full")
     offloaded = trained(case, tmp_path, checkpointing="full", offload_activations=True, blocks_to_swap=2)
@@ -165,7 +165,7 @@ def test_activations_may_wait_on_the_host(resident, trained, tmp_path, case):
     assert_same_run(offloaded, plain, unused(case, offloaded))
 
 
-@every_case("swap")
+@every_case("swap", thin=True)
 def test_the_flat_weights_are_never_written_and_stay_the_models_own(case_file, tmp_path, case):
     model = case.load(case_file(case, **case.deep))
     before = {key: tensor.clone() for key, tensor in model.model.state_dict().items()}
@@ -181,7 +181,7 @@ def test_the_flat_weights_are_never_written_and_stay_the_models_own(case_file, t
             assert tensor.untyped_storage().data_ptr() in held, f"{name}.1.{parameter}"
 
 
-@every_case("swap")
+@every_case("swap", thin=True)
 def test_a_plan_is_chosen_by_measuring_a_block(trained, tmp_path, case):
     automatic = trained(case, tmp_path, checkpointing="auto", blocks_to_swap=-1)
     assert automatic.placed.memory.automatic is not None and automatic.progress.step == STEPS

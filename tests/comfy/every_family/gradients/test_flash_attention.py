@@ -41,7 +41,7 @@ def check_on_flash_attn(check_gradients: Any, monkeypatch: pytest.MonkeyPatch) -
     return check
 
 
-@every_case("gradients")
+@every_case("gradients", thin=True)
 def test_gradients_on_flash_attn_equal_the_fp64_reference(check_on_flash_attn, case):
     calls = check_on_flash_attn(case)
     backward = [name for name in calls if "backward" in name]

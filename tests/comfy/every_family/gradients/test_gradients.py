@@ -33,14 +33,14 @@ def in_every_mode(*axes: str, fast: bool = False, in_turn: bool = False) -> Iter
                     marks = [mark for mark in marks if mark.name != "fast"]
 
 
-@pytest.mark.parametrize(("case", "batch", "count", "mode", "swap"), one_in(2, in_every_mode("gradients", fast=True)))
+@pytest.mark.parametrize(("case", "batch", "count", "mode", "swap"), one_in(4, in_every_mode("gradients", fast=True)))
 def test_gradients_equal_the_fp64_reference(check_gradients, case, batch, count, mode, swap):
     check_gradients(case, batch, count, mode=mode, swap=swap)
 
 
 @pytest.mark.parametrize(
     ("case", "batch", "count", "mode", "swap"),
-    one_in(2, in_every_mode("gradients", "compiled gradients", in_turn=True)),
+    one_in(3, in_every_mode("gradients", "compiled gradients", in_turn=True)),
 )
 def test_gradients_of_compiled_blocks_equal_the_fp64_reference(check_gradients, case, batch, count, mode, swap):
     check_gradients(case, batch, count, mode=mode, swap=swap, backend="aot_eager")
@@ -52,7 +52,7 @@ def test_gradients_of_inductor_equal_the_fp64_reference(check_gradients, case):
     check_gradients(case, batch, max(counts), mode="full", swap=True, backend="inductor")
 
 
-@modes_in_turn(MODES, "gradients", "bf16 gradients")
+@modes_in_turn(MODES, "gradients", "bf16 gradients", thin=True)
 def test_gradients_in_bf16_stay_within_its_rounding(check_gradients, case, mode):
     batch, counts = list(case.gradients().items())[-1]
     check_gradients(case, batch, max(counts), mode=mode, dtype=torch.bfloat16)
@@ -64,7 +64,7 @@ def test_compiled_gradients_in_bf16_stay_within_its_rounding(check_gradients, ca
     check_gradients(case, batch, max(counts), mode=mode, backend="aot_eager", dtype=torch.bfloat16)
 
 
-@every_case("gradients")
+@every_case("gradients", thin=True)
 def test_gradients_of_a_ragged_edge_are_those_of_the_tokens_that_are_kept(check_gradients, case):
     ragged = [name for name in case.batches() if name.startswith("ragged")]
     assert ragged
@@ -73,7 +73,7 @@ def test_gradients_of_a_ragged_edge_are_those_of_the_tokens_that_are_kept(check_
 
 
 @pytest.mark.parametrize(("mode", "swap"), [("none", False), ("full", True)], ids=["resident", "swapped"])
-@every_case("gradients")
+@every_case("gradients", thin=True)
 def test_gradients_reach_every_linear_of_the_model(check_gradients, case, mode, swap):
     """Those that all blocks share, and those around the blocks, too."""
     batch, counts = list(case.gradients().items())[-1]

@@ -12,6 +12,7 @@ from tessera.models.native.transformer import NativeTransformer
 from tessera.models.registry import family_of
 from tessera.train.config.settings import MemoryOptions
 from tessera.train.objective.batch import fixed_batch
+from thinned import one_in
 from tiny.compile.compiling import Graphs, graphs_after_each_step
 from tiny.native import ROWS, build, data_of, sample_of
 from tiny.train.runs import Watcher, train, training_data
@@ -76,7 +77,7 @@ def test_samples_of_other_shapes_run_one_after_the_other(tmp_path, monkeypatch):
     assert_equal(together, apart)
 
 
-@pytest.mark.parametrize("row", [Z_IMAGE, SDXL], ids=str)
+@pytest.mark.parametrize("row", one_in(2, [Z_IMAGE, SDXL]), ids=str)
 def test_dropout_is_the_same_when_a_block_is_computed_again(row, tmp_path):
     off = NetworkOptions(rank=4, alpha=4.0)
     options = replace(off, dropout=0.3, rank_dropout=0.2, module_dropout=0.2)
@@ -243,7 +244,7 @@ def test_a_model_that_is_placed_anew_keeps_its_graphs(tmp_path):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", ["boogu", "hidream-o1"])
+@pytest.mark.parametrize("name", one_in(2, ["boogu", "hidream-o1"]))
 def test_blocks_that_the_data_does_not_reach_are_a_part_of_the_plan(name, tmp_path):
     """Those of reference pictures run in no step without one, and lie in memory all the same."""
     row = BY_NAME[name]

@@ -4,7 +4,7 @@ import copy
 import json
 import re
 import shutil
-from itertools import product
+from itertools import islice, product
 
 import pytest
 import safetensors.torch
@@ -144,14 +144,16 @@ def assert_one_sentence(sentence):
     assert sentence.startswith("resume: ") and sentence.isprintable() and len(sentence) < 400 and sentence[-1] == "."
 
 
-def test_a_value_that_no_state_has_is_named_and_the_older_state_is_taken_or_it_does_no_harm(stopped):
-    """Each field with each value. Where a state is taken, the run goes on from it to its end."""
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.wide)])
+def test_a_value_that_no_state_has_is_named_and_the_older_state_is_taken_or_it_does_no_harm(step, stopped):
+    """Each field with each value, or with every `step`-th in turn. Where a state is taken, the run goes on from it to
+    its end."""
     model, _, root, newest = stopped
     tensors, metadata = read(newest)
     plain = json.loads(metadata["tessera"])
     resume = newest.relative_to(root).as_posix()
     taken = {kind: [] for kind in VALUES}
-    for field, (kind, value) in product(places(plain), VALUES.items()):
+    for field, (kind, value) in islice(product(places(plain), VALUES.items()), None, None, step):
         write(newest, tensors, metadata, malformed(plain, [field], value))
         state, notes = begun(stopped)
         if state == newest:
