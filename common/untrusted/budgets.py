@@ -140,6 +140,19 @@ WILDCARDS = Budget(
     items=200,
     depth=50,
 )
+LEAVE_OUT = Budget(
+    "a list of pictures to leave out",
+    "a hundred thousand names take 5 MB",
+    "name fewer, or take the pictures out of the folder",
+    characters=10_000_000,
+)
+MASK_FILE = Budget(
+    "a mask that is drawn on a page",
+    "a grey PNG of 100 megapixels has a few MB",
+    "draw the mask in another program and put it beside the picture",
+    bytes=64 * MB,
+    pixels=100_000_000,
+)
 CAPTION_FORMS = Budget(
     "the forms of all captions of a folder",
     "each form is encoded once and kept on disk",

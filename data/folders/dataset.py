@@ -20,6 +20,7 @@ from ..media.clip_windows import Extraction, parse_target_frames
 from ..media.images import HEIF_EXTENSIONS
 from .captions import check_captions_exist, make_variants, read_captions
 from .class_words import check_class_captions, read_class_word
+from .exclusions import without
 from .options import UNCHANGED, FolderOptions, folder_notes
 
 
@@ -148,7 +149,7 @@ class _Options:
         )
 
 
-def scan_images(
+def scan_images(  # noqa: PLR0913
     folder: Path,
     *,
     caption_extension: str = ".txt",
@@ -159,6 +160,7 @@ def scan_images(
     options: FolderOptions = UNCHANGED,
     captions: CaptionOptions | None = None,
     places: Places | None = None,
+    leave_out: str = "",
     interrupted: Interrupted = lambda: None,
 ) -> Dataset:
     """Read a folder of images with its subfolders, sorted by name, without hidden files and folders.
@@ -171,6 +173,7 @@ def scan_images(
     options: options of the folder.
     captions: caption options; with them a caption may have several variants.
     places: layout of the folder, and what it may read besides.
+    leave_out: images that are not read, by their name below the folder, one in a line.
     interrupted: called between captions; raises to stop.
 
     An empty caption file is an empty caption. Files that are not read are listed in notes.
@@ -179,7 +182,7 @@ def scan_images(
     excluded = separate_folders(folder, control_folder=control_folder, mask_folder=mask_folder)
     node_options = _Options(repeats, trigger_words, options, captions or CaptionOptions())
     request = (places or Places()).request(folder, IMAGES, caption_extension, excluded)
-    dataset = _scan(request, node_options, mask_folder, control_folder is not None, interrupted)
+    dataset = _scan(request, node_options, mask_folder, control_folder is not None, interrupted, leave_out)
     if control_folder is not None:
         controls, notes = match_controls([entry.name for entry in dataset.entries], control_folder)
         pictures = [entry for entry in dataset.entries if isinstance(entry, ImageEntry)]
@@ -300,15 +303,17 @@ def _scan(
     mask_folder: Path | None,
     has_controls: bool,
     interrupted: Interrupted,
+    leave_out: str = "",
 ) -> Dataset:
     """List the entries of a folder with their captions, class captions and masks, and the options of each part."""
     folder, kind = request.folder, request.kind
     if node_options.repeats < 1:
         raise ValueError(f"repeats is {node_options.repeats}; set it to 1 or more.")
     layout = read_layout(request)
-    examples = [example for subset in layout.subsets for example in subset.examples]
-    if not examples:
+    if not layout.subsets:
         raise _no_files(request, layout)
+    layout = without(layout, leave_out, folder.name, kind.noun)
+    examples = [example for subset in layout.subsets for example in subset.examples]
     check_captions_exist(folder, examples, request.extension, kind.noun)
     texts = read_captions(layout.subsets, interrupted)
     parts = [

@@ -1,7 +1,7 @@
 """Pages of a folder's files with their captions, for review before training."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..layouts.files import list_files
@@ -20,12 +20,14 @@ class PageEntry:
     name: its path below the folder.
     caption: its caption as the file has it, cut if it is very long; None if there is none or it can't be read.
     problem: reason why the caption can't be read; empty if it can, or if there is no caption file.
+    masked: whether a mask is beside it.
     """
 
     path: Path
     name: str
     caption: str | None
     problem: str = ""
+    masked: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,9 @@ def read_page(
     pages = max(1, -(-len(listed) // PER_PAGE))
     page = min(max(page, 0), pages - 1)
     page_examples = listed[page * PER_PAGE : (page + 1) * PER_PAGE]
-    entries = tuple(_entry(subset, example, may_read) for subset, example in page_examples)
+    entries = tuple(
+        replace(_entry(subset, example, may_read), masked=example.mask is not None) for subset, example in page_examples
+    )
     unread = list_files(request.folder, [file for file in layout.unread if file.is_relative_to(request.folder)])
     return FolderPage(len(examples), len(missing), unread, page, pages, entries, layout.notes)
 

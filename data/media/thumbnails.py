@@ -13,7 +13,7 @@ from .colours import Colours, colours_of
 from .decoding import alpha_decoder, deinterlaced, is_interlaced
 from .images import _is_wide, _plane_reader, check_pillow, open_image
 from .images import _named_errors as _named_image_errors
-from .strips import decode, resize
+from .strips import decode, resize, strips
 from .videos import _named_errors as _named_video_errors
 from .videos import _opened, _upright, _upright_size
 
@@ -22,12 +22,13 @@ QUALITY = 75
 _HEADER = 1 << 20  # bytes, within which a file states its colours
 
 
-def image_thumbnail(path: Path, name: str | None = None) -> bytes:
+def image_thumbnail(path: Path, name: str | None = None, side: int = SIDE) -> bytes:
     """Make the thumbnail of an image as training sees it: upright, sRGB, transparent parts white; as WebP.
 
-    Its longer side is SIDE at most. It waits for room, see `PixelGate`.
+    It waits for room, see `PixelGate`.
 
     name: name in messages; the file name by default.
+    side: pixels of its longer side at most.
     Raises ValueError if the file is not an image, or is too large.
     """
     check_pillow()
@@ -44,19 +45,44 @@ def image_thumbnail(path: Path, name: str | None = None) -> bytes:
         with _named_image_errors(name, path), page_pixels.decoding(image.width * image.height):
             with path.open("rb") as file:
                 colours = colours_of(file.read(_HEADER))
-            return _encoded(_scaled(image, colours))
+            return _encoded(_scaled(image, colours, side))
 
 
-def _scaled(image: Image.Image, colours: Colours | None) -> np.ndarray:
+def _scaled(image: Image.Image, colours: Colours | None, side: int) -> np.ndarray:
     """Decode an opened image and scale it: (H, W) or (H, W, 3), 0 to 1."""
     wide, factor = _is_wide(image), 1
-    while 6 * factor * SIDE <= max(image.size):  # no less than three times the size is left
+    while 6 * factor * side <= max(image.size):  # no less than three times the size is left
         factor *= 2
     upright = decode(image, factor)
-    height, width = _fitting(upright.height, upright.width)
+    height, width = _fitting(upright.height, upright.width, side)
     whole = (0, 0, upright.width, upright.height)
     planes = resize(upright, _plane_reader(upright, False, wide, colours), whole, height, width)
     return np.stack(planes, axis=-1) if len(planes) > 1 else planes[0]
+
+
+def upright_image(path: Path, name: str, pixels: int) -> Image.Image:
+    """Decode an image to its end: upright RGB of 8 bits, transparent parts white, its colours as they are stored.
+
+    pixels: a larger one is reduced to about so many, and none is enlarged.
+    Raises ValueError, naming the file, if it can't be decoded.
+    """
+    with _named_image_errors(name, path), open_image(path, path) as opened:
+        wide, factor = _is_wide(opened), 1
+        while opened.width * opened.height > 8 * pixels * factor * factor:
+            factor *= 2
+        image = decode(opened, factor)
+        if image.mode[0] in "IF":
+            grey = np.concatenate([_plane_reader(image, False, wide, None)(strip)[0] for _, strip in strips(image)])
+            image = Image.fromarray((grey.clip(0, 1) * 255 + 0.5).astype(np.uint8))
+        if image.has_transparency_data:
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        image = image.convert("RGB")
+        if image.width * image.height <= 1.1 * pixels:
+            return image
+        scale = (pixels / image.width / image.height) ** 0.5
+        size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
+        return image.resize(size, Image.Resampling.LANCZOS, reducing_gap=3)
 
 
 def video_thumbnail(path: Path, name: str | None = None) -> bytes:
@@ -89,9 +115,9 @@ def _first_frame(container: Any, stream: Any) -> Any:
     raise ValueError("there is no frame at its beginning")
 
 
-def _fitting(height: int, width: int) -> tuple[int, int]:
+def _fitting(height: int, width: int, side: int = SIDE) -> tuple[int, int]:
     """Return the (height, width) of a thumbnail."""
-    scale = min(1.0, SIDE / max(height, width))
+    scale = min(1.0, side / max(height, width))
     return max(1, round(height * scale)), max(1, round(width * scale))
 
 

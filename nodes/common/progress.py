@@ -11,6 +11,7 @@ from comfy.utils import ProgressBar
 from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
+from ...common.progress import Progress
 from ...train.distributed.launcher import Job
 from ...train.report.observer import StepReport
 from . import training_now
@@ -31,6 +32,17 @@ def show_progress_text(node_id: str | None, text: str) -> None:
     """Show a line of progress on a running node, for the client that queued it."""
     if node_id is not None and (server := client_server()):
         server.send_progress_text(text, node_id, server.client_id)
+
+
+def node_progress(node_id: str | None) -> Progress:
+    """Make a progress callback for the running node: its bar, and a line of text if ComfyUI's server runs."""
+    bar = ProgressBar(1, node_id=node_id)
+
+    def show(completed: int, total: int, text: str) -> None:
+        bar.update_absolute(completed, total)
+        show_progress_text(node_id, text)
+
+    return show
 
 
 def place_in_output(path: Path) -> Path:

@@ -40,20 +40,26 @@ _KINDS = {"pictures": (IMAGES, image_thumbnail), "clips": (VIDEOS, video_thumbna
 _thumbnails = ByteCache(MOST_CACHED)
 
 
-def thumbnail_of(kind: str, folder: str, file: str) -> bytes:
-    """Return the thumbnail of a file, as WebP.
+def listed_file(kind: str, folder: str, file: str) -> tuple[Path, str]:
+    """Find a file that the list of a folder holds; returns its real path and its name.
 
     file: id from `_id`.
-    Raises ValueError for a folder that may not be read, a file not listed there, and one without a picture.
+    Raises ValueError for a folder that may not be read, and a file not listed there.
     """
-    sort, make = _KINDS[kind]
+    sort, _ = _KINDS[kind]
     name = _name(file)
-    listed_file = _outside(name, sort) or file_below(resolve_folder(folder), name, sort.read)
-    if listed_file is None:
+    listed = _outside(name, sort) or file_below(resolve_folder(folder), name, sort.read)
+    if listed is None:
         raise ValueError(f"There is no {sort.noun} of this name in the folder any more.")
-    if not (is_allowed_file(listed_file) or is_unpacked(listed_file)):
+    if not (is_allowed_file(listed) or is_unpacked(listed)):
         raise ValueError(f"The {sort.noun} is a link to a place outside the folders that may be read.")
-    path = Path(os.path.realpath(listed_file))
+    return Path(os.path.realpath(listed)), name
+
+
+def thumbnail_of(kind: str, folder: str, file: str) -> bytes:
+    """Return the thumbnail of a file, as WebP. Raises ValueError as `listed_file` does, and without a picture in it."""
+    _, make = _KINDS[kind]
+    path, name = listed_file(kind, folder, file)
     key = (kind, str(path), file_state(path))
     data = _thumbnails.find(key)
     if data is None:
@@ -123,6 +129,7 @@ def _entry(entry: PageEntry, folder: Path) -> dict[str, Any]:
         "caption": entry.caption,
         "problem": _clean(entry.problem),
         "crops": crops_of(entry.path),
+        "masked": entry.masked,
     }
 
 

@@ -65,6 +65,7 @@ class TesseraImageFolder(io.ComfyNode):
                 *image_inputs.preservation(),
                 folder_inputs.sample_ratio("pictures"),
                 folder_inputs.layout(),
+                image_inputs.leave_out(),
             ],
             outputs=[DatasetType.Output(display_name="dataset", tooltip="The pictures and captions, not encoded yet.")],
         )
@@ -106,6 +107,7 @@ class TesseraImageFolder(io.ComfyNode):
         control_folder=NONE,
         mask_folder=NONE,
         layout=AUTO,
+        leave_out="",
         **inputs,
     ) -> io.NodeOutput:
         treatment, captions = _split_options(inputs)
@@ -119,6 +121,7 @@ class TesseraImageFolder(io.ComfyNode):
             options=treatment,
             captions=captions,
             places=read_places(layout),
+            leave_out=leave_out,
             interrupted=throw_exception_if_processing_interrupted,
         )
         return io.NodeOutput(scanned if dataset is None else dataset + scanned)

@@ -111,6 +111,18 @@ def weight(noun: str) -> list[io.Input]:
     ]
 
 
+def leave_out() -> io.Input:
+    return io.String.Input(
+        "leave_out",
+        default="",
+        multiline=True,
+        optional=True,
+        advanced=True,
+        tooltip="Pictures that are not trained on, one file name in a line, such as a.jpg or sub/a.jpg. Check Folder "
+        "fills it in by a click, or connect its leave_out.",
+    )
+
+
 def preservation() -> list[io.Input]:
     return [
         io.String.Input(

@@ -1,10 +1,8 @@
 """Prepare Dataset and Latents to Training Data."""
 
 from comfy.model_management import throw_exception_if_processing_interrupted
-from comfy.utils import ProgressBar
 from comfy_api.latest import io, ui
 
-from ...common.progress import Progress
 from ...data.buckets.grids import FITS, RAGGED_EDGE
 from ...data.buckets.plot import plot_plan
 from ...data.folders.dataset import Dataset
@@ -16,7 +14,7 @@ from ...models.text import AS_COMFYUI, EDIT_PROMPTS, PLUS
 from ...train.distributed.world import current_world
 from ..common.folder_access import cache_folder
 from ..common.images import image_tensor
-from ..common.progress import show_progress_text
+from ..common.progress import node_progress
 from ..common.types import DatasetType, TrainingDataType
 from .crop_frames import remember_crops
 from .folders import TesseraImageFolder, TesseraVideoFolder
@@ -180,7 +178,7 @@ class TesseraPrepareDataset(io.ComfyNode):
                 ),
                 cache_folder(),
                 clip_vision=clip_vision,
-                progress=_show_progress(cls.hidden.unique_id),
+                progress=node_progress(cls.hidden.unique_id),
                 interrupted=check,
             )
         remember_crops(prepared.crops)
@@ -245,17 +243,6 @@ class TesseraLatentsToDataset(io.ComfyNode):
         if empty:
             data = with_empty_caption(data, [entry for entries in empty for entry in entries])
         return io.NodeOutput(data, ui={"tessera": [{"pictures": len(data.samples), "notes": list(data.notes)}]})
-
-
-def _show_progress(node_id: str | None) -> Progress:
-    """Make a progress callback for the running node: its bar, and a line of text if ComfyUI's server runs."""
-    bar = ProgressBar(1, node_id=node_id)
-
-    def show(completed: int, total: int, text: str) -> None:
-        bar.update_absolute(completed, total)
-        show_progress_text(node_id, text)
-
-    return show
 
 
 NODES = [TesseraImageFolder, TesseraVideoFolder, TesseraPrepareDataset, TesseraLatentsToDataset]

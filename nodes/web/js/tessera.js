@@ -5,12 +5,14 @@ import { api } from '../../../scripts/api.js'
 import { TABLE_WIDTH, describeCompiling } from './compile_report.js'
 import { isElsewhere, nodeAt } from './common/nodes.js'
 import { monospaced, picture, show } from './report_widget.js'
+import { describeCheck } from './review/check_folder.js'
 import { stateOf } from './common/state.js'
 import { t } from './common/words.js'
 
 const describe = {
   TesseraPrepareDataset: ({ summary }) => [summary],
   TesseraLatentsToDataset: ({ pictures, notes = [] }) => [t('{count} pictures', { count: pictures }), ...notes],
+  TesseraCheckFolder: describeCheck,
   TesseraLoraNetwork: ({ text }) => [monospaced(text)],
   TesseraTrainLora: describeRun,
   TesseraSaveLora: ({ filename, subfolder, format, dtype, notes = [] }) => [

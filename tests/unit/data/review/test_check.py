@@ -1,0 +1,164 @@
+"""Check of a folder of pictures: planted faults are found, and sound pictures are not."""
+
+import re
+import time
+
+import numpy as np
+import pytest
+from PIL import Image, ImageCms, ImageFilter, ImageOps
+from tessera.data.cache import Cache
+from tessera.data.layouts.kinds import IMAGES
+from tessera.data.layouts.layout import LayoutRequest, read_layout
+from tessera.data.review import findings as faults
+from tessera.data.review import measures
+from tessera.data.review.check import CheckOptions, Encoder, check_folder
+from tiny.data.photographs import HEIGHT, WIDTH, make_photograph, write_photographs
+
+COUNT = 200
+MEGAPIXELS = WIDTH * HEIGHT / 1024**2
+OPTIONS = CheckOptions(MEGAPIXELS, trigger_words="sks", caption_length=lambda text: (len(text.split()), 20))
+
+
+def ignore(*_):
+    pass
+
+
+def check(folder, cache, options=OPTIONS, progress=ignore, interrupted=ignore):
+    layout = read_layout(LayoutRequest(folder, IMAGES))
+    return check_folder(layout, Cache(cache), options, progress, interrupted)
+
+
+def plant(folder):
+    """Plant twelve faults; returns the fault of each by the name of its picture."""
+
+    def save(number, image, **options):
+        image.save(folder / f"{number:03}.jpg", quality=88, **options)
+
+    def write(number, text):
+        (folder / f"{number:03}.txt").write_text(text)
+
+    size = (round(WIDTH * 0.8), round(HEIGHT * 0.8))
+    save(21, make_photograph(121).resize(size, Image.Resampling.LANCZOS))
+    save(122, ImageOps.mirror(make_photograph(22)).point(lambda level: min(255, level * 1.15)))
+    save(23, make_photograph(23).filter(ImageFilter.GaussianBlur(2)))
+    tiny = make_photograph(24).resize((WIDTH // 3, HEIGHT // 3), Image.Resampling.LANCZOS)
+    save(24, tiny.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC))
+    save(25, make_photograph(25, WIDTH // 2, HEIGHT // 2))
+    save(26, ImageOps.expand(make_photograph(26).crop((0, 16, WIDTH, HEIGHT - 16)), (0, 16), "black"))
+    whole = (folder / "027.jpg").read_bytes()
+    (folder / "027.jpg").write_bytes(whole[: len(whole) // 2])
+    lab = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")).tobytes()
+    save(28, make_photograph(28), icc_profile=lab)
+    write(29, "")
+    write(31, "photo of sks thing number 131")
+    write(32, "photo of sks thing, " + "very " * 30 + "large")
+    write(33, "photo of a thing number 33")
+    return {
+        "021.jpg": faults.DOUBLE,
+        "122.jpg": faults.DOUBLE,
+        "023.jpg": faults.BLURRED,
+        "024.jpg": faults.ENLARGED,
+        "025.jpg": faults.SMALL,
+        "026.jpg": faults.BORDER,
+        "027.jpg": faults.BROKEN,
+        "028.jpg": faults.COLOURS,
+        "029.jpg": faults.EMPTY,
+        "131.jpg": faults.EQUAL,
+        "032.jpg": faults.LONG,
+        "033.jpg": faults.NO_TRIGGER,
+    }
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory):
+    """A folder of photographs with twelve faults, its cache, the faults, and the first check."""
+    root = tmp_path_factory.mktemp("check")
+    write_photographs(root / "photos", COUNT)
+    planted = plant(root / "photos")
+    return root / "photos", root / "cache", planted, check(root / "photos", root / "cache")
+
+
+def test_twelve_planted_faults_are_all_found_with_two_false_alarms_at_most(checked):
+    _, _, planted, result = checked
+    found = {(finding.name, finding.fault) for finding in result.findings}
+    assert planted.items() - found == set()
+    assert len(found - planted.items()) <= 2, found - planted.items()
+
+
+def test_the_list_to_leave_out_names_pictures_only_whose_pixels_are_at_fault(checked):
+    _, _, planted, result = checked
+    worse = {name for name, fault in planted.items() if fault in faults.PICTURE_FAULTS}
+    assert worse <= set(result.left_out.splitlines())
+    assert not {"026.jpg", "028.jpg", "029.jpg", "131.jpg", "032.jpg"} & set(result.left_out.splitlines())
+    assert "121.jpg" not in result.left_out  # the larger of two doubles stays
+
+
+def test_the_report_and_the_sheet_show_the_findings(checked):
+    _, _, planted, result = checked
+    assert f"{COUNT} pictures, " in result.report
+    assert re.search(r"024.jpg \((2.9|3.0|3.1) times, from about 8\d x 6\d\)", result.report)
+    assert re.search(r"026.jpg \(top 1[56], bottom 1[56] pixels\)", result.report)
+    assert "027.jpg (image file is truncated" in result.report
+    assert result.sheet.width > 6 * 256 and result.sheet.height > 2 * 256
+
+
+def test_a_second_check_decodes_only_what_changed(checked, monkeypatch):
+    folder, cache, _, first = checked
+    decoded = []
+    decode = measures.upright_image
+    monkeypatch.setattr(measures, "upright_image", lambda *args: decoded.append(args[1]) or decode(*args))
+    again = check(folder, cache)
+    assert again.findings == first.findings
+    assert decoded == ["027.jpg"]  # which can't be measured
+
+
+def test_cancel_ends_a_check_at_once(checked, tmp_path):
+    folder, _, _, _ = checked
+    seen = []
+
+    def interrupted():
+        if len(seen) >= 3:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        check(folder, tmp_path, progress=lambda done, total, text: seen.append(done), interrupted=interrupted)
+    assert seen == [1, 2, 3]
+    time.sleep(0.05)
+    written = len(list(tmp_path.rglob("*.safetensors")))
+    time.sleep(0.2)
+    assert len(list(tmp_path.rglob("*.safetensors"))) == written < COUNT / 4  # no thread goes on
+
+
+def test_an_encoder_finds_what_the_hash_does_not(tmp_path):
+    write_photographs(tmp_path / "photos", 4)
+    vectors = {0: (1.0, 0.0), 1: (0.0, 1.0), 2: (0.99, 0.05), 3: (0.7, -0.7)}
+    calls = []
+
+    def encode(image):
+        import torch
+
+        assert image.shape == (1, HEIGHT, WIDTH, 3) and image.max() <= 1
+        calls.append(image)
+        return torch.tensor([vectors[len(calls) - 1]])
+
+    options = CheckOptions(MEGAPIXELS, encoder=Encoder(encode, "tiny"))
+    for _ in range(2):
+        result = check(tmp_path / "photos", tmp_path / "cache", options)
+        assert [(f.name, f.fault, f.detail) for f in result.findings] == [("002.jpg", faults.DOUBLE, "of 000.jpg")]
+    assert len(calls) == 4
+
+
+def test_pictures_of_one_colour_and_of_few_pixels_are_measured(tmp_path):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for name, image in {
+        "a.png": Image.new("RGB", (300, 300), "red"),
+        "b.png": Image.new("L", (1, 1)),
+        "c.png": Image.new("RGBA", (40, 900), (0, 0, 0, 0)),
+        "d.png": Image.fromarray(np.arange(90000, dtype=np.uint16).reshape(300, 300)),
+    }.items():
+        image.save(folder / name)
+        (folder / name).with_suffix(".txt").write_text(name)
+    result = check(folder, tmp_path / "cache", CheckOptions(0.08))
+    assert [f.name for f in result.findings if f.fault == faults.SMALL] == ["b.png", "c.png"]
+    assert not [f for f in result.findings if f.fault in (faults.BROKEN, faults.BORDER, faults.DOUBLE)]
