@@ -16,7 +16,7 @@ from .loras import average, compare, save
 from .loras import load as load_lora
 from .model import block_swap, compile, load, try_it, tune
 from .options import memory, network, objective, optimizer, preview, validation
-from .review import check_folder, mask_routes
+from .review import check_folder, mask_folder, mask_routes
 from .train import run_deletion, run_files, run_routes, train_lora
 
 log = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ NODES: list[type[io.ComfyNode]] = [
     *tune.NODES,
     *prepare.NODES,
     *check_folder.NODES,
+    *mask_folder.NODES,
     *network.NODES,
     *optimizer.NODES,
     *objective.NODES,

@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-import folder_paths
 from aiohttp import web
 
 from ...common.untrusted.budgets import MASK_FILE
@@ -33,6 +32,7 @@ from ..data.folder_routes import listed_file
 from ..data.image_inputs import NONE
 from ..data.places import shown_places
 from ..train.run_routes import refused_post
+from .mask_places import place_in_input
 
 PICTURES = "pictures"
 _HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
@@ -68,19 +68,15 @@ def put_mask(query: Mapping[str, str], drawn: bytes) -> str:
     Raises ValueError for a picture that isn't listed, a place outside of the input folder, and a broken mask.
     """
     example, place = _place(query)
-    root = Path(os.path.realpath(folder_paths.get_input_directory()))
-    real = Path(os.path.realpath(place.parent)) / place.name
-    if not real.is_relative_to(root) or place.is_symlink():
-        raise ValueError(
-            "Masks are saved only inside ComfyUI's input folder; move the folder there, or choose a mask_folder there."
-        )
+    real, name = place_in_input(place)
     is_new = not real.exists()
     save_mask(real, drawn, inspect_image(example.path, example.path.name).size)
     return_freed_memory()
-    if is_new and not _mask_folder(query) and _example(query).mask is None:
-        real.unlink()
+    if not _mask_folder(query) and _example(query).mask is None:
+        if is_new:
+            real.unlink()
         raise ValueError("With this layout no masks beside pictures are read; choose a mask_folder.")
-    return real.relative_to(root).as_posix()
+    return name
 
 
 def _place(query: Mapping[str, str]) -> tuple[Example, Path]:

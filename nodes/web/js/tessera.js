@@ -13,6 +13,7 @@ const describe = {
   TesseraPrepareDataset: ({ summary }) => [summary],
   TesseraLatentsToDataset: ({ pictures, notes = [] }) => [t('{count} pictures', { count: pictures }), ...notes],
   TesseraCheckFolder: describeCheck,
+  TesseraMaskFolder: ({ report }) => [report],
   TesseraLoraNetwork: ({ text }) => [monospaced(text)],
   TesseraTrainLora: describeRun,
   TesseraSaveLora: ({ filename, subfolder, format, dtype, notes = [] }) => [

@@ -123,6 +123,20 @@ SURFACE = {
         ],
         ["IMAGE sheet", "STRING report", "STRING leave_out"],
     ),
+    "TesseraMaskFolder": (
+        "Mask Folder (Tessera)",
+        True,
+        [
+            "folder COMBO",
+            "overwrite? BOOLEAN = false",
+            "threshold? FLOAT = 0.5",
+            'layout? COMBO = "auto"',
+            "model? MODEL",
+            "conditioning? CONDITIONING",
+            "bg_removal_model? BACKGROUND_REMOVAL",
+        ],
+        ["STRING report"],
+    ),
     "TesseraVideoFolder": (
         "Training Clips",
         False,
@@ -464,6 +478,7 @@ CONTRACT = {
     "TesseraTuneCompile": "model width height time_budget",
     "TesseraImageFolder": "folder caption_extension repeats trigger_words dataset",
     "TesseraCheckFolder": "folder megapixels factor trigger_words clip clip_vision",
+    "TesseraMaskFolder": "folder overwrite threshold model conditioning bg_removal_model",
     "TesseraVideoFolder": "folder caption_extension repeats target_frames fps extraction dataset",
     "TesseraPrepareDataset": "dataset vae clip megapixels max_graphs fit clip_vision",
     "TesseraLatentsToDataset": "latents positive max_graphs",

@@ -6,6 +6,7 @@ import { stateOf } from '../common/state.js'
 import { throttle } from '../common/throttle.js'
 import { after, sourceWidget, widgetOf } from '../common/widgets.js'
 import { t } from '../common/words.js'
+import { addBrushes } from '../review/mask_brush.js'
 import { drawPage, makeGallery } from './tiles.js'
 import { acceptDrops, catchDrops } from './upload.js'
 
@@ -111,6 +112,7 @@ async function update(node, state) {
   const url = ({ file, state: changed }) =>
     api.apiURL(`/tessera/folder/thumbnail?${new URLSearchParams({ kind, folder: folder.value, file, changed })}`)
   drawPage(galleryOf(node), found, { kind, missing: state.missing, framed: isPrepared(node), url })
+  if (kind === 'pictures') addBrushes(galleryOf(node), found.entries, place, () => refresh(node))
   makeRoom(node)
   node.graph?.setDirtyCanvas(true, true)
 }

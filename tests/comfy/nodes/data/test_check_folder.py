@@ -27,12 +27,12 @@ def photos(tmp_path, monkeypatch):
 
 def run(node, **inputs):
     with torch.inference_mode():
-        return node.execute(**inputs)
+        return node.PREPARE_CLASS_CLONE(None).execute(**inputs)  # as the executor calls it
 
 
 def test_a_checked_folder_trains_without_what_is_listed(photos, tiny_clip):
     output = run(TesseraCheckFolder, folder="input/photos", megapixels=MEGAPIXELS, clip=tiny_clip)
-    sheet, report, leave_out = output.args
+    sheet, report, leave_out = output.result
     assert sheet.shape[0] == 1 and sheet.shape[3] == 3
     assert leave_out == "sub.png"
     assert "Without a caption, or with one that can't be read (1): sub.png" in report
@@ -41,7 +41,7 @@ def test_a_checked_folder_trains_without_what_is_listed(photos, tiny_clip):
     assert payload == {"report": report, "leave_out": leave_out, "folder": "input/photos"}
     with pytest.raises(ValueError, match="1 of 4 pictures in 'photos' have no .txt caption"):
         run(TesseraImageFolder, folder="input/photos")
-    dataset = run(TesseraImageFolder, folder="input/photos", leave_out=f"{leave_out}\n gone.png ").args[0]
+    dataset = run(TesseraImageFolder, folder="input/photos", leave_out=f"{leave_out}\n gone.png ").result[0]
     assert [entry.name for entry in dataset.entries] == ["000.jpg", "001.jpg", "002.jpg"]
     assert dataset.notes[:2] == (
         "1 pictures of 4 are left out by leave_out.",
@@ -54,7 +54,7 @@ def test_a_checked_folder_trains_without_what_is_listed(photos, tiny_clip):
 def test_a_vision_model_compares_pictures(photos):
     Image.open(photos / "000.jpg").crop((2, 2, WIDTH - 2, HEIGHT - 2)).save(photos / "003.jpg", quality=90)
     output = run(TesseraCheckFolder, folder="input/photos", megapixels=MEGAPIXELS, clip_vision=load_clip_vision())
-    assert "003.jpg" in output.args[2].splitlines()
+    assert "003.jpg" in output.result[2].splitlines()
 
 
 def test_another_folder_is_not_checked(photos):

@@ -2,6 +2,7 @@
 
 import base64
 import os
+import shutil
 from io import BytesIO
 from urllib.parse import urlencode
 
@@ -40,6 +41,7 @@ def get(server, path, folder="input/drawn", file="a.jpg", **query):
 def home(server):
     """A folder with a picture under input, and the same one outside of it, in ComfyUI's datasets folder."""
     for folder in (server.base / "input" / "drawn", server.base / "datasets" / "drawn"):
+        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (2000, 1000), "red").save(folder / "a.jpg")
         (folder / "a.txt").write_text("a red field")
