@@ -15,13 +15,14 @@ import chroma
 import compiled
 import flux
 import native
+import prepare_folder
 import qwen_image
 import try_it
 import wan
 from graph import Graph
 
 WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
-FAMILIES = (try_it, wan, qwen_image, flux, chroma, native, compiled)
+FAMILIES = (try_it, wan, qwen_image, flux, chroma, native, compiled, prepare_folder)
 DESCRIPTIONS: list[Callable[[Graph], None]] = [describe for family in FAMILIES for describe in family.DESCRIPTIONS]
 
 

@@ -67,9 +67,10 @@ _ROWS = [
     ("wan_compile", "Compile Wan to sample faster", "Wan 2.1", WHOLE, NONE, ""),
     ("flux_block_swap", "Sample FLUX with block swap", "FLUX.1 dev", SWAPPED, NONE, "Compiled as well."),
     ("qwen_image21_lora", "Train a Qwen Image 2.1 LoRA", "Qwen Image 2.1", STREAMS, PICTURES, "ComfyUI 0.37 or newer."),
+    ("prepare_folder", "Prepare a folder of pictures", "", "not needed", "your pictures", "Checks them and captions."),
 ]
 CARDS = {
-    name: Card(f"{number} {title}", f"{title}, on {model}. {hint}".strip(), model, card, data)
+    name: Card(f"{number} {title}", f"{title}{f', on {model}' if model else ''}. {hint}".strip(), model, card, data)
     for number, (name, title, model, card, data, hint) in enumerate(_ROWS)
 }
 

@@ -11,6 +11,7 @@ WORKFLOWS = Path(__file__).resolve().parents[3] / "workflows"
 UI = sorted(path.name for path in WORKFLOWS.glob("*.json"))
 NOT_SWAPPED = [f"{name}.json" for name in ("compare_loras", "flux_compile", "qwen_image_compile", "wan_compile")]
 OWN_MODELS = "try_it.json"  # which takes those of the pack
+WITHOUT_FILES = (OWN_MODELS, "prepare_folder.json")
 FOLDERS = ("diffusion_models", "text_encoders", "vae", "clip_vision", "checkpoints", "loras")  # below `models`
 COMPILED = [name for name in UI if name.endswith(("_compile.json", "_block_swap.json"))]
 
@@ -49,7 +50,7 @@ def test_every_model_file_that_a_workflow_names_has_a_download_link_and_its_fold
     nodes = load(name)["nodes"]
     file_names = {v for node in nodes for v in node.get("widgets_values") or [] if str(v).endswith(".safetensors")}
     links = [model for node in nodes for model in node.get("properties", {}).get("models", [])]
-    assert bool(file_names) != (name == OWN_MODELS) and file_names == {model["name"] for model in links}
+    assert bool(file_names) != (name in WITHOUT_FILES) and file_names == {model["name"] for model in links}
     for model in links:
         assert model["url"].startswith("https://") and model["name"] in model["url"]
         assert model["directory"] in FOLDERS
@@ -97,13 +98,15 @@ def test_there_is_a_workflow_to_share_for_everything():
     training += ["ltx2_3_lora", "minimax_h3_lora", "qwen_image21_lora"]
     training += ["wan_t2v_lora", "wan_i2v_lora", "wan22_two_experts_lora", "everything_at_once", "lora_with_everything"]
     training += ["lora_with_validation", "try_it"]
-    assert UI == sorted(f"{name}.json" for name in ["flux_block_swap", "compare_loras", *compiling, *training])
+    assert UI == sorted(
+        f"{name}.json" for name in ["flux_block_swap", "compare_loras", "prepare_folder", *compiling, *training]
+    )
 
 
 @pytest.mark.parametrize("name", UI)
 def test_every_workflow_that_trains_fits_its_model_to_the_card(name):
     loaders = [n["inputs"] for n in load_api(name).values() if n["class_type"] == "TesseraLoadDiffusionModel"]
-    if name in ("sdxl_lora.json", "ltx_video_lora.json", "ltx2_3_lora.json", OWN_MODELS):
+    if name in ("sdxl_lora.json", "ltx_video_lora.json", "ltx2_3_lora.json", *WITHOUT_FILES):
         assert loaders == []  # a checkpoint, or tiny models
         return
     assert len(loaders) == (2 if name == "wan22_two_experts_lora.json" else 1)
