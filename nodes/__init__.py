@@ -16,6 +16,7 @@ from .loras import average, compare, save
 from .loras import load as load_lora
 from .model import block_swap, compile, load, try_it, tune
 from .options import memory, network, objective, optimizer, preview, validation
+from .queue import queue_routes
 from .review import check_folder, mask_folder, mask_routes
 from .train import run_deletion, run_files, run_routes, train_lora
 
@@ -54,7 +55,7 @@ class TesseraExtension(ComfyExtension):
         settle_kernel_order()
         server = getattr(PromptServer, "instance", None)
         if server is not None:  # None under run.py
-            for module in (run_routes, run_files, run_deletion, folder_routes, mask_routes):
+            for module in (run_routes, run_files, run_deletion, folder_routes, mask_routes, queue_routes):
                 module.add_routes(server.routes)
         log.info(use_persistent_cache(Path(folder_paths.get_user_directory(), "tessera", "compile_cache")))
 

@@ -34,13 +34,14 @@ from .preflight.run_start import RunStart, find_run_start, run_start_notes
 from .preview.gallery import FOLDER as PREVIEWS
 from .preview.gallery import SHEET
 from .report.errors import first_error_kept, stopped_message
-from .report.observer import Observer, QuietObserver, StepReport
+from .report.observer import PAUSE, STOP, Observer, QuietObserver, StepReport
 from .runs.run_folder import RunFolder
 from .runs.run_record import RunRecord
 from .watch.previewer import Previewer
 from .watch.validation import Validation
 
 STOPPED = "stopped"  # status of a run that the user ended before its last step, to keep what was trained
+PAUSED = "paused"  # status of a run that ended before its last step, to be continued
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,17 @@ class TrainResult:
     @property
     def saved(self) -> bool:
         """True if the LoRA is at `path`."""
-        return self.summary["status"] in ("finished", STOPPED)
+        return self.summary["status"] in ("finished", STOPPED, PAUSED)
 
     @property
     def stopped(self) -> bool:
         """True if the user stopped the run before its last step; it continues when queued again."""
         return bool(self.summary["status"] == STOPPED)
+
+    @property
+    def paused(self) -> bool:
+        """True if the run was paused before its last step; it continues when queued again."""
+        return bool(self.summary["status"] == PAUSED)
 
     @property
     def sheet(self) -> Path | None:
@@ -261,14 +267,16 @@ def _run(
             recorder.begin(trainer.progress)
             checked = replace(checked, start=None)  # free the warm start's tensors: they can be as large as the LoRA
             recorder.phase(trainer.placed.execution.runner.progress_text())
-            trainer.run()
+            ending = trainer.run()
             final = trainer.save_final(request.spare_folder)
             world.broadcast("saved", final.saved)  # the next node of the graph may read the file
             outcome = "unsaved"
             if final.saved:
-                outcome = "finished" if trainer.progress.step == settings.steps else STOPPED
-                if outcome == STOPPED:
+                outcome = {"": "finished", STOP: STOPPED, PAUSE: PAUSED}[ending]
+                if ending == STOP:
                     recorder.note(ended := stop_message(trainer, settings))
+                elif ending == PAUSE:
+                    ended = f"Paused at step {trainer.progress.step} and saved."
         except InterruptProcessingException:
             outcome, recorder.cancelled = "cancelled", stop_message(trainer, settings)
             raise

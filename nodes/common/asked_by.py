@@ -1,11 +1,13 @@
-"""Checks of the Host of a request: a foreign page can make a browser resolve its name to this server."""
+"""Checks of who asks for a change: a page of this server, at a name that is its own."""
 
 import ipaddress
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
+from aiohttp import web
 from comfy.cli_args import args
 
+from .answers import refusal
 from .folder_access import SETTINGS_FILE, read_settings
 
 
@@ -49,3 +51,23 @@ def why_foreign(headers: Mapping[str, str]) -> str:
         f"This server doesn't know the name {host!r}, so a page at it may ask nothing of a run. If that name is yours, "
         f'write {{"hosts": ["{host}"]}} into {SETTINGS_FILE} in ComfyUI\'s user folder.'
     )
+
+
+def refused_post(request: web.Request) -> web.Response | None:
+    """Refuse a POST unless a page of this server sends it as JSON; None if accepted."""
+    if not _is_own_page(request):
+        return refusal("Only a page of this server may ask that.", 403)
+    if request.content_type != "application/json":
+        return refusal("Send application/json.", 415)
+    return None
+
+
+def _is_own_page(request: web.Request) -> bool:
+    """Return whether a page of this server or no browser asks; --enable-cors-header turns ComfyUI's own check off."""
+    if request.headers.get("Sec-Fetch-Site", "same-origin") != "same-origin":
+        return False
+    origin = request.headers.get("Origin")
+    try:
+        return origin is None or urlsplit(origin).netloc.lower() == request.host.lower()
+    except ValueError:  # invalid URL, such as http://[::
+        return False

@@ -15,6 +15,7 @@ from torch import Tensor
 from ...data.samples import TrainingData
 from ...lora.base import with_base
 from ...lora.files.lora_model import LoraModel
+from ...train.checkpoint.state import state_path
 from ...train.config.settings import TrainSettings
 from ...train.config.threads import threads_for
 from ...train.distributed.launcher import Job
@@ -115,6 +116,12 @@ def node_ui(*results: TrainResult) -> dict[str, Any]:
     sheets = [result.sheet.relative_to(runs_folder().parent) for result in results if result.sheet is not None]
     images = [{"filename": s.name, "subfolder": s.parent.as_posix(), "type": "output"} for s in sheets]
     return {"tessera": [summary_payload(result) for result in results]} | ({"images": images} if images else {})
+
+
+def state_name(result: TrainResult) -> str:
+    """Return the state of a run's last step, as `resume` names it; empty if it could not be saved."""
+    state = state_path(result.path.parent, result.summary["steps_done"])
+    return state.relative_to(runs_folder()).as_posix() if state.is_file() else ""
 
 
 def summary_payload(result: TrainResult) -> dict[str, Any]:

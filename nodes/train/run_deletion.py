@@ -31,10 +31,10 @@ from ...train.runs.run_trash import (
 )
 from ..common import training_now
 from ..common.answers import answer, refusal
-from ..common.asked_by import host_of, is_loopback, listens_to_itself
+from ..common.asked_by import host_of, is_loopback, listens_to_itself, refused_post
 from ..common.folder_access import SETTINGS_FILE, read_settings
 from .run import runs_folder
-from .run_routes import NO_RUN, id_of, known_runs, refused_post
+from .run_routes import NO_RUN, id_of, known_runs
 
 STILL_ALIVE = 3600  # seconds after the last write of a run on another machine
 FORWARDING = ("Forwarded", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP")  # headers added by proxies

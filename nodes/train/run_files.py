@@ -126,12 +126,14 @@ def compared_saves(folder: RunFolder) -> list[str]:
     return [path.relative_to(runs_folder()).as_posix() for path in spread(plain, MOST_COMPARED)]
 
 
-def read_workflow(folder: RunFolder) -> dict[str, Any]:
+def read_workflow(folder: RunFolder, prompt_only: bool = False) -> dict[str, Any]:
     """Read the workflow that made a run from next to its LoRA.
 
-    Returns `{"workflow": …}`, or `{"prompt": …}` if only that is there, else an empty dict.
+    prompt_only: read the prompt that was queued, which can be queued again.
+
+    Returns `{"workflow": …}`, or `{"prompt": …}` if only that is there or asked for, else an empty dict.
     """
-    for kind, suffix in (("workflow", WORKFLOW), ("prompt", API)):
+    for kind, suffix in (("workflow", WORKFLOW), ("prompt", API))[prompt_only:]:
         path = own_file(folder.path, f"{folder.name}.{suffix}")
         if path is not None:
             with suppress(OSError, ValueError, RecursionError):
@@ -142,12 +144,12 @@ def read_workflow(folder: RunFolder) -> dict[str, Any]:
 
 
 async def give_workflow(request: web.Request) -> web.Response:
-    """Answer `/tessera/runs/{id}/workflow`."""
+    """Answer `/tessera/runs/{id}/workflow`, and `/tessera/runs/{id}/workflow?prompt=1` for the queued prompt."""
     folder = await asyncio.to_thread(known_runs.folder, request.match_info["id"])
     if folder is None:
         return refusal(NO_RUN, 404)
     with suppress(OSError):
-        if workflow := await asyncio.to_thread(read_workflow, folder):
+        if workflow := await asyncio.to_thread(read_workflow, folder, "prompt" in request.query):
             return answer(workflow)
     return refusal(NO_WORKFLOW, 404)
 

@@ -1,8 +1,8 @@
 """Routes with which a page reads the runs of this server and controls the one that trains.
 
 GET `/tessera/runs?name=`, `/tessera/runs?filter=&page=` and `/tessera/runs/{id}?since=&points=` only read. POST
-`/tessera/runs/{id}/save`, `/sample` and `/stop` take effect between two steps. A run is named by an id from one of the
-first two, never by a path.
+`/tessera/runs/{id}/save`, `/sample`, `/stop` and `/pause` take effect between two steps. A run is named by an id from
+one of the first two, never by a path.
 """
 
 import asyncio
@@ -18,14 +18,13 @@ from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from ...common.file_names import plain_name
 from ...common.untrusted.budgets import CURVE
 from ...train.config.expert_pair import HIGH, LOW
-from ...train.report.observer import SAMPLE, SAVE, STOP
+from ...train.report.observer import PAUSE, SAMPLE, SAVE, STOP
 from ...train.runs.run_folder import RunFolder, run_folders
 from ...train.runs.run_record import (
     MOST_POINTS,
@@ -37,9 +36,11 @@ from ...train.runs.run_record import (
     own_file,
     thinned,
 )
+from ...train.train_lora import PAUSED
 from ..common import training_now
 from ..common.answers import answer, refusal
-from ..common.asked_by import why_foreign
+from ..common.asked_by import refused_post, why_foreign
+from ..queue.turns import outlook
 from .run import runs_folder
 from .run_index import PAGE, RunIndex, page_of, steps_of, text_of
 
@@ -176,6 +177,7 @@ class Runs:
                 "seconds": curve.seconds,
                 "timed_from": curve.timed_from,
                 "first_steps": curve.first_steps or steps,
+                **(outlook(text["prompt_id"]) if curve.status == PAUSED else {}),
                 **_state_of(folder),
             }
 
@@ -264,7 +266,7 @@ def _number(text: str) -> int | None:
 
 
 async def ask_run(request: web.Request) -> web.Response:
-    """Answer POST `/tessera/runs/{id}/save`, `/sample`, `/stop` with the `{"prompt_id": …}` of the run."""
+    """Answer POST `/tessera/runs/{id}/save`, `/sample`, `/stop`, `/pause` with the `{"prompt_id": …}` of the run."""
     if (refused := refused_post(request)) is not None:
         return refused
     if foreign := await asyncio.to_thread(why_foreign, request.headers):
@@ -288,28 +290,8 @@ async def ask_run(request: web.Request) -> web.Response:
     return answer({"asked": action})
 
 
-def refused_post(request: web.Request) -> web.Response | None:
-    """Refuse a POST unless a page of this server sends it as JSON; None if accepted."""
-    if not _is_own_page(request):
-        return refusal("Only a page of this server may ask that.", 403)
-    if request.content_type != "application/json":
-        return refusal("Send application/json.", 415)
-    return None
-
-
-def _is_own_page(request: web.Request) -> bool:
-    """Return whether a page of this server or no browser asks; --enable-cors-header turns ComfyUI's own check off."""
-    if request.headers.get("Sec-Fetch-Site", "same-origin") != "same-origin":
-        return False
-    origin = request.headers.get("Origin")
-    try:
-        return origin is None or urlsplit(origin).netloc.lower() == request.host.lower()
-    except ValueError:  # invalid URL, such as http://[::
-        return False
-
-
 def add_routes(routes: web.RouteTableDef) -> None:
     """Add the routes to those of ComfyUI's server."""
     routes.get("/tessera/runs")(list_runs)
     routes.get("/tessera/runs/{id}")(read_run)
-    routes.post(f"/tessera/runs/{{id}}/{{what:{SAVE}|{STOP}|{SAMPLE}}}")(ask_run)
+    routes.post(f"/tessera/runs/{{id}}/{{what:{SAVE}|{STOP}|{SAMPLE}|{PAUSE}}}")(ask_run)

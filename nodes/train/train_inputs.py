@@ -16,6 +16,7 @@ from ..common.types import (
     TrainingDataType,
     ValidationType,
 )
+from ..queue.turns import FINISH_FIRST, LET_PASS, MINUTES
 from .presets import CUSTOM, PRESETS, for_the_browser
 from .run import runs_folder
 
@@ -175,5 +176,24 @@ def train_inputs() -> list[io.Input]:
             tooltip="Fills in steps, learning_rate, rank and gradient_accumulation for what you train and for your "
             "model. Change any of them afterwards and this turns to custom. Use one if you don't know what to set.",
             extra_dict=for_the_browser(),
+        ),
+        io.Combo.Input(
+            "while_others_wait",
+            options=[FINISH_FIRST, LET_PASS],
+            default=FINISH_FIRST,
+            optional=True,
+            tooltip="What to do when other prompts wait in the queue. 'let them pass' saves after the current step, "
+            "lets them run, and goes on by itself. The LoRA is the same. Each pause takes the time of saving and "
+            "loading.",
+        ),
+        io.Float.Input(
+            "minutes_between_pauses",
+            default=MINUTES,
+            min=0.0,
+            max=1440.0,
+            step=0.5,
+            optional=True,
+            tooltip="The least time that it trains between two pauses; more gives it a larger share of the time.",
+            advanced=True,
         ),
     ]

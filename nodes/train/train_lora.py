@@ -22,16 +22,27 @@ from ...train.experts import ExpertObserver, plan_experts
 from ...train.objective.options import ObjectiveOptions
 from ...train.optim.options import OptimizerOptions
 from ...train.preflight.run_start import RunStart
-from ...train.train_lora import TrainResult
+from ...train.train_lora import PAUSED, TrainResult
 from ...train.watch.other_model import check_one_model
 from ...train.watch.previewer import Partner, Preview, check_previews
-from ..common.progress import ServerObserver
+from ..common.progress import prompt_id
 from ..common.saved_workflow import workflow_files
 from ..common.types import LoraModelType, LossMapType
+from ..queue.observer import PausingObserver
+from ..queue.turns import FINISH_FIRST, LET_PASS, MINUTES, Turn
 from .devices import OnDevices, SameRun, chosen_devices, stopped_before
 from .inherited_settings import overridden_notes, shared_lora_notes
 from .presets import CUSTOM, preset_notes
-from .run import node_ui, outputs, preview_sheet, run, runs_folder, settings_of_run
+from .run import (
+    node_ui,
+    outputs,
+    preview_sheet,
+    run,
+    runs_folder,
+    settings_of_run,
+    state_name,
+    summary_payload,
+)
 from .session_outputs import record_outputs, record_stopped, times_lost
 from .train_inputs import train_inputs
 
@@ -115,6 +126,8 @@ class TesseraTrainLora(io.ComfyNode):
         keep_last: int = TrainSettings.keep_last,
         devices: str = THIS_ONE,
         preset: str = CUSTOM,
+        while_others_wait: str = FINISH_FIRST,
+        minutes_between_pauses: float = MINUTES,
     ) -> io.NodeOutput:
         settings = TrainSettings(
             output_name=output_name,
@@ -138,10 +151,19 @@ class TesseraTrainLora(io.ComfyNode):
         filled |= {} if optimizer else {"learning_rate": learning_rate}
         notes = [] if preset == CUSTOM else preset_notes(preset, family_of(model), filled)
         notes += overridden_notes(settings, rank, learning_rate)
-        data = replace(data, notes=(*data.notes, *notes))
         prompt, extra, job = cls.hidden.prompt, cls.hidden.extra_pnginfo, Job.current()
+        turn = Turn(while_others_wait, minutes_between_pauses, prompt_id(), cls.hidden.unique_id)
+        if while_others_wait == LET_PASS and (reason := finishes_first(turn, devices, resume, model_low_noise)):
+            turn.lets_pass = False
+            notes.append(reason)
+        if turn.gives_way():
+            turn.follow()
+        if turn.is_over:
+            return cls._paused(turn, output_name)
+        settings = replace(settings, resume=turn.resume(resume))
+        data = replace(data, notes=(*data.notes, *notes, *turn.notes))
         files = workflow_files(prompt, extra) if job is None else job.facts.files
-        observer = ServerObserver(cls.hidden.unique_id, steps if model_low_noise is None else 2 * steps)
+        observer = PausingObserver(cls.hidden.unique_id, steps if model_low_noise is None else 2 * steps, turn)
         elsewhere: Callable[[RunStart], TrainResult | None] | None = None
         if device_ids := chosen_devices(devices):
             elsewhere = OnDevices(device_ids, prompt, extra, settings, files, observer)
@@ -156,8 +178,13 @@ class TesseraTrainLora(io.ComfyNode):
                     "without that name."
                 )
                 record_outputs(output_name, [result.path] if result.saved else [])
+                if result.paused:
+                    turn.follow(state_name(result))
+                    return cls._paused(turn, output_name, result)
                 if result.stopped:
                     record_stopped(output_name)
+                else:
+                    turn.record_finished()
                 values = (*outputs(result), blocked, blocked, blocked, preview_sheet(result), blocked)
                 return io.NodeOutput(*values, ui=node_ui(result))
             check_one_model(preview)
@@ -174,13 +201,38 @@ class TesseraTrainLora(io.ComfyNode):
                 partner = Partner(based_model, other.side, first_lora, settings.objective.expert_boundary or None)
                 arguments = expert.model, data, expert.settings, watching, files, preview, partner
                 results.append(run(*arguments, elsewhere))
+                if results[-1].paused:
+                    turn.follow(state_name(results[-1]))
+                    return cls._paused(turn, output_name, *results)
         record_outputs(output_name, [result.path for result in results if result.saved])
         if any(result.stopped for result in results):
             record_stopped(output_name)
+        else:
+            turn.record_finished()
         high, low = results
         return io.NodeOutput(
             *outputs(high), *outputs(low), preview_sheet(high), preview_sheet(low), ui=node_ui(high, low)
         )
+
+    @classmethod
+    def _paused(cls, turn: Turn, output_name: str, *results: TrainResult) -> io.NodeOutput:
+        """Return outputs that stop all nodes behind this one in silence."""
+        record_stopped(output_name)
+        paused = {"status": PAUSED, "steps_done": 0, "output_name": output_name}
+        summaries = [summary_payload(result) for result in results] or [paused]
+        ui = {"tessera": [{**summary, "next_prompt_id": turn.next_prompt_id} for summary in summaries]}
+        return io.NodeOutput(*[ExecutionBlocker(None)] * len(cls.define_schema().outputs), ui=ui)
+
+
+def finishes_first(turn: Turn, devices: str, resume: str, model_low_noise: ModelPatcher | None) -> str:
+    """Say why a run can't let other prompts pass; empty if it can."""
+    if not turn.has_queue:
+        return "while_others_wait has no effect here: this workflow runs without ComfyUI's queue."
+    if chosen_devices(devices):
+        return "while_others_wait has no effect on several devices: this run trains to its end before others."
+    if model_low_noise is not None and resume != "latest":
+        return "while_others_wait needs resume 'latest' with two experts: this run trains to its end before others."
+    return ""
 
 
 NODES = [TesseraTrainLora]

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from ..distributed.world import World
 from ..report.errors import error_sentence
-from ..report.observer import SAMPLE, SAVE, STOP, Observer
+from ..report.observer import PAUSE, SAMPLE, SAVE, STOP, Observer
 from .learner import Learner
 
 # Layout after the gradients: the loss, the number of ranks that abort, the requests of rank 0's user, and one flag per
 # weight for whether it has a gradient.
 _LOSS, _ABORTING, _REQUESTS, _FLAGS = 0, 1, 2, 3
-_REQUEST_BITS = {SAVE: 1, STOP: 2, SAMPLE: 4}  # bit flags
+_REQUEST_BITS = {SAVE: 1, STOP: 2, SAMPLE: 4, PAUSE: 8}  # bit flags
 
 
 class GradientSync:

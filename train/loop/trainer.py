@@ -16,7 +16,7 @@ from ..distributed.ranks import check_alike
 from ..placement.placed_model import PlacedModel
 from ..preflight.context import RunContext
 from ..report import errors
-from ..report.observer import SAMPLE, SAVE, STOP, Observer
+from ..report.observer import PAUSE, SAMPLE, SAVE, STOP, Observer
 from .gradient_sync import GradientSync
 from .learner import Learner
 from .progress import Progress
@@ -91,8 +91,10 @@ class Trainer:
         linears = self.placed.weights.transformer.linears()
         return self.learner.apply_warm_start(start, lambda name: linears[name].read_on_device().full())
 
-    def run(self) -> None:
-        """Train to the last step, or to the one after which the user stops the run.
+    def run(self) -> str:
+        """Train to the last step, or to the one after which the user stops or pauses the run.
+
+        Returns STOP or PAUSE if it ended before the last step, else an empty text.
 
         Raises TrainingStopped for known errors (OOM, NaN, too many graphs), else the error itself; saves first.
         """
@@ -103,6 +105,7 @@ class Trainer:
         try:
             self.choose_low_bit()
             self.call_watchers(())
+            ending = ""
             while progress.step < steps:
                 self.observer.check_interrupted()
                 self.observer.step(self.train_step.run())
@@ -114,9 +117,10 @@ class Trainer:
                 if SAMPLE in requests:
                     self.train_step.batches.drop_ahead()  # previews may need its memory
                 self.call_watchers(requests)
-                if STOP in requests:
+                if ending := next((request for request in (STOP, PAUSE) if request in requests), ""):
                     break
             self.check_ranks("final")  # inside try, so that an error in it saves too
+            return ending if progress.step < steps else ""
         except BaseException as error:
             self.train_step.sync.abort(error, progress.step + 1, self.placed.memory.sharing.abort)
             self.saver.save_unsaved_progress()

@@ -36,7 +36,7 @@ class StepReport:
         return ", ".join(parts)
 
 
-SAVE, STOP, SAMPLE = "save", "stop", "sample"
+SAVE, STOP, SAMPLE, PAUSE = "save", "stop", "sample", "pause"
 
 
 class Observer(Protocol):
@@ -86,7 +86,8 @@ class Observer(Protocol):
     def take_requests(self) -> AbstractSet[str]:
         """Return the requests of the user after this step, each once.
 
-        SAVE saves now, SAMPLE makes all previews now, STOP ends the run here.
+        SAVE saves now, SAMPLE makes all previews now, STOP ends the run here and keeps the LoRA, PAUSE ends it to be
+        continued.
         """
         ...
 

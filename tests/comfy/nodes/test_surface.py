@@ -368,6 +368,8 @@ SURFACE = {
             "keep_last? INT = 0",
             'devices? STRING = "this one"',
             'preset? COMBO = "custom"',
+            'while_others_wait? COMBO = "finish first"',
+            "minutes_between_pauses? FLOAT = 5.0",
         ],
         [
             "LORA_MODEL lora",

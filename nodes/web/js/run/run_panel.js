@@ -10,7 +10,10 @@ const HEIGHT = 232 // of the panel without previews, in pixels; the report gives
 const WIDTH = 1000 // of the drawing, in units that are stretched to the node
 const DEPTH = 100
 const COLOURS = { loss: 'var(--descrip-text)', mean: '#2f74e6', validation: '#d97706', saves: '#059669' }
-const END_WORDS = { finished: 'Finished', cancelled: 'Stopped', stopped: 'Stopped and kept', failed: 'Ended by an error', unsaved: 'Not saved' }
+const END_WORDS = {
+  finished: 'Finished', cancelled: 'Stopped', stopped: 'Stopped and kept', paused: 'Paused', failed: 'Ended by an error',
+  unsaved: 'Not saved',
+}
 
 const ASK_WORDS = {
   stop: ['Stop and keep', 'End after this step as if it were the last: the LoRA is saved and the workflow continues.'],
@@ -162,9 +165,19 @@ function ending({ seconds, timed_from: from, steps, loss_ends: [first, last] }) 
     : t('Done in {time}, loss from {first} to {last}', values)
 }
 
+/** What a paused run waits for. */
+function waiting(run) {
+  if (!run.next_prompt_id) return t('Paused at step {step}. Go on in the Training tab, or queue the workflow again.', run)
+  if (!run.ahead) return t('Goes on at step {step}.', run)
+  return run.ahead === 1
+    ? t('Paused for 1 other prompt. Goes on by itself at step {step}.', run)
+    : t('Paused for {ahead} other prompts. Goes on by itself at step {step}.', run)
+}
+
 function sentence(run) {
   if (run.running) return run.phase ?? ''
   if (run.status === 'finished') return run.loss_ends ? ending(run) : ''
   if (run.status === 'failed') return '' // its sentence stands on the node in red
+  if (run.status === 'paused') return waiting(run)
   return run.text || (run.status ? '' : t('No end was recorded: it was killed, or another program is still training it.'))
 }

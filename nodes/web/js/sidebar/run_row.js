@@ -6,9 +6,9 @@ import { DRAG } from './lora_drop.js'
 import { t } from '../common/words.js'
 import { WORDS } from './sentences.js'
 
-const STATES = ['finished', 'stopped', 'cancelled', 'failed', 'unsaved']
+const STATES = ['finished', 'stopped', 'paused', 'cancelled', 'failed', 'unsaved']
 
-/** Makes a row. `does` holds what its parts do: choose, open, add, remove, and `dragged(event)`. */
+/** Makes a row. `does` holds what its parts do: choose, open, add, pause, goOn, remove, and `dragged(event)`. */
 export function makeRow(does) {
   const element = document.createElement('div')
   element.className = 'tessera-runs-row'
@@ -26,6 +26,9 @@ export function makeRow(does) {
   const buttons = part(element, 'tessera-row-buttons')
   const open = button(buttons, t(WORDS.open), t(WORDS.openTitle), does.open)
   const add = button(buttons, t(WORDS.add), t(WORDS.addTitle), does.add)
+  const pause = button(buttons, t(WORDS.pause), t(WORDS.pauseTitle), does.pause)
+  const goOn = button(buttons, t(WORDS.goOn), t(WORDS.goOnTitle), does.goOn)
+  for (const each of [pause, goOn]) each.style.display = 'none'
   const remove = button(buttons, t(WORDS.delete), t(WORDS.deleteTitle), does.remove)
   box.addEventListener('change', () => does.choose(box.checked))
   element.addEventListener('dragstart', (event) => {
@@ -37,7 +40,7 @@ export function makeRow(does) {
     event.dataTransfer.effectAllowed = 'copy'
   })
   return Object.assign(element, {
-    parts: { box, name, picture, none, state, model, sparkline, open, add, remove },
+    parts: { box, name, picture, none, state, model, sparkline, open, add, pause, goOn, remove },
     detail: /** @type {any} */ (undefined), // what the run itself told last
     sampled: '', // which preview is shown
     isOf: '', // which state of the run the list told last
@@ -66,12 +69,14 @@ export function drawRow(row, run, off, colour) {
 
 /** Shows what a run itself tells: its state, its curve, whether it has a LoRA. */
 export function drawDetail(row, detail, colour) {
-  const { state, sparkline, add } = row.parts
+  const { state, sparkline, add, pause, goOn } = row.parts
   const kind = detail.running ? 'running' : STATES.includes(detail.status) ? detail.status : 'brokeOff'
   state.textContent = t(WORDS[kind], { step: detail.step, steps: detail.steps || detail.step })
   state.title = detail.text || state.textContent
   state.style.color = detail.running ? '#059669' : kind === 'failed' ? 'var(--error-text)' : ''
   drawSparkline(sparkline, detail.loss, detail, colour)
+  pause.style.display = detail.running ? '' : 'none'
+  goOn.style.display = kind === 'paused' && !detail.next_prompt_id ? '' : 'none'
   enable(add, detail.last_lora)
   add.title = detail.last_lora ? t(WORDS.addTitle) : t(WORDS.noLora)
   row.draggable = !add.disabled

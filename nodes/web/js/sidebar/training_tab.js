@@ -2,12 +2,13 @@
 import { app } from '../../../../scripts/app.js'
 import { api } from '../../../../scripts/api.js'
 import { button, part } from '../common/elements.js'
-import { read } from '../run/ask.js'
+import { change, read } from '../run/ask.js'
 import { every } from '../common/poll.js'
 import { throttle } from '../common/throttle.js'
 import { COLOURS, drawChart, makeChart } from './chart.js'
 import { deletion, makeTrash } from './deletion.js'
 import { keepFocus } from './focus.js'
+import { loadLine, makeLine } from './line.js'
 import { addLoader, middle, takeDrops } from './lora_drop.js'
 import { drawDetail, drawPreview, drawRow, makeRow } from './run_row.js'
 import { t, translations } from '../common/words.js'
@@ -55,6 +56,7 @@ function build(host) {
   const count = part(head, 'tessera-aside')
   const [said, gone] = [statusPlace(root), statusPlace(root)]
   const chart = makeChart(root, () => [...chosen.keys()].forEach(takeOut), takeOut)
+  const line = makeLine(root, attempt)
   const list = part(root, 'tessera-runs-list')
   list.setAttribute('role', 'list')
   list.setAttribute('aria-label', t(WORDS.tooltip))
@@ -64,7 +66,7 @@ function build(host) {
     for (const { target, isIntersecting } of entries) Object.assign(target, { isSeen: isIntersecting })
     askForSeen()
   }, { root: list, rootMargin: '200px' })
-  return { host, root, count, said, gone, chart, list, foot, trash, watch, rows: new Map(), pages: 1, asked: 0, asking: 0 }
+  return { host, root, count, said, gone, chart, line, list, foot, trash, watch, rows: new Map(), pages: 1, asked: 0, asking: 0 }
 }
 
 /** Shows a sentence above the list. */
@@ -107,6 +109,7 @@ async function load(pages = view.pages) {
     keepFocus(now.root, () => show(new Map(found.flatMap((page) => page.runs.map((run) => [run.id, run]))), last), nearest)
     if (now.isUnlisted) tell('')
     await deletions.drawTrash(off)
+    if (now === view) await loadLine(now.line)
   } catch (error) {
     if (isLate()) return
     tell(error.message, true)
@@ -149,6 +152,8 @@ function newRow(id) {
     choose: (isIn) => (isIn ? putIn(id) : takeOut(id)),
     open: () => attempt(() => openWorkflow(id)),
     add: () => attempt(() => addLora(id, middle())),
+    pause: () => attempt(() => pause(id, row.detail)),
+    goOn: () => attempt(() => goOn(id, row.detail)),
     remove: () => attempt(() => deletions.remove(id)),
     canAdd: () => Boolean(row.detail?.last_lora),
   })
@@ -227,6 +232,26 @@ async function openWorkflow(id) {
   const { workflow, prompt } = await read(`runs/${id}/workflow`)
   if (workflow) await app.loadGraphData(workflow, true, true, name)
   else app.loadApiJson(prompt, name)
+}
+
+async function pause(id, { prompt_id }) {
+  await change(`runs/${id}/pause`, { prompt_id })
+  tell(t(WORDS.pausing, { name: runs.get(id).folder }))
+}
+
+/** Queues a paused run again: the prompt that the server holds or, after its restart, the one beside the LoRA. */
+async function goOn(id, { prompt_id }) {
+  const { folder } = runs.get(id)
+  try {
+    await change('go_on', { prompt_id })
+  } catch (error) {
+    if (error.status !== 409) throw error
+    const [{ prompt }, { workflow }] = await Promise.all(
+      ['workflow?prompt=1', 'workflow'].map((path) => read(`runs/${id}/${path}`)),
+    )
+    await api.queuePrompt(0, { output: prompt, workflow })
+  }
+  tell(t(WORDS.queued, { name: folder }))
 }
 
 async function addLora(id, at) {

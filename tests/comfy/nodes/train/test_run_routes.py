@@ -12,6 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
 from comfy_server import DIRECT, PATIENCE
 from PIL import Image
+from tessera.nodes.common import asked_by
 from tessera.nodes.train import run_deletion, run_files, run_routes
 from tiny.nodes.prompt import awaited, node
 from tiny.nodes.routes import ask
@@ -93,7 +94,7 @@ JSON = {"Content-Type": "application/json"}
 
 def test_an_origin_that_is_no_address_is_refused():
     headers = JSON | {"Host": "localhost", "Origin": "http://[::"}
-    refused = run_routes.refused_post(make_mocked_request("POST", "/", headers=headers))
+    refused = asked_by.refused_post(make_mocked_request("POST", "/", headers=headers))
     assert refused is not None and refused.status == 403
 
 

@@ -1,0 +1,1 @@
+"""ComfyUI's queue, in which trainings let other prompts pass."""
