@@ -494,3 +494,38 @@ def test_what_the_tab_says_is_announced_and_a_server_that_came_back_is_not_calle
     load()
     expect(tab).to_contain_text("This run has no workflow")  # which is not of the list
     assert frontend.crashes == []
+
+
+def test_a_paused_run_goes_on_and_trainings_in_line_change_places(frontend, comfyui):
+    """After a restart of the server the prompt beside the LoRA is queued; while it trains, Pause ends it."""
+    prompt = {"image": {"class_type": "EmptyImage", "inputs": {"width": 16, "height": 16, "batch_size": 1, "color": 0}}}
+    prompt["shown"] = {"class_type": "PreviewImage", "inputs": {"images": ["image", 0]}}
+    root = comfyui.base / "output" / "loras" / "resting"
+    owl = write_run(root, "owl (001)", 40, 100, status="paused", prompt_id="before the restart")
+    (owl / "owl.api.json").write_text(json.dumps(prompt))
+    (owl / "owl.workflow.json").write_text(json.dumps(made_by()))
+    line = [{"prompt_id": "a", "names": ["first"]}, {"prompt_id": "b", "names": ["second"]}]
+    page, orders = frontend.page, []
+
+    def answer(route):
+        if route.request.method == "POST":
+            orders.append(route.request.post_data_json["order"])
+            line.reverse()
+        route.fulfill(json={"line": line})
+
+    page.route("**/tessera/line", answer)
+    try:
+        tab = open_tab(frontend, "resting")
+        expect(row(tab, "owl")).to_contain_text("Paused at step 40 of 100")
+        expect(row(tab, "owl").get_by_role("button", name="Pause", exact=True)).to_be_hidden()
+        expect(tab.locator(".tessera-line-row")).to_contain_text(["first", "second"])
+        tab.locator(".tessera-line-row").get_by_role("button", name="Earlier").click()
+        expect(tab.locator(".tessera-line-row")).to_contain_text(["second", "first"])
+        assert orders == [["b", "a"]]
+        with page.expect_response(lambda reply: reply.url.endswith("/prompt")) as queued:
+            row(tab, "owl").get_by_role("button", name="Go on").click()
+        expect(tab).to_contain_text("owl (001) is in the queue.")
+        assert comfyui.wait(queued.value.json()["prompt_id"])["prompt"][2].keys() == prompt.keys()
+    finally:
+        page.unroute("**/tessera/line")
+        shutil.rmtree(root)
