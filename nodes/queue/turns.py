@@ -54,7 +54,7 @@ class Pause:
 
 
 class Turns:
-    """What this server knows of trainings in its queue.
+    """Memory of the trainings in this server's queue.
 
     finished: signatures of trainings that ended with a LoRA, see `prompts.signature`.
     pauses: by the id of the prompt that goes on.
