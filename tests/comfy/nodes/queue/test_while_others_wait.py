@@ -70,7 +70,7 @@ def test_a_training_that_pauses_twice_gives_the_bits_of_one_that_does_not(resume
     assert len(list((server.base / "output").glob(f"{name}_beside*"))) == 1
     assert len(list((server.base / "output").glob(f"{name}_0*.safetensors"))) == 1
     (note,) = (text for text in summary_of(entries[-1])["notes"] if text.startswith("Paused"))
-    assert note.startswith("Paused twice for 3 other prompts so far; the last pause took ")
+    assert note.startswith("Paused 2 times for 3 other prompts so far; the last pause took ")
 
 
 def test_trainings_keep_their_order_and_pictures_go_first(server, tiny_loaders, uninterrupted):
