@@ -49,9 +49,9 @@ def _by_weight(entries: Iterable[tuple[Target, Any]]) -> dict[str, list[_Content
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Mute the root logger, to which ComfyUI's reader writes, for a reading that is only compared."""
-    before = logging.root.manager.disable
+    level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         yield
     finally:
-        logging.disable(before)
+        logging.disable(level)

@@ -109,7 +109,7 @@ def read_patches(lora: Mapping[str, Tensor], table: NameTable, model: Any) -> Lo
     key_map = KeyMap(model, table)
     groups: list[list[tuple[_Update, Target]]] = []
     unread: list[str] = []
-    others: list[str] = []
+    other_modules: list[str] = []
     times: dict[Target, int] = {}
     for update in _updates(plain):
         target = key_map.find(update.module)
@@ -117,7 +117,7 @@ def read_patches(lora: Mapping[str, Tensor], table: NameTable, model: Any) -> Lo
         if not pieces:
             unread += update.keys.values()
             if not all(map(is_text_encoder, update.keys.values())):
-                others.append(update.module)
+                other_modules.append(update.module)
             continue
         for piece in pieces:
             number = times.get(piece[1], 0)
@@ -132,11 +132,11 @@ def read_patches(lora: Mapping[str, Tensor], table: NameTable, model: Any) -> Lo
         read.append(patches)
         unread += unused
         for update, _ in group:
-            group_layers = layers if set(update.keys.values()) - set(unused) else others
+            group_layers = layers if set(update.keys.values()) - set(unused) else other_modules
             group_layers.append(update.module)
     encoder = tuple(key for key in unread if is_text_encoder(key))
     unknown = tuple(dict.fromkeys(key for key in unread if not is_text_encoder(key)))
-    names = tuple(dict.fromkeys(layers)), tuple(dict.fromkeys(others))
+    names = tuple(dict.fromkeys(layers)), tuple(dict.fromkeys(other_modules))
     return LoraPatches(tuple(read), unknown, encoder, *names, _doubled(read))
 
 
@@ -154,8 +154,10 @@ def read_lora(lora: Mapping[str, Tensor], family: Family, model: Any) -> ReadLor
         else:
             other_names.append(name_of(key))
     modules = {name: parts for name, group in patches.items() if (parts := _as_one(group, name, shapes[name]))}
-    others = tuple(other_names)
-    return ReadLora(modules, patches, others, len(read.text_encoder), read.unknown, read.doubled, read.other_layers)
+    other_weights = tuple(other_names)
+    return ReadLora(
+        modules, patches, other_weights, len(read.text_encoder), read.unknown, read.doubled, read.other_layers
+    )
 
 
 def _updates(lora: Mapping[str, Tensor]) -> list[_Update]:

@@ -189,8 +189,8 @@ class Flux(FluxFamily):
 
     def notes(self, model: Any, samples: Sequence[SampleFacts]) -> list[str]:
         is_dev = self.variant(model) == "dev"
-        most = DEV_TEXT_LENGTH if is_dev else SCHNELL_TEXT_LENGTH
-        long = sum(sample.text_length > most for sample in samples)
+        limit = DEV_TEXT_LENGTH if is_dev else SCHNELL_TEXT_LENGTH
+        long = sum(sample.text_length > limit for sample in samples)
         if not long:
             return []
         if is_dev:

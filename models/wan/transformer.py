@@ -124,10 +124,10 @@ class WanTransformer:
         if torch.is_grad_enabled() and not x.requires_grad:
             # The first block must look like the others to the compiler: its input requires grad too.
             x = x.requires_grad_()
-        text, *others = context
+        text, *extra_context = context
         key_mask = None if inputs.text_mask is None else inputs.text_mask[:, None, None]
         if inputs.clean is not None:
-            others.append(inputs.clean)
+            extra_context.append(inputs.clean)
         for block in self._blocks:
-            x = run(block, x, projected, pe, text, key_mask, *others)
+            x = run(block, x, projected, pe, text, key_mask, *extra_context)
         return self.final(x, e, inputs.clean)

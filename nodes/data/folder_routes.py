@@ -121,9 +121,9 @@ def _page(listing: FolderPage, folder: Path) -> dict[str, Any]:
 
 
 def _entry(entry: PageEntry, folder: Path) -> dict[str, Any]:
-    below = entry.path == folder / entry.name
+    is_below = entry.path == folder / entry.name
     return {
-        "file": _id(entry.name if below else str(entry.path)),
+        "file": _id(entry.name if is_below else str(entry.path)),
         "state": file_state(entry.path),
         "name": _clean(entry.name),
         "caption": entry.caption,

@@ -224,10 +224,10 @@ class TesseraCompareLoras(io.ComfyNode):
 
         comparison = compare(stages, samplings, columns, tell, throw_exception_if_processing_interrupted, CLIPS[clips])
         grid = torch.cat([image_tensor(sheet) for sheet in comparison.grid])
-        shown = cls._grid_preview(grid, samplings[0].fps).as_dict()
+        ui = cls._grid_preview(grid, samplings[0].fps).as_dict()
         if comparison.notes:
-            shown["tessera"] = [{"notes": comparison.notes}]
-        return io.NodeOutput(grid, comparison.pictures, ui=shown)
+            ui["tessera"] = [{"notes": comparison.notes}]
+        return io.NodeOutput(grid, comparison.pictures, ui=ui)
 
     @classmethod
     def _grid_preview(cls, grid: Tensor, fps: float) -> ui.PreviewImage | ui.SavedImages:

@@ -95,10 +95,10 @@ def block(
 ) -> tuple[Tensor, Tensor]:
     """Pictures and text with their own weights that meet in one attention, text first."""
     # Six values for each token, (T, 6·D).
-    of_picture, of_reference = (w.linear(f"{name}.img_mod.1", silu(t)) for t in (temb, temb_ref))
+    picture_mod, reference_mod = (w.linear(f"{name}.img_mod.1", silu(t)) for t in (temb, temb_ref))
     is_own = (torch.arange(len(img)) < picture_tokens)[:, None]
     mods = {
-        "img": torch.where(is_own, of_picture, of_reference).chunk(6, dim=-1),
+        "img": torch.where(is_own, picture_mod, reference_mod).chunk(6, dim=-1),
         "txt": w.linear(f"{name}.txt_mod.1", silu(temb))[None].chunk(6, dim=-1),
     }
     layers = {"txt": ("add_q_proj", "add_k_proj", "add_v_proj"), "img": ("to_q", "to_k", "to_v")}

@@ -18,6 +18,6 @@ def version(text: str) -> tuple[int, ...]:
 
 def is_newer(comfyui: Path, oldest: str) -> bool:
     """Return whether the ComfyUI in this folder is newer than the version `oldest`."""
-    found = re.search(r"__version__ = \"(.+?)\"", (comfyui / "comfyui_version.py").read_text(encoding="utf-8"))
-    assert found is not None, comfyui
-    return version(found[1]) > version(oldest)
+    match = re.search(r"__version__ = \"(.+?)\"", (comfyui / "comfyui_version.py").read_text(encoding="utf-8"))
+    assert match is not None, comfyui
+    return version(match[1]) > version(oldest)

@@ -27,13 +27,13 @@ def marked() -> dict[str, set[str]]:
         *FAST_TESTS,
     ]
     environment = os.environ | {"COMFYUI_PATH": str(find_comfyui())}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert process.returncode == 0, process.stdout + process.stderr
     names = "|".join(sorted(CASES, key=len, reverse=True))
-    found: dict[str, set[str]] = {}
-    for file, name in re.findall(rf"(test_\w+)\.py::\w+\[({names})\b", done.stdout):
-        found.setdefault(file, set()).add(CASES[name].family)
-    return found
+    families: dict[str, set[str]] = {}
+    for file, name in re.findall(rf"(test_\w+)\.py::\w+\[({names})\b", process.stdout):
+        families.setdefault(file, set()).add(CASES[name].family)
+    return families
 
 
 @pytest.mark.parametrize("file", ["test_gradients", "test_resume", "test_swap", "test_graphs", "test_lora_files"])

@@ -122,8 +122,12 @@ def _with_backward(run: Any, block: Block, args: tuple[Any, ...]) -> Results:
     partials = torch.autograd.grad(outs, inputs, ends, allow_unused=True) if outs and inputs else [None] * len(inputs)
     gradients = [torch.zeros_like(w) if g is None else g for w, g in zip(inputs, partials, strict=True)]
     rest = iter(gradients[len(leaves) :])
-    of_adapters = [next(rest).float() + (0.0 if cast is None else next(rest).float()) for _, cast in sources]
-    return [output.detach().float() for output in outputs], [g.float() for g in gradients[: len(leaves)]], of_adapters
+    adapter_gradients = [next(rest).float() + (0.0 if cast is None else next(rest).float()) for _, cast in sources]
+    return (
+        [output.detach().float() for output in outputs],
+        [g.float() for g in gradients[: len(leaves)]],
+        adapter_gradients,
+    )
 
 
 @contextmanager

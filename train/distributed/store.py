@@ -67,8 +67,8 @@ class RunStore:
     def set_once(self, topic: Topic, value: object, name: str) -> None:
         """Write the only message of this topic and name: ranks that wait for it could read either of two."""
         key, text = self.key(topic, name), json.dumps(value)
-        written = self.torch_store.compare_set(key, "", text).decode()
-        assert written == text, f"{key} is used for {written[:80]} and for {text[:80]}"
+        stored = self.torch_store.compare_set(key, "", text).decode()
+        assert stored == text, f"{key} is used for {stored[:80]} and for {text[:80]}"
 
     def get(self, topic: Topic, name: str = "") -> Any:
         """Return a message; None if no rank has written it."""

@@ -57,9 +57,9 @@ print(json.dumps(runs))
 def test_the_choice_of_attention_holds_when_comfyui_is_imported_and_while_it_samples():
     command = [sys.executable, "-c", SCRIPT, str(BENCHMARKS)]
     environment = os.environ | {"COMFYUI_PATH": str(find_comfyui())}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    runs = json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    runs = json.loads(process.stdout.splitlines()[-1])
     plain, flash = [True, ["MATH"] * 2, [False, True]], [False, ["FLASH_ATTENTION"] * 2, [True, True]]
     assert runs == [plain, plain, flash, plain]
 

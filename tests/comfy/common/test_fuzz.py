@@ -70,16 +70,16 @@ def test_an_input_that_is_refused_in_a_sentence_is_no_fault(tmp_path):
 
 
 def test_the_same_seed_gives_the_same_inputs(tmp_path):
-    def given(seed: str) -> list[str]:
-        found: list[str] = []
-        search(Reader("same", READERS[0].inputs, found.append), seed, 20, tmp_path)
-        return found
+    def inputs_of(seed: str) -> list[str]:
+        inputs: list[str] = []
+        search(Reader("same", READERS[0].inputs, inputs.append), seed, 20, tmp_path)
+        return inputs
 
-    assert given("1") == given("1") != given("2")
+    assert inputs_of("1") == inputs_of("1") != inputs_of("2")
 
 
 def test_a_minute_of_hostile_inputs_breaks_no_bound():
     command = [sys.executable, str(FUZZ), "--seconds", "40", "--seed", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
-    assert "0 faults" in done.stdout and "inputs to a server" in done.stdout
+    process = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert process.returncode == 0, f"{process.stdout[-6000:]}\n{process.stderr[-3000:]}"
+    assert "0 faults" in process.stdout and "inputs to a server" in process.stdout

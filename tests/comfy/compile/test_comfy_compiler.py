@@ -36,7 +36,7 @@ class ModelPrefetch(ModuleType):
 
     def __init__(self, args):
         super().__init__("comfy.model_prefetch")
-        self.args, self.begun, self.ended, self.aborted, self.options = args, 0, 0, 0, []
+        self.args, self.starts, self.ended, self.aborted, self.options = args, 0, 0, 0, []
         self.MALLOC_GRAPHS = {}
 
     def malloc_graph_enabled(self, device):
@@ -45,7 +45,7 @@ class ModelPrefetch(ModuleType):
     def malloc_graph_begin(self, device):
         if not self.malloc_graph_enabled(device):
             return
-        self.begun += 1
+        self.starts += 1
         self.MALLOC_GRAPHS.setdefault(threading.get_ident(), Graph())._comfy_active = True
 
     def malloc_graph_end(self):
@@ -98,11 +98,11 @@ def as_it_was(model):
 @pytest.mark.parametrize("scope", ["blocks", "stack", "model"])
 def test_a_compiled_model_is_not_recorded_and_others_are_again(tiny_flux, recording, scope):
     clone, compiled_model = compile_model(tiny_flux, CompileSettings("eager", scope=scope))
-    made = sampled(clone)
+    picture = sampled(clone)
     assert compiled_model.report().counts().graphs > 0
-    assert recording.begun == 0 and set(recording.options) == {True} and as_it_was(clone)
-    assert torch.equal(sampled(tiny_flux), made)
-    assert recording.begun == recording.ended == STEPS and recording.options[-STEPS:] == [None] * STEPS
+    assert recording.starts == 0 and set(recording.options) == {True} and as_it_was(clone)
+    assert torch.equal(sampled(tiny_flux), picture)
+    assert recording.starts == recording.ended == STEPS and recording.options[-STEPS:] == [None] * STEPS
 
 
 @pytest.mark.parametrize("with_compile", [False, True])
@@ -111,14 +111,14 @@ def test_a_model_whose_blocks_stream_is_not_recorded(tiny_flux, recording, with_
     if with_compile:
         swapped, _ = compile_model(swapped, CompileSettings("eager"))
     sampled(swapped)
-    assert recording.begun == 0 and len(recording.options) == STEPS and as_it_was(swapped)
+    assert recording.starts == 0 and len(recording.options) == STEPS and as_it_was(swapped)
 
 
 def test_eager_is_measured_as_it_is_and_no_step_beside_compiled_ones_is_recorded(tiny_flux, recording):
     inputs = step_inputs(tiny_flux, StepSize(64, 64, text_length=16, cfg=1.0))
     eager: list[int] = []
-    tune(tiny_flux, inputs, 600, [CompileSettings("eager")], lambda done, _: eager.append(recording.begun))
-    assert eager[0] == 0 and eager[1] > 0 and recording.begun == eager[1] < len(recording.options)
+    tune(tiny_flux, inputs, 600, [CompileSettings("eager")], lambda count, _: eager.append(recording.starts))
+    assert eager[0] == 0 and eager[1] > 0 and recording.starts == eager[1] < len(recording.options)
     assert as_it_was(tiny_flux)
 
 
@@ -136,19 +136,19 @@ def test_after_an_error_it_is_as_before(tiny_flux, recording):
 def test_who_started_comfyui_without_it_has_it_off_afterwards(tiny_flux, recording, monkeypatch):
     monkeypatch.setattr(comfy.cli_args.args, OPTION, True)
     sampled(compile_model(tiny_flux, CompileSettings("eager"))[0])
-    assert comfy.cli_args.args.disable_comfy_compiler is True and recording.begun == 0
+    assert comfy.cli_args.args.disable_comfy_compiler is True and recording.starts == 0
 
 
 def test_other_threads_keep_it_meanwhile(monkeypatch):
     args = Namespace(disable_comfy_compiler=False)
     monkeypatch.setattr(comfy.cli_args, "args", args)
-    inside, leave, seen = threading.Event(), threading.Event(), []
+    inside, leave, values = threading.Event(), threading.Event(), []
 
     def other():
         with without_comfy_compiler((), {"transformer_options": {}}):
             inside.set()
             leave.wait(10)
-            seen.append(args.disable_comfy_compiler)
+            values.append(args.disable_comfy_compiler)
 
     thread = threading.Thread(target=other)
     with without_comfy_compiler((), {}):
@@ -157,7 +157,7 @@ def test_other_threads_keep_it_meanwhile(monkeypatch):
     assert args.disable_comfy_compiler is False
     leave.set()
     thread.join()
-    assert seen == [True] and args.disable_comfy_compiler is False
+    assert values == [True] and args.disable_comfy_compiler is False
     args.disable_comfy_compiler = True  # as other packs set it
     assert vars(args) == {OPTION: True} and args.disable_comfy_compiler is True
 
@@ -183,7 +183,7 @@ MODES = {"plain": {}, "swapped": {"memory": MemoryOptions(blocks_to_swap=2)}, "c
 @pytest.mark.parametrize("mode", MODES)
 def test_training_through_comfyui_s_own_forward_is_not_recorded(mode, tiny_flux, recording, tmp_path, monkeypatch):
     native_step(tiny_flux, tmp_path, monkeypatch, **MODES[mode]).close()
-    assert recording.begun == 0 and recording.options and set(recording.options) == {True} and as_it_was(tiny_flux)
+    assert recording.starts == 0 and recording.options and set(recording.options) == {True} and as_it_was(tiny_flux)
 
 
 def test_what_an_error_of_sampling_left_recording_on_the_thread_is_ended(tiny_flux, recording, tmp_path, monkeypatch):
@@ -202,18 +202,18 @@ def test_an_error_in_a_forward_that_records_all_the_same_leaves_nothing_active(
     forward = Flux.forward
 
     def failing(self, *args, **kwargs):
-        recording.begun += 1
+        recording.starts += 1
         recording.MALLOC_GRAPHS.setdefault(threading.get_ident(), Graph())._comfy_active = True
         raise InterruptedError
 
     monkeypatch.setattr(Flux, "forward", failing)
     with pytest.raises(InterruptedError):
         trainer.train_step.forward_backward([micro_batch(0)])
-    assert recording.begun == 1 and not recording.active
+    assert recording.starts == 1 and not recording.active
     monkeypatch.setattr(Flux, "forward", forward)
     trainer.close()
     finished = Graph()
     recording.MALLOC_GRAPHS[threading.get_ident()] = finished
     sampled(tiny_flux)  # records again, and what it has recorded stays for the next step
-    assert recording.begun == recording.ended + 1 == STEPS + 1
+    assert recording.starts == recording.ended + 1 == STEPS + 1
     assert recording.MALLOC_GRAPHS[threading.get_ident()] is finished

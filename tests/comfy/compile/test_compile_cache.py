@@ -46,11 +46,11 @@ print(json.dumps({
 def session(folder: Path, checkpoint: Path, pack: str, **environment: str) -> dict:
     settings = {key: value for key, value in os.environ.items() if not key.startswith(("TORCHINDUCTOR", "TRITON"))}
     arguments = [sys.executable, "-c", SESSION, str(SUPPORT), pack, str(folder), str(checkpoint)]
-    done = subprocess.run(
+    process = subprocess.run(
         arguments, env=settings | environment, capture_output=True, text=True, timeout=900, cwd=checkpoint.parent
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    assert process.returncode == 0, process.stderr[-3000:]
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -117,10 +117,10 @@ def test_a_folder_of_the_users_own_stays(tmp_path, environment):
 
 
 def test_a_folder_that_cannot_be_written_is_said_and_torchs_own_stays(tmp_path):
-    before = os.environ[FOLDER]
+    folder = os.environ[FOLDER]
     (tmp_path / "file").write_text("")
     said = use_persistent_cache(tmp_path / "file" / "cache")
-    assert "can't be written" in said and os.environ[FOLDER] == before
+    assert "can't be written" in said and os.environ[FOLDER] == folder
 
 
 @pytest.mark.parametrize(

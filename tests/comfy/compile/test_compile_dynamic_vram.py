@@ -40,15 +40,15 @@ def test_it_is_loaded_once_more_without_dynamic_vram_and_only_once(dynamic: Any)
     clone, compiled_model = compile_model(dynamic, SETTINGS)
     assert not clone.is_dynamic() and clone.model is not dynamic.model
     assert [note for note in compiled_model.notes if "dynamic VRAM" in note and "without it" in note]
-    again, other = compile_model(dynamic.clone(), SETTINGS)
-    assert again.model is clone.model and other is compiled_model
-    assert torch.equal(sample(again, "flux"), sample(dynamic, "flux"))
+    reloaded, other = compile_model(dynamic.clone(), SETTINGS)
+    assert reloaded.model is clone.model and other is compiled_model
+    assert torch.equal(sample(reloaded, "flux"), sample(dynamic, "flux"))
     assert compiled_model.report().counts().graphs == 2
 
 
-@pytest.mark.parametrize("how", ["fp8", "int8 rotated"])
-def test_a_file_of_8_bit_samples_as_before(how: str, tmp_path: Path) -> None:
-    path = tiny.write_flux(tmp_path / "flux.safetensors", quantised=how)
+@pytest.mark.parametrize("storage", ["fp8", "int8 rotated"])
+def test_a_file_of_8_bit_samples_as_before(storage: str, tmp_path: Path) -> None:
+    path = tiny.write_flux(tmp_path / "flux.safetensors", quantised=storage)
     with torch.inference_mode():  # as a node loads it
         model = comfy.sd.load_diffusion_model(str(path))
     model.__class__ = UnderDynamicVram
@@ -87,8 +87,8 @@ def test_a_model_put_into_8_bit_is_loaded_once_more_of_the_same_bytes(
         model, _ = model_file.open_quantized(str(tiny_files["flux"]), {}, "int8", True)
     assert model.is_dynamic() and quantize_of(model.clone()) == "int8"
     settings = SwapSettings(blocks_to_swap=2)
-    made = [lambda: compile_model(model.clone(), SETTINGS)[0], lambda: swap(model.clone(), settings)[0]]
-    clones = [make() for make in (made if first == "compile" else made[::-1])]
+    makers = [lambda: compile_model(model.clone(), SETTINGS)[0], lambda: swap(model.clone(), settings)[0]]
+    clones = [make() for make in (makers if first == "compile" else makers[::-1])]
     assert clones[0].model is clones[1].model is not model.model
     assert len(counts) == 1 and counts[0] > 8
     assert all(not clone.is_dynamic() and quantize_of(clone) == "int8" for clone in clones)
@@ -102,25 +102,25 @@ def test_the_second_model_in_8_bit_is_no_second_copy(
     with torch.inference_mode():
         model, _ = model_file.open_quantized(str(tiny_files["flux"]), {}, "int8", True)
     clone, _ = compile_model(model, SETTINGS)
-    held = dict(model.model.diffusion_model.named_parameters())
-    shared = 0
+    parameters = dict(model.model.diffusion_model.named_parameters())
+    count = 0
     for name, weight in clone.model.diffusion_model.named_parameters():
         if isinstance(weight, QuantizedTensor):
-            assert quantised_data(weight).data_ptr() == quantised_data(held[name]).data_ptr(), name
-            shared += 1
-    assert shared > 8
-    gone = weakref.ref(model.model)
-    del model, clone, held, weight  # a clone holds what it was cloned of
+            assert quantised_data(weight).data_ptr() == quantised_data(parameters[name]).data_ptr(), name
+            count += 1
+    assert count > 8
+    freed = weakref.ref(model.model)
+    del model, clone, parameters, weight  # a clone holds what it was cloned of
     gc.collect()
-    assert gone() is None and not model_file._loaded_of
+    assert freed() is None and not model_file._loaded_of
 
 
-def of_another_node(path: str) -> Any:
+def load_elsewhere(path: str) -> Any:
     """A loader that cannot be asked for a MODEL without dynamic VRAM."""
     raise AssertionError("asked all the same")
 
 
-@pytest.mark.parametrize("loader", [None, (of_another_node, ("flux.safetensors",))])
+@pytest.mark.parametrize("loader", [None, (load_elsewhere, ("flux.safetensors",))])
 def test_where_it_cannot_be_loaded_again_it_runs_eager_and_says_so(dynamic: Any, loader: Any) -> None:
     dynamic.cached_patcher_init = loader
     clone, compiled_model = compile_model(dynamic, SETTINGS)

@@ -46,9 +46,9 @@ def test_two_sizes_are_bit_equal_for_every_family_scope_and_way_of_taking_sizes(
 def test_what_else_torch_lists_runs_on_the_cpu_and_is_equal(backend, tiny_files):
     model = tiny.load_model("wan", tiny_files["wan"])
     clone, compiled_model = compiled(model, backend=backend)
-    found, want = sample(clone, "wan"), sample(model, "wan")
+    actual, want = sample(clone, "wan"), sample(model, "wan")
     # aot_ts ends in torch.jit.optimize_for_inference, whose oneDNN layers may sum in another order than MKL.
-    torch.testing.assert_close(found, want, rtol=0, atol=1e-6 * float(want.abs().max()) if backend == "aot_ts" else 0)
+    torch.testing.assert_close(actual, want, rtol=0, atol=1e-6 * float(want.abs().max()) if backend == "aot_ts" else 0)
     assert compiled_model.report().counts().graphs == 1
     assert [note for note in compiled_model.notes if "no CUDA graphs here" in note] == compiled_model.notes
     assert len(compiled_model.notes) == (backend == "cudagraphs")
@@ -60,8 +60,8 @@ def smallest_flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_flux(tmp_path_factory.mktemp("smallest") / "flux.safetensors", depth=1, depth_single=1)
 
 
-def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((ours.double() - exact.double()).norm() / exact.double().norm())
+def error(actual: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((actual.double() - exact.double()).norm() / exact.double().norm())
 
 
 @pytest.mark.parametrize("name", one_in(3, ("wan", "flux", "qwen_image")))  # half a minute each

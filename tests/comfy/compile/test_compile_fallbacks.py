@@ -97,8 +97,8 @@ def test_with_fullgraph_it_is_an_error_with_the_line_and_nothing_is_left_behind(
         assert sentence.startswith(f"fullgraph is on, but {region} can't be compiled as one graph: ")
         assert line + cause in sentence and sentence.endswith(" Switch fullgraph off on Compile Model.")
         assert "\n" not in sentence
-    without, same = compiled(wan, scope=scope, fullgraph=True)
-    assert same is compiled_model and torch.equal(sample(without, "wan"), sample(wan, "wan"))
+    breaking, other = compiled(wan, scope=scope, fullgraph=True)
+    assert other is compiled_model and torch.equal(sample(breaking, "wan"), sample(wan, "wan"))
     assert compiled_model.report().counts().graphs == 1
 
 
@@ -130,21 +130,21 @@ def test_a_torch_that_refuses_to_compile_is_named_and_the_model_runs_eager(wan, 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_over_the_limit_known_sizes_stay_compiled_and_others_run_eager(backend, flux):
     clone, compiled_model = compiled(flux, backend=backend, dynamic="false", cache_size_limit=1)
-    told: list[str] = []
-    compiled_model.observer = told.append
+    notes: list[str] = []
+    compiled_model.observer = notes.append
     graphs = Graphs()
     for length in (9, 16, 9, 21, 9):
-        before = calls(compiled_model)
+        call_counts = calls(compiled_model)
         assert torch.equal(sample(clone, "flux", length=length), sample(flux, "flux", length=length))
         assert graphs() == compiled_model.report().counts().graphs == 2
         for title, (ran, eager) in calls(compiled_model).items():
-            ran_before, eager_before = before.get(title, (0, 0))
+            ran_before, eager_before = call_counts.get(title, (0, 0))
             assert (ran - ran_before, eager - eager_before) == ((4, 0) if length == 9 else (0, 4))
     sentence = (
         "cache_size_limit 1 is reached, so further sizes run uncompiled. Raise cache_size_limit, set dynamic to true, "
     )
     said = [f"{kind}: {sentence}or use fewer sizes." for kind in ("DoubleStreamBlock", "SingleStreamBlock")]
-    assert compiled_model.notes == told == said
+    assert compiled_model.notes == notes == said
 
 
 def test_fullgraph_does_not_make_the_limit_an_error(wan):
@@ -269,8 +269,8 @@ def test_an_older_torch_works_and_says_what_is_lost(wan, monkeypatch):
         return compile_now(*args, **kwargs)
 
     parameters = inspect.signature(compile_now).parameters.values()
-    kept = [p for p in parameters if p.name not in ("recompile_limit", "isolate_recompiles")]
-    older.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
+    kept_parameters = [p for p in parameters if p.name not in ("recompile_limit", "isolate_recompiles")]
+    older.__signature__ = inspect.Signature(kept_parameters)  # type: ignore[attr-defined]
     monkeypatch.setattr(region_module.torch, "compile", older)
     lengths = range(5, 5 + torch._dynamo.config.recompile_limit + 1)
     clone, compiled_model = compiled(wan, dynamic="false", cache_size_limit=len(lengths))

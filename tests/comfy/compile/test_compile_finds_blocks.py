@@ -141,8 +141,8 @@ def build(path: str, settings: dict[str, Any]) -> torch.nn.Module:
     module, _, name = path.partition(":")
     if name == "Flux" or name == "HunyuanVideo":
         settings = {"image_model": "flux"} | settings
-    made = getattr(import_module(f"comfy.ldm.{module}"), name)
-    return made(device="meta", dtype=torch.bfloat16, operations=comfy.ops.disable_weight_init, **settings)
+    block_class = getattr(import_module(f"comfy.ldm.{module}"), name)
+    return block_class(device="meta", dtype=torch.bfloat16, operations=comfy.ops.disable_weight_init, **settings)
 
 
 @pytest.mark.parametrize(

@@ -34,13 +34,13 @@ class Kept:
     def check(self) -> None:
         weights = self.model.state_dict()
         assert list(weights) == list(self.weights)
-        for name, (place, before) in self.weights.items():
-            assert weights[name].data_ptr() == place and torch.equal(weights[name], before), name
+        for name, (place, original) in self.weights.items():
+            assert weights[name].data_ptr() == place and torch.equal(weights[name], original), name
         assert {name: id(module) for name, module in self.model.named_modules()} == self.modules
         for name, module in self.model.named_modules():
             # What ComfyUI itself puts on layers when it loads a model.
-            of_core = {a for a in vars(module) if a.startswith("comfy_") or a.endswith("_function")}
-            assert set(vars(module)) - of_core == self.attributes[name] - of_core, name
+            core_attributes = {a for a in vars(module) if a.startswith("comfy_") or a.endswith("_function")}
+            assert set(vars(module)) - core_attributes == self.attributes[name] - core_attributes, name
 
 
 def stopped_by(error: BaseException) -> Any:
@@ -71,7 +71,7 @@ def test_weights_and_modules_are_the_same_however_a_run_ends(loader, scope, endi
         pytest.skip("one loader is enough here")
     model = load_as(loader, "flux", tiny_files["flux"])
     eager = sample(model, "flux")
-    kept = Kept(model)
+    snapshot = Kept(model)
     clone, compiled_model = compiled(model, scope=scope, fullgraph=ending == "fullgraph that fails")
     if ENDINGS[ending] is not None:
         patch, error = ENDINGS[ending]
@@ -79,9 +79,9 @@ def test_weights_and_modules_are_the_same_however_a_run_ends(loader, scope, endi
         patched.set_model_attn1_patch(patch)
         with pytest.raises(error):
             sample(patched, "flux")
-        kept.check()
+        snapshot.check()
     assert torch.equal(sample(clone, "flux"), eager)
-    kept.check()
+    snapshot.check()
     assert torch.equal(sample(model, "flux"), eager)
     # An error of a patch's own, or an interrupt, says nothing about compiling.
     if ending != "fullgraph that fails":
@@ -114,19 +114,19 @@ def saved(patcher: Any, path: Any) -> dict[str, Tensor]:
     return load_file(path)
 
 
-@pytest.mark.parametrize("where", ["no LoRA", "LoRA before", "LoRA behind"])
-def test_a_compiled_model_saves_what_it_saves_without(where, tiny_files, tmp_path):
+@pytest.mark.parametrize("position", ["no LoRA", "LoRA before", "LoRA behind"])
+def test_a_compiled_model_saves_what_it_saves_without(position, tiny_files, tmp_path):
     model = load_as("core", "flux", tiny_files["flux"])
     lora = make_lora(model, 1)
-    eager = model if where == "no LoRA" else with_lora(model, lora, 0.5)
+    eager = model if position == "no LoRA" else with_lora(model, lora, 0.5)
     expected = saved(eager, tmp_path / "eager.safetensors")
-    clone, _ = compiled(model if where == "LoRA behind" else eager)
-    if where == "LoRA behind":
+    clone, _ = compiled(model if position == "LoRA behind" else eager)
+    if position == "LoRA behind":
         clone = with_lora(clone, lora, 0.5)
     picture = sample(clone, "flux")
-    found = saved(clone, tmp_path / "compiled.safetensors")
-    assert found.keys() == expected.keys() and not [name for name in found if "_orig_mod" in name]
-    assert all(torch.equal(found[name], expected[name]) for name in found)
+    tensors = saved(clone, tmp_path / "compiled.safetensors")
+    assert tensors.keys() == expected.keys() and not [name for name in tensors if "_orig_mod" in name]
+    assert all(torch.equal(tensors[name], expected[name]) for name in tensors)
     assert torch.equal(sample(eager, "flux"), picture)
 
 
@@ -135,9 +135,13 @@ def test_clones_share_the_graphs_and_a_lora_finds_all_its_keys(tiny_files, caplo
     clone, compiled_model = compiled(model)
     first = sample(clone, "flux")
     graphs = Graphs()
-    again = clone.clone()
-    assert compiled_model_of(again) is compiled_model and again.is_clone(model) and again.clone_has_same_weights(clone)
-    assert torch.equal(sample(again, "flux"), first)
+    second_clone = clone.clone()
+    assert (
+        compiled_model_of(second_clone) is compiled_model
+        and second_clone.is_clone(model)
+        and second_clone.clone_has_same_weights(clone)
+    )
+    assert torch.equal(sample(second_clone, "flux"), first)
     lora = make_lora(model, 1)
     with_lora(clone, lora, 1.0)
     assert not [record for record in caplog.records if "not loaded" in record.message.lower()]
@@ -163,19 +167,19 @@ def test_bypass_loras_work_and_are_taken_out_again(tiny_files):
     with torch.inference_mode():
         lora = make_lora(model, 1)
         bypassed = [comfy.sd.load_bypass_lora_for_models(model, None, lora, s, 0.0)[0] for s in (1.0, 0.5)]
-    eager = [sample(each, "flux") for each in bypassed]
+    eager = [sample(patcher, "flux") for patcher in bypassed]
     comfy.model_management.unload_all_models()
-    kept = Kept(model)  # with the forwards that core leaves on the layers
+    snapshot = Kept(model)  # with the forwards that core leaves on the layers
     graphs = Graphs()
-    for each, expected in zip(bypassed, eager, strict=True):
-        clone, compiled_model = compiled(each, dynamic="false")
+    for patcher, expected in zip(bypassed, eager, strict=True):
+        clone, compiled_model = compiled(patcher, dynamic="false")
         assert torch.equal(sample(clone, "flux"), expected) and (expected - plain).abs().max() > 0.1
         assert graphs() == compiled_model.report().counts().graphs
     comfy.model_management.unload_all_models()
     clone, _ = compiled(model, dynamic="false")
     assert torch.equal(sample(clone, "flux"), plain)
     comfy.model_management.unload_all_models()
-    kept.check()
+    snapshot.check()
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -186,9 +190,9 @@ def test_a_compiled_model_that_nobody_holds_is_freed(scope, backend, tiny_files)
     model = tiny.load_model("wan", tiny_files["wan"])
     clone, compiled_model = compiled(model, backend=backend, scope=scope)
     sample(clone, "wan")
-    held = [weakref.ref(part) for part in (model.model, model.model.diffusion_model, compiled_model)]
+    refs = [weakref.ref(part) for part in (model.model, model.model.diffusion_model, compiled_model)]
     comfy.model_management.unload_all_models()
     del model, clone, compiled_model
     comfy.model_management.cleanup_models()
     gc.collect()
-    assert [ref() for ref in held] == [None, None, None]
+    assert [ref() for ref in refs] == [None, None, None]

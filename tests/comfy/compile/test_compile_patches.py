@@ -83,16 +83,18 @@ def and_then(model: Any, patch: Callable[[Any], None]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "patch", "more"), one_in(2, CASES), ids=[f"{name}-{patch.__name__}" for name, patch, _ in CASES]
+    ("name", "patch", "extra"), one_in(2, CASES), ids=[f"{name}-{patch.__name__}" for name, patch, _ in CASES]
 )
-def test_a_patch_added_after_the_first_run_takes_effect_and_removed_gives_the_old_graphs(name, patch, more, tiny_files):
+def test_a_patch_added_after_the_first_run_takes_effect_and_removed_gives_the_old_graphs(
+    name, patch, extra, tiny_files
+):
     model = tiny.load_model(name, tiny_files[name])
     plain, patched = sample(model, name), sample(and_then(model, patch), name)
     assert (plain - patched).abs().max() > 1e-2
     clone, compiled_model = compiled(model, dynamic="false")
     graphs = Graphs()
     assert torch.equal(sample(clone, name), plain)
-    before = graphs()
+    graph_count = graphs()
     assert torch.equal(sample(and_then(clone, patch), name), patched)
     with_patch = graphs()
     assert torch.equal(sample(clone, name), plain)
@@ -100,7 +102,7 @@ def test_a_patch_added_after_the_first_run_takes_effect_and_removed_gives_the_ol
     # A node that runs anew makes a new function of the same code; another number of steps changes the options.
     sample(and_then(clone, patch), name, steps=3)
     assert graphs() == with_patch == compiled_model.report().counts().graphs
-    assert with_patch == before + more
+    assert with_patch == graph_count + extra
     assert compiled_model.notes == [] and compiled_model.report().counts().graph_breaks == 0
 
 
@@ -118,8 +120,8 @@ def test_patches_take_effect_in_the_larger_scopes(patch, scope, tiny_files):
     assert torch.equal(sample(clone, "flux"), plain)
     assert torch.equal(sample(and_then(clone, patch), "flux", seed=3), sample(and_then(model, patch), "flux", seed=3))
     assert compiled_model.report().counts().graphs == counted
-    why = "replaces blocks" if patch is replace_a_block else "patches the model"
-    said = [f"scope stack: this run compiles block by block, because another node {why}."]
+    reason = "replaces blocks" if patch is replace_a_block else "patches the model"
+    said = [f"scope stack: this run compiles block by block, because another node {reason}."]
     assert compiled_model.notes == (said if scope == "stack" else [])
 
 
@@ -127,13 +129,13 @@ def test_a_patch_whose_setting_changes_is_followed(tiny_files):
     model = tiny.load_model("flux", tiny_files["flux"])
     clone, _ = compiled(model)
 
-    def by(factor: float) -> Callable[[Any], None]:
+    def scale_by(factor: float) -> Callable[[Any], None]:
         return lambda model: model.set_model_attn1_output_patch(lambda out, extra_options: factor * out)
 
     pictures = []
     for factor in (2.0, 0.5, 2.0):
-        pictures.append(sample(and_then(clone, by(factor)), "flux"))
-        assert torch.equal(pictures[-1], sample(and_then(model, by(factor)), "flux"))
+        pictures.append(sample(and_then(clone, scale_by(factor)), "flux"))
+        assert torch.equal(pictures[-1], sample(and_then(model, scale_by(factor)), "flux"))
     assert (pictures[0] - pictures[1]).abs().max() > 1e-2
 
 
@@ -152,8 +154,8 @@ def test_blocks_that_an_object_patch_puts_in_place_are_the_ones_that_run(place, 
     plain, patched = sample(model, "flux"), sample(and_then(model, patch), "flux")
     assert (plain - patched).abs().max() > 1e-2
     clone, compiled_model = compiled(model, scope=scope)
-    for each, expected in ((clone, plain), (and_then(clone, patch), patched), (clone, plain)):
-        assert torch.equal(sample(each, "flux"), expected)
+    for patcher, expected in ((clone, plain), (and_then(clone, patch), patched), (clone, plain)):
+        assert torch.equal(sample(patcher, "flux"), expected)
     assert compiled_model.notes == [] and all(
         region.report.eager_calls == 0 for region in compiled_model.regions.values()
     )
@@ -231,8 +233,8 @@ def test_wrappers_around_the_whole_model_may_pass_its_arguments_by_place_or_by_n
         ):
             if not by_name:
                 return executor(x, t, c_concat, c_crossattn, control, options, **conds) / 2
-            named = {"c_concat": c_concat, "c_crossattn": c_crossattn, "control": control}
-            return executor(x, t, **named, transformer_options=options, **conds) / 2
+            arguments = {"c_concat": c_concat, "c_crossattn": c_crossattn, "control": control}
+            return executor(x, t, **arguments, transformer_options=options, **conds) / 2
 
         model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "another pack", half)
 
@@ -245,8 +247,8 @@ def test_wrappers_around_the_whole_model_may_pass_its_arguments_by_place_or_by_n
 def flux_residuals(x: Tensor) -> dict[str, Any]:
     tokens = x.shape[-1] * x.shape[-2] // 4
     generator = torch.Generator().manual_seed(0)
-    both = [torch.randn(x.shape[0], tokens, 128, generator=generator) for _ in range(2)]
-    return {"input": both[:1], "output": both[1:]}
+    residuals = [torch.randn(x.shape[0], tokens, 128, generator=generator) for _ in range(2)]
+    return {"input": residuals[:1], "output": residuals[1:]}
 
 
 def unet_residuals(x: Tensor) -> dict[str, Any]:
@@ -301,11 +303,11 @@ def test_timesteps_reach_the_model_in_fp32(scope, tmp_path):
     path = tiny.write_flux(tmp_path / "flux.safetensors", depth=1, depth_single=1)
     model = tiny.load_flux(path, torch.bfloat16).clone()
     model.set_model_compute_dtype(torch.bfloat16)
-    seen: list[Tensor] = []
+    timesteps: list[Tensor] = []
 
     def patch(model: Any) -> None:
         def look(executor: Any, x: Tensor, timestep: Tensor, *args: Any, **kwargs: Any) -> Any:
-            seen.append(timestep)
+            timesteps.append(timestep)
             assert x.dtype == torch.bfloat16
             return executor(x, timestep, *args, **kwargs)
 
@@ -314,8 +316,8 @@ def test_timesteps_reach_the_model_in_fp32(scope, tmp_path):
     eager = sample(and_then(model, patch), "flux", steps=3)
     clone, _ = compiled(and_then(model, patch), scope=scope, backend="aot_eager")
     assert torch.equal(sample(clone, "flux", steps=3), eager)
-    assert len(seen) == 6 and all(t.dtype == torch.float32 for t in seen)
-    assert all(torch.equal(*pair) for pair in zip(seen[:3], seen[3:], strict=True))
+    assert len(timesteps) == 6 and all(t.dtype == torch.float32 for t in timesteps)
+    assert all(torch.equal(*pair) for pair in zip(timesteps[:3], timesteps[3:], strict=True))
 
 
 def reading(model: type[nn.Module]) -> type[nn.Module]:

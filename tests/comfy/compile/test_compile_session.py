@@ -33,11 +33,13 @@ class Session:
         self.graphs = Graphs()
         _, self.compiled_model = compiled(model, **settings)
 
-    def picture(self, lora: int | None = None, strength: float = 0.0, where: str = "before", **inputs: Any) -> Tensor:
+    def picture(
+        self, lora: int | None = None, strength: float = 0.0, position: str = "before", **inputs: Any
+    ) -> Tensor:
         eager = self.model if lora is None else with_lora(self.model, self.loras[lora], strength)
-        clone, compiled_model = compiled(self.model if where == "behind" else eager, **self.settings)
+        clone, compiled_model = compiled(self.model if position == "behind" else eager, **self.settings)
         assert compiled_model is self.compiled_model
-        if where == "behind":
+        if position == "behind":
             clone = with_lora(clone, self.loras[lora], strength)
         picture = sample(clone, self.name, **inputs)
         counted = self.graphs()
@@ -69,21 +71,21 @@ def test_with_dynamic_false_each_shape_is_compiled_once_and_no_lora_compiles_any
     name, loader, sizes, lengths, tiny_files
 ):
     session = Session(load_as(loader, name, tiny_files[name]), name, dynamic="false")
-    met: set[tuple[int, ...]] = set()
+    distinct: set[tuple[int, ...]] = set()
     for lora in LORAS[:3]:
         for shape in shapes(sizes, lengths):
             session.picture(*lora, **shape)
-            met.add(tuple(shape.values()))
-            assert session.graphs() == KINDS[name] * len(met)
+            distinct.add(tuple(shape.values()))
+            assert session.graphs() == KINDS[name] * len(distinct)
     # Prompts of one length go through the model together, as batch 2.
     together = {"width": sizes[0][0], "height": sizes[0][1], "length": lengths[0], "cfg": 3.0}
     session.picture(**together, negative_length=lengths[0])
-    assert session.graphs() == KINDS[name] * len(met)
+    assert session.graphs() == KINDS[name] * len(distinct)
     # Another length is a call of its own.
     session.picture(**together, negative_length=5)
-    assert session.graphs() == KINDS[name] * (len(met) + 1)
+    assert session.graphs() == KINDS[name] * (len(distinct) + 1)
     session.picture(**together, negative_length=5, steps=3, seed=9)
-    assert session.graphs() == KINDS[name] * (len(met) + 1)
+    assert session.graphs() == KINDS[name] * (len(distinct) + 1)
     assert session.compiled_model.notes == [] and session.compiled_model.report().counts().graph_breaks == 0
 
 
@@ -113,8 +115,8 @@ def test_with_dynamic_auto_a_kind_has_a_graph_more_when_text_size_or_batch_first
     assert set(session.graphs_of_kinds()) == {1}
     for change in ({}, {"width": 96}, {"width": 96, "batch": 2}):
         session.picture(**(second | change))
-    most = max(session.graphs_of_kinds())
-    assert most <= 4
+    most_graphs = max(session.graphs_of_kinds())
+    assert most_graphs <= 4
     graphs = session.graphs()
     for shape in [third, *shapes(SIZES[1:], LENGTHS[::2], (1, 2, 3))]:
         session.picture(*LORAS[1], **shape)
@@ -206,10 +208,10 @@ def test_another_model_of_the_same_file_has_graphs_of_its_own(tiny_files):
 
 def test_unloading_in_mid_session_compiles_nothing(tiny_files):
     session = Session(load_as("core", "flux", tiny_files["flux"]), "flux", dynamic="false")
-    before = [session.picture(*lora) for lora in LORAS[:3]]
+    pictures = [session.picture(*lora) for lora in LORAS[:3]]
     comfy.model_management.unload_all_models()
     after = [session.picture(*lora) for lora in LORAS[:3]]
-    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(pictures, after, strict=True))
     assert session.graphs() == 2
 
 

@@ -66,10 +66,10 @@ def test_without_a_working_compiler_it_trains_eager_and_says_so_once(tiny_flux, 
 
 class Notes(SilentObserver):
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.notes: list[str] = []
 
     def note(self, text: str) -> None:
-        self.told.append(text)
+        self.notes.append(text)
 
 
 def make(model: Any, folder: Any, compile_settings: CompileSettings | None, **changes: Any) -> tuple[Any, list[str]]:
@@ -78,7 +78,7 @@ def make(model: Any, folder: Any, compile_settings: CompileSettings | None, **ch
     changes = {"steps": 2, "compile_settings": compile_settings} | changes
     trainer = tiny.make_trainer(model, tiny.make_data([(4, 4)], [16]), folder, **changes)
     tiny.observe(trainer, Notes())
-    return trainer, trainer.observer.told
+    return trainer, trainer.observer.notes
 
 
 @pytest.fixture
@@ -103,24 +103,24 @@ def double_blocks_print(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_overrides_reach_the_blocks_that_they_name(tiny_flux, tmp_path, eager_losses):
     lines = "double_blocks.0 eager\nsingle_blocks.1 backend=eager mode=max-autotune dynamic=true"
     counted = Graphs()
-    trainer, told = make(tiny_flux, tmp_path, CompileSettings("aot_eager", overrides=parse_overrides(lines)))
+    trainer, notes = make(tiny_flux, tmp_path, CompileSettings("aot_eager", overrides=parse_overrides(lines)))
     trainer.run()
-    own = {"dynamic": "false", "limit": 1}  # the trainer's
+    settings = {"dynamic": "false", "limit": 1}  # the trainer's
     assert [(report.label, report.options) for report in trainer.placed.execution.runner.report.regions[:-1]] == [
-        ("double, LoRA 2", CompileOptions("aot_eager", **own)),
-        ("single, LoRA 3", CompileOptions("aot_eager", **own)),
-        ("single, LoRA 4", CompileOptions("eager", "max-autotune", **own)),
+        ("double, LoRA 2", CompileOptions("aot_eager", **settings)),
+        ("single, LoRA 3", CompileOptions("aot_eager", **settings)),
+        ("single, LoRA 4", CompileOptions("eager", "max-autotune", **settings)),
     ]
     assert counted() == trainer.placed.execution.runner.planned_graphs == 3
-    assert trainer.progress.loss == pytest.approx(eager_losses, rel=1e-5) and told == []
+    assert trainer.progress.loss == pytest.approx(eager_losses, rel=1e-5) and notes == []
 
 
 def test_a_kind_of_block_that_cannot_be_compiled_trains_eager_alone(
     tiny_flux, tmp_path, double_blocks_print, eager_losses
 ):
-    trainer, told = make(tiny_flux, tmp_path, CompileSettings("aot_eager"))
+    trainer, notes = make(tiny_flux, tmp_path, CompileSettings("aot_eager"))
     trainer.run()
-    (note,) = told
+    (note,) = notes
     assert note.startswith("double, LoRA 1 blocks can't be compiled, so they run uncompiled: ")
     assert "The code prints or logs in the middle, which ends a graph" in note
     double, single, _ = trainer.placed.execution.runner.report.regions
@@ -136,17 +136,17 @@ def test_a_kind_of_block_that_cannot_be_compiled_trains_eager_alone(
 )
 def test_with_fullgraph_a_break_is_the_error_that_was_asked_for(tiny_flux, tmp_path, double_blocks_print, settings):
     settings = settings | {"overrides": parse_overrides(settings.get("overrides", ""))}
-    trainer, told = make(tiny_flux, tmp_path, CompileSettings("aot_eager", **settings))
+    trainer, notes = make(tiny_flux, tmp_path, CompileSettings("aot_eager", **settings))
     with pytest.raises(TrainingStopped) as stopped:
         trainer.run()
     sentence = str(stopped.value)
     assert sentence.startswith("fullgraph is on, but double, LoRA 1 blocks can't be compiled as one graph: ")
     assert '`print(end="")`' in sentence and "Switch fullgraph off on Compile Model." in sentence
-    assert sentence.endswith("Nothing was trained yet.") and told == []
+    assert sentence.endswith("Nothing was trained yet.") and notes == []
 
 
 def test_fullgraph_does_not_make_a_missing_compiler_an_error(tiny_flux, tmp_path, no_compiler, eager_losses):
-    trainer, told = make(tiny_flux, tmp_path, CompileSettings(fullgraph=True))
+    trainer, notes = make(tiny_flux, tmp_path, CompileSettings(fullgraph=True))
     trainer.run()
-    assert len(told) == 1 and told[0].startswith("Compiling failed, so training runs uncompiled")
+    assert len(notes) == 1 and notes[0].startswith("Compiling failed, so training runs uncompiled")
     assert trainer.progress.loss == eager_losses

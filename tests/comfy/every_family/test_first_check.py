@@ -114,6 +114,6 @@ def _stronger(forward: Any) -> Any:
 
     def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
         out = forward(self, *args, **kwargs)
-        return 1.02 * out if isinstance(out, torch.Tensor) else tuple(1.02 * one for one in out)
+        return 1.02 * out if isinstance(out, torch.Tensor) else tuple(1.02 * tensor for tensor in out)
 
     return wrong

@@ -37,10 +37,10 @@ def test_a_batch_of_shapes_equals_core_on_each_alone(case_file, case, batch):
     model, samples = case.load(case_file(case)), case.batches()[batch]()
     assert len({sample.graph_key for sample in samples}) == 1
     expected = expected_of(case, model, samples)
-    found = our_velocity(model, samples, SIGMAS[: len(samples)], GUIDANCE)
-    assert found.dtype == torch.float32
-    assert relative_error(found, expected) < case.forward_bounds["fp32"]
-    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
+    actual = our_velocity(model, samples, SIGMAS[: len(samples)], GUIDANCE)
+    assert actual.dtype == torch.float32
+    assert relative_error(actual, expected) < case.forward_bounds["fp32"]
+    assert torch.allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("case", "batch"), [p for p in in_every_batch() if p.values[1] in ("shapes", "ragged")])
@@ -51,8 +51,8 @@ def test_what_the_trainer_runs_equals_core_too(case_file, tmp_path, case, batch)
     sigmas = torch.tensor(SIGMAS[: len(samples)])
     with torch.no_grad():
         inputs = trainer.context.family.inputs(trainer.context.patcher, [noisy(s) for s in samples], sigmas, GUIDANCE)
-        found = trainer.placed.velocity(inputs, (0, 0))
-    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
+        actual = trainer.placed.velocity(inputs, (0, 0))
+    assert torch.allclose(actual, expected, rtol=1e-4, atol=1e-5)
     trainer.close()
 
 
@@ -63,9 +63,9 @@ def test_sixteen_bit_models_of_two_heads_equal_core_within_their_rounding(case_f
     bound = case.forward_bounds["bf16" if dtype == torch.bfloat16 else "fp16"]
     for name in case.main_batches:
         samples = case.batches()[name]()
-        found = our_velocity(model, samples, SIGMAS[: len(samples)], GUIDANCE)
-        assert found.dtype == dtype
-        assert relative_error(found, expected_of(case, model, samples)) < bound, name
+        actual = our_velocity(model, samples, SIGMAS[: len(samples)], GUIDANCE)
+        assert actual.dtype == dtype
+        assert relative_error(actual, expected_of(case, model, samples)) < bound, name
 
 
 @every_case("forward", "fp8")
@@ -73,8 +73,8 @@ def test_a_file_kept_in_fp8_equals_core(case_file, case):
     model = case.load(case_file(case, dtype=torch.float8_e4m3fn), torch.float8_e4m3fn)
     assert torch.float8_e4m3fn in {p.dtype for p in model.model.diffusion_model.parameters()}
     samples = case.batches()["shapes"]()
-    found = our_velocity(model, samples, SIGMAS[: len(samples)], GUIDANCE)
-    assert relative_error(found, expected_of(case, model, samples)) < case.forward_bounds["fp32"]
+    actual = our_velocity(model, samples, SIGMAS[: len(samples)], GUIDANCE)
+    assert relative_error(actual, expected_of(case, model, samples)) < case.forward_bounds["fp32"]
 
 
 @every_case("forward")

@@ -63,8 +63,8 @@ WITH_CAPTIONS = [case for case in cases("graphs") if case.captions()]
 def test_captions_of_many_lengths_share_graphs_and_what_is_cut_is_told(case_file, tmp_path, case):
     graphs, watcher, captions = Graphs(), Watcher(), case.captions()
     settings = run_settings(steps=len(captions.samples), compile="auto", save_every=0)
-    given = case.load(case_file(case)), training_data(*captions.samples), settings, tmp_path, watcher
-    result = train_lora(RunRequest(*given, CompileSettings("aot_eager")))
+    arguments = case.load(case_file(case)), training_data(*captions.samples), settings, tmp_path, watcher
+    result = train_lora(RunRequest(*arguments, CompileSettings("aot_eager")))
     expected = captions.text_lengths * case.kinds
     assert graphs() == result.summary["graphs_planned"] == result.summary["graphs_compiled"] == expected
     assert captions.note is None or any(captions.note in note for note in watcher.notes)

@@ -25,7 +25,7 @@ def core_loss(case: FamilyCase, model: Any, sample: Any, sigma: float) -> float:
     return float(error[clean * sample.tokens // sample.grid[0] :].square().mean())
 
 
-def drawn(case: FamilyCase, model: Any, sample: Any) -> Tensor:
+def sampled_latent(case: FamilyCase, model: Any, sample: Any) -> Tensor:
     """The noisy frames that ComfyUI's sampler draws, with the clean ones given as its image-to-video nodes do."""
     read, clean = sample.load(), sample.clean_frames
     text = case.core_text(sample)
@@ -45,6 +45,8 @@ def test_training_lowers_the_loss_of_its_samples_and_the_sampler_draws_each(tmp_
     learned = with_lora(run.model, result)
     for sample in run.samples:
         assert_loss_falls(lambda m, sigma, s=sample: core_loss(case, m, s, sigma), run.model, learned)
-        wanted = sample.load().latent
-        wanted = wanted[:, sample.clean_frames :] if sample.clean_frames else wanted
-        assert_draws(lambda m, s=sample: drawn(case, m, s), wanted, (run.model, learned), near=run.near, far=run.far)
+        latent = sample.load().latent
+        latent = latent[:, sample.clean_frames :] if sample.clean_frames else latent
+        assert_draws(
+            lambda m, s=sample: sampled_latent(case, m, s), latent, (run.model, learned), near=run.near, far=run.far
+        )

@@ -30,11 +30,11 @@ from torch import Tensor
 DTYPES = {"fp32": 1e-5, "bf16": 6e-3, "fp16": 1e-3}
 
 
-def updates_of(case: FamilyCase, model: Any, which: str = ALL) -> dict[str, Any]:
+def updates_of(case: FamilyCase, model: Any, names: str = ALL) -> dict[str, Any]:
     """A random update with an alpha of its own for every Linear that a LoRA trains, or for those by default."""
     updates = {n: u for n, u in random_updates(model).items() if not n.startswith(case.never_trained or "/")}
     assert len(updates) == case.linears
-    return {name: part for name, part in updates.items() if which == ALL or case.is_target(name)}
+    return {name: part for name, part in updates.items() if names == ALL or case.is_target(name)}
 
 
 def saved(updates: dict[str, Any], path: Path, layout: str, dtype: str = "fp32") -> Path:
@@ -70,9 +70,9 @@ def test_comfyui_loads_every_key_and_gets_the_same_update(case_file, tmp_path, c
 def test_the_default_targets_are_those_of_other_trainers(case_file, case):
     model = case.load(case_file(case))
     names = list(linear_shapes(model.model))
-    chosen = match_targets(names, family_of(model).default_targets, ())
-    assert chosen == [name for name in names if case.is_target(name)]
-    assert len(chosen) == case.targets
+    targets = match_targets(names, family_of(model).default_targets, ())
+    assert targets == [name for name in names if case.is_target(name)]
+    assert len(targets) == case.targets
 
 
 @every_case("files")
@@ -114,15 +114,17 @@ def test_diffusers_loads_every_key_and_gets_the_same_update(case_file, tmp_path,
     assert {f"{name}.weight" for name in layers} == {name for name, tensor in expected.items() if tensor.any()}
     for name, layer in layers.items():
         if name not in kit.differs.get(layout, ()):
-            wanted = expected[f"{name}.weight"]
-            assert (layer.get_delta_weight("a").double() - wanted).norm() <= 1e-5 * wanted.norm(), name
+            delta_expected = expected[f"{name}.weight"]
+            assert (layer.get_delta_weight("a").double() - delta_expected).norm() <= 1e-5 * delta_expected.norm(), name
 
 
 def taken_by_comfyui(case: FamilyCase, model: Any, updates: dict[str, Any], path: Path) -> set[str]:
     """The modules whose weights ComfyUI's loader changes as they were trained."""
     patched, _ = comfy.sd.load_lora_for_models(model, None, comfy.utils.load_torch_file(str(path)), 1.0, 0.0)
-    found = patched_deltas(model, patched)
-    return {name for name, part in updates.items() if name in found and relative_error(found[name], delta(part)) < 1e-5}
+    deltas = patched_deltas(model, patched)
+    return {
+        name for name, part in updates.items() if name in deltas and relative_error(deltas[name], delta(part)) < 1e-5
+    }
 
 
 def taken_by_diffusers(case: FamilyCase, model: Any, updates: dict[str, Any], path: Path) -> set[str]:
@@ -133,11 +135,11 @@ def taken_by_diffusers(case: FamilyCase, model: Any, updates: dict[str, Any], pa
         transformer.load_lora_adapter(kit.mixin.lora_state_dict(str(path)), prefix="transformer", adapter_name="a")
     except (AssertionError, IndexError, KeyError, ValueError):
         return set()
-    there = {
+    loaded = {
         n: part.get_delta_weight("a").detach() for n, part in transformer.named_modules() if hasattr(part, "lora_A")
     }
     rows = kit.rows(model, {f"{name}.weight": delta(part) for name, part in updates.items()})
-    right = {n for n, tensor in there.items() if relative_error(tensor, rows[f"{n}.weight"]) < 1e-5}
+    right = {n for n, tensor in loaded.items() if relative_error(tensor, rows[f"{n}.weight"]) < 1e-5}
     names = family_of(model).names
     return {name for name in updates if right.issuperset(names.diffusers(name))}
 
@@ -155,16 +157,18 @@ def test_what_save_lora_says_of_a_format_is_what_comfyui_and_diffusers_do(case_f
     case = CASES[row]
     model = case.load(case_file(case))
     table, updates = family_of(model).names, updates_of(case, model)
-    for program, taken in TAKEN.items():
+    for program, loads in TAKEN.items():
         if program == "diffusers" and (row, layout) in AT_FULL_SIZE:
             continue
         refused = [g for g in table.gaps if (g.program, g.format, g.refuses) == (program, layout, True)]
-        without = {
+        remaining = {
             n: part for n, part in updates.items() if not any(fnmatchcase(n, p) for g in refused for p in g.names)
         }
-        for held in [updates, without][: 1 + len(refused)]:
-            file = saved(held, tmp_path / "a.safetensors", layout)
-            assert taken(case, model, held, file) == held.keys() - table.left_out(program, layout, list(held)), program
+        for saved_updates in [updates, remaining][: 1 + len(refused)]:
+            file = saved(saved_updates, tmp_path / "a.safetensors", layout)
+            assert loads(case, model, saved_updates, file) == saved_updates.keys() - table.left_out(
+                program, layout, list(saved_updates)
+            ), program
 
 
 @pytest.mark.parametrize("form", ["loha", "lokr", "oft", "diff"])
@@ -181,10 +185,10 @@ def test_with_the_lora_diffusers_runs_as_comfyui_does(case_file, tmp_path, caplo
     model, kit, guidance, sigma = case.load(case_file(case)), case.diffusers(), 3.5, 0.6
     sample = case.batches()[kit.batches[-1]]()[0]
 
-    def velocities(here: Any, there: Any) -> tuple[Tensor, Tensor]:
+    def velocities(patched_model: Any, diffusers_model: Any) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            theirs = kit.velocity(there, sample, sample.load().latent, sigma, guidance)
-        return case.core_velocity(here, sample, sigma, guidance), theirs
+            diffusers_velocity = kit.velocity(diffusers_model, sample, sample.load().latent, sigma, guidance)
+        return case.core_velocity(patched_model, sample, sigma, guidance), diffusers_velocity
 
     comfy.model_management.load_models_gpu([model], force_full_load=True)
     base, base_there = velocities(model, kit.build(model))
@@ -194,8 +198,8 @@ def test_with_the_lora_diffusers_runs_as_comfyui_does(case_file, tmp_path, caplo
     patched, _ = comfy.sd.load_lora_for_models(model, None, LoraModel.from_modules(updates), 1.0, 0.0)
     comfy.model_management.load_models_gpu([patched], force_full_load=True)
     try:
-        here, there = velocities(patched, transformer)
+        core_velocity, diffusers_velocity = velocities(patched, transformer)
     finally:
         patched.detach()
-    assert (here - base).norm() > 0.1 * base.norm()
-    assert (here - there).norm() < 1e-4 * (here - base).norm()
+    assert (core_velocity - base).norm() > 0.1 * base.norm()
+    assert (core_velocity - diffusers_velocity).norm() < 1e-4 * (core_velocity - base).norm()

@@ -38,21 +38,21 @@ def trained(case_file: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def kept() -> dict[Any, Any]:
+def runs() -> dict[Any, Any]:
     return {}
 
 
 @pytest.fixture
-def resident(kept: dict[Any, Any], trained: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def resident(runs: dict[Any, Any], trained: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The same with every block on the device, made once."""
 
-    def of(case: FamilyCase, **settings: Any) -> Any:
+    def resident_run(case: FamilyCase, **settings: Any) -> Any:
         key = (case.name, *sorted(settings.items()))
-        if key not in kept:
-            kept[key] = trained(case, tmp_path_factory.mktemp("resident"), **settings)
-        return kept[key]
+        if key not in runs:
+            runs[key] = trained(case, tmp_path_factory.mktemp("resident"), **settings)
+        return runs[key]
 
-    return of
+    return resident_run
 
 
 def unused(case: FamilyCase, trainer: Any) -> list[str]:
@@ -65,8 +65,8 @@ def counts(blocks: int) -> Iterator[tuple[int, int, str]]:
     some with it."""
     for count in range(1, blocks + 1):
         yield from ((count, prefetch, "none") for prefetch in (1, 2, 3))
-    some = [(1, 1), (2, 1), (blocks // 2, 1), (blocks - 1, 1), (blocks - 1, 2), *((blocks, n) for n in (1, 2, 3))]
-    yield from ((*pair, mode) for pair in dict.fromkeys(some) for mode in MODES[1:])
+    pairs = [(1, 1), (2, 1), (blocks // 2, 1), (blocks - 1, 1), (blocks - 1, 2), *((blocks, n) for n in (1, 2, 3))]
+    yield from ((*pair, mode) for pair in dict.fromkeys(pairs) for mode in MODES[1:])
 
 
 def swapped_runs() -> Iterator[Any]:
@@ -140,12 +140,12 @@ def test_swap_changes_no_bit_in_bf16_where_every_linear_is_trained(case_file, tm
         return {f"{name}.{i}": p.grad for name, pair in trainer.network.pairs.items() for i, p in enumerate(pair)}
 
     resident, swapped = gradients("resident"), gradients("swapped", blocks_to_swap=case.deep_blocks)
-    different = [name for name in resident if not _same(resident[name], swapped[name])]
+    different = [name for name in resident if not _equal(resident[name], swapped[name])]
     assert not different, f"{len(different)} of {len(resident)}: {different[:4]}"
 
 
-def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    return one is other if one is None or other is None else torch.equal(one, other)
+def _equal(tensor: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return tensor is other if tensor is None or other is None else torch.equal(tensor, other)
 
 
 @every_case("swap", "fp8", thin=True)
@@ -168,17 +168,17 @@ def test_activations_may_wait_on_the_host(resident, trained, tmp_path, case):
 @every_case("swap", thin=True)
 def test_the_flat_weights_are_never_written_and_stay_the_models_own(case_file, tmp_path, case):
     model = case.load(case_file(case, **case.deep))
-    before = {key: tensor.clone() for key, tensor in model.model.state_dict().items()}
+    initial = {key: tensor.clone() for key, tensor in model.model.state_dict().items()}
     memory = MemoryOptions(checkpointing="none", blocks_to_swap=case.deep_blocks)
     trainer = tiny.make_trainer(model, data_of(case), tmp_path, steps=2, memory=memory)
     trainer.run()
     after = model.model.state_dict()
-    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    assert initial.keys() == after.keys() and all(torch.equal(initial[key], after[key]) for key in initial)
     # The host holds the weights once: each parameter of ComfyUI's blocks lies in the flat weights.
-    held = {flat.untyped_storage().data_ptr() for flat in trainer.placed.weights.swap.ring.flat_weights}
+    storages = {flat.untyped_storage().data_ptr() for flat in trainer.placed.weights.swap.ring.flat_weights}
     for name in family_of(model).block_lists(model.model):
         for parameter, tensor in getattr(model.model.diffusion_model, name)[1].named_parameters():
-            assert tensor.untyped_storage().data_ptr() in held, f"{name}.1.{parameter}"
+            assert tensor.untyped_storage().data_ptr() in storages, f"{name}.1.{parameter}"
 
 
 @every_case("swap", thin=True)

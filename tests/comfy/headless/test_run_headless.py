@@ -32,8 +32,8 @@ def workflow(server, tiny_loaders, tmp_path):
 
 def line(server, workflow, output, log, *options):
     comfyui = ["--base-directory", str(server.base), "--database-url", "sqlite:///:memory:", "--cpu"]
-    own = ["--output", str(output), "--log", str(log), *options]
-    return [sys.executable, str(RUN), str(workflow), *own, "--", *comfyui, "--use-pytorch-cross-attention"]
+    arguments = ["--output", str(output), "--log", str(log), *options]
+    return [sys.executable, str(RUN), str(workflow), *arguments, "--", *comfyui, "--use-pytorch-cross-attention"]
 
 
 def events_of(log):
@@ -57,15 +57,15 @@ def test_it_trains_as_a_server_does_and_a_run_that_was_ended_goes_on(server, wor
     with paused_at(server, 5):
         process = started(command, environment, log, 3)
         process.send_signal(signal.SIGTERM)
-        _, told = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 75, told
-    assert "Everything up to here is saved; run the same command again to continue." in told
+        _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 75, errors
+    assert "Everything up to here is saved; run the same command again to continue." in errors
     assert not list(output.rglob("headless.safetensors"))
 
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert done.returncode == 0, done.stderr
-    (found,) = output.rglob("headless.safetensors")
-    assert f"  {found.relative_to(output).as_posix()}" in done.stdout.splitlines()
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert finished.returncode == 0, finished.stderr
+    (file,) = output.rglob("headless.safetensors")
+    assert f"  {file.relative_to(output).as_posix()}" in finished.stdout.splitlines()
     *_, last = events_of(log)
     (summary,) = last["outputs"]["train"]["tessera"]
     assert last["event"] == "done" and any("Resumed at step" in note for note in summary["notes"])
@@ -74,8 +74,8 @@ def test_it_trains_as_a_server_does_and_a_run_that_was_ended_goes_on(server, wor
     prompt["train"]["inputs"]["output_name"] = "served"
     served = server.run(prompt)["outputs"]["train"]["tessera"][0]
     assert summary["loss"] == served["loss"] and len(served["loss"]) == STEPS
-    ours, theirs = load_file(found), load_file(server.base / "output" / served["path"])
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    tensors, reference = load_file(file), load_file(server.base / "output" / served["path"])
+    assert tensors.keys() == reference.keys() and all(torch.equal(tensors[name], reference[name]) for name in tensors)
 
 
 def test_a_workflow_that_cannot_run_is_told_before_anything_is_loaded(server, workflow, tmp_path):
@@ -83,46 +83,46 @@ def test_a_workflow_that_cannot_run_is_told_before_anything_is_loaded(server, wo
     command = line(
         server, workflow, tmp_path, tmp_path / "log.jsonl", "--set", "train.steps=0", "--set", "image0.image=x.png"
     )
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert done.returncode == 2
-    *_, first, second = done.stderr.splitlines()
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert process.returncode == 2
+    *_, first, second = process.stderr.splitlines()
     assert {first.split(":")[0], second.split(":")[0]} == {"TesseraTrainLora (train)", "LoadImage (image0)"}
-    assert "steps" in done.stderr and "x.png" in done.stderr
+    assert "steps" in process.stderr and "x.png" in process.stderr
     command = line(server, workflow, tmp_path, tmp_path / "log.jsonl", "--set", "image0.imgae=x.png")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == "LoadImage (image0) has no input called imgae; it has image."
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert process.returncode == 2
+    assert process.stderr.splitlines()[-1] == "LoadImage (image0) has no input called imgae; it has image."
 
 
 def processes_of(launcher):
     """The processes that train, by their rank."""
-    found = {}
+    processes = {}
     for process in psutil.Process(launcher.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if (rank := process.environ().get("RANK")) and str(RUN) in process.cmdline():
-                found[int(rank)] = process
-    return found
+                processes[int(rank)] = process
+    return processes
 
 
 def test_two_processes_train_it_together_and_one_goes_on_from_where_another_was_killed(server, workflow, tmp_path):
     output, log = tmp_path / "output", tmp_path / "log.jsonl"
-    many = ["--set", "train.output_name=many", "--set", "train.save_every=2"]
+    options = ["--set", "train.output_name=many", "--set", "train.save_every=2"]
     environment = os.environ | {"COMFYUI_PATH": str(server.comfyui)}
     with paused_at(server, 7):
-        command = line(server, workflow, output, log, *many, "--launch", "2")
+        command = line(server, workflow, output, log, *options, "--launch", "2")
         launcher = started(command, environment, log, 5)
         trained = processes_of(launcher)
         assert sorted(trained) == [0, 1]
         trained[1].kill()
-        _, told = launcher.communicate(timeout=PATIENCE)
-    assert launcher.returncode == 75, told
-    assert "Device 1: its process was ended by SIGKILL." in told.splitlines()
+        _, errors = launcher.communicate(timeout=PATIENCE)
+    assert launcher.returncode == 75, errors
+    assert "Device 1: its process was ended by SIGKILL." in errors.splitlines()
     assert not any(process.is_running() for process in trained.values())
     assert not list(output.rglob("many.safetensors")) and list(output.rglob("state-*.tessera"))
 
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "--max-restarts", "1", "--"]
-    command += line(server, workflow, output, log, *many, "--result", str(tmp_path / "result"))[1:]
+    command += line(server, workflow, output, log, *options, "--result", str(tmp_path / "result"))[1:]
     with paused_at(server, 9):
         launcher = started(command, environment, log, 8)
         processes_of(launcher)[1].kill()  # and torchrun starts both again
@@ -131,26 +131,26 @@ def test_two_processes_train_it_together_and_one_goes_on_from_where_another_was_
     starts = [event for event in events_of(log) if event.get("kind") == "begin"]
     assert len(starts) == 3  # that of --launch, and two of torchrun
     assert json.loads((tmp_path / "result").read_text())["code"] == 0
-    (found,) = output.rglob("many.safetensors")
-    assert output_of.splitlines().count(f"  {found.relative_to(output).as_posix()}") == 1
+    (file,) = output.rglob("many.safetensors")
+    assert output_of.splitlines().count(f"  {file.relative_to(output).as_posix()}") == 1
     (summary,) = events_of(log)[-1]["outputs"]["train"]["tessera"]
     assert summary["world_size"] == 2 and any("Resumed at step" in note for note in summary["notes"])
-    assert json.loads((found.parent / "summary.json").read_text())["seconds_waiting"] >= 0
+    assert json.loads((file.parent / "summary.json").read_text())["seconds_waiting"] >= 0
 
     prompt = json.loads(workflow.read_text())
     prompt["train"]["inputs"] |= {"output_name": "of one"}
     served = server.run(prompt)["outputs"]["train"]["tessera"][0]
     assert summary["loss"] == pytest.approx(served["loss"], rel=1e-4) and len(served["loss"]) == STEPS
-    ours, theirs = load_file(found), load_file(server.base / "output" / served["path"])
-    for name, tensor in theirs.items():
-        assert (ours[name] - tensor).norm() <= 1e-3 * tensor.norm(), name
+    tensors, reference = load_file(file), load_file(server.base / "output" / served["path"])
+    for name, tensor in reference.items():
+        assert (tensors[name] - tensor).norm() <= 1e-3 * tensor.norm(), name
 
 
 def test_what_two_processes_cannot_share_is_told(server, workflow, tmp_path):
     environment = os.environ | {"COMFYUI_PATH": str(server.comfyui)}
     odd = ["--set", "train.gradient_accumulation=3", "--launch", "2"]
     command = line(server, workflow, tmp_path / "output", tmp_path / "log.jsonl", *odd)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.count("set batch_size to 2, or gradient_accumulation to 4") == 1
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert process.returncode == 2, process.stderr
+    assert process.stderr.count("set batch_size to 2, or gradient_accumulation to 4") == 1
     assert not any(event["event"] == "node" for event in events_of(tmp_path / "log.jsonl"))  # nothing is loaded before

@@ -33,7 +33,7 @@ class TakesAll(io.ComfyNode):
         return io.Schema("TakesAll", inputs=[io.Int.Input("steps")], outputs=[], accept_all_inputs=True)
 
     @classmethod
-    def execute(cls, **given):
+    def execute(cls, **inputs):
         return io.NodeOutput()
 
 
@@ -66,8 +66,8 @@ PROMPT = {
 
 
 def check(monkeypatch, *changes):
-    own = {"PowerLoader": PowerLoader, "TakesAll": TakesAll, "TakesNone": TakesNone}
-    for name, kind in (own | {"ResizeImageMaskNode": ResizeImageMaskNode}).items():
+    node_classes = {"PowerLoader": PowerLoader, "TakesAll": TakesAll, "TakesNone": TakesNone}
+    for name, kind in (node_classes | {"ResizeImageMaskNode": ResizeImageMaskNode}).items():
         monkeypatch.setitem(core.NODE_CLASS_MAPPINGS, name, kind)
     prompt = {number: node | {"inputs": dict(node["inputs"])} for number, node in PROMPT.items()}
     changed = {set_input(prompt, change) for change in changes}

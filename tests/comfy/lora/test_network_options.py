@@ -19,11 +19,11 @@ def test_lora_plus_and_max_norm_go_on_bit_for_bit_and_hold_the_norm(tiny_flux, t
     norms = resumed_as_whole(tiny_flux, mixed_data(), tmp_path / "norms", network=PLUS | NORMS)
     assert len({result.summary["key"] for result in (plain, plus, norms)}) == 3
     assert plus.loss[0] == plain.loss[0] and plus.loss[2] != plain.loss[2]
-    found = {name: float((m.scaled_up @ m.down).norm()) for name, m in norms.lora.modules().items()}
+    lengths = {name: float((m.scaled_up @ m.down).norm()) for name, m in norms.lora.modules().items()}
     free = {name: float((m.scaled_up @ m.down).norm()) for name, m in plus.lora.modules().items()}
-    assert max(free.values()) > 0.1 and max(found.values()) < 0.05 * (1 + 1e-5)
-    at_limit = sum(norm > 0.05 * (1 - 1e-5) for norm in found.values())
-    assert norms.summary["modules_scaled"] == at_limit > len(found) // 2
+    assert max(free.values()) > 0.1 and max(lengths.values()) < 0.05 * (1 + 1e-5)
+    at_limit = sum(norm > 0.05 * (1 - 1e-5) for norm in lengths.values())
+    assert norms.summary["modules_scaled"] == at_limit > len(lengths) // 2
     assert norms.lora.metadata["ss_scale_weight_norms"] == "0.05"
     assert json.loads(norms.lora.metadata["tessera"])["network"]["lora_plus_ratio"] == 8.0
 
@@ -41,11 +41,11 @@ def delta(t: dict[str, torch.Tensor]) -> torch.Tensor:
 def test_the_norm_of_a_product_of_more_is_held_and_goes_on_bit_for_bit(tiny_flux, tmp_path, name):
     network = ALGORITHMS[name]
     free = train(tiny_flux, mixed_data(), tmp_path / "free", network=network)
-    held = resumed_as_whole(tiny_flux, mixed_data(), tmp_path / "held", network=network | NORMS)
+    bounded = resumed_as_whole(tiny_flux, mixed_data(), tmp_path / "held", network=network | NORMS)
     sizes, limited = (
         [float(delta({k: t.double() for k, t in parts.items()}).norm()) for parts in result.lora.parts().values()]
-        for result in (free, held)
+        for result in (free, bounded)
     )
     assert max(sizes) > 0.1 and max(limited) < 0.05 * (1 + 1e-5)
     at_limit = sum(size > 0.05 * (1 - 1e-5) for size in limited)
-    assert held.summary["modules_scaled"] == at_limit > 0
+    assert bounded.summary["modules_scaled"] == at_limit > 0

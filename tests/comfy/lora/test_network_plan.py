@@ -24,8 +24,8 @@ def test_the_preview_says_what_a_run_trains(tiny_flux, tmp_path):
     with torch.inference_mode():
         options, text = executed(TesseraLoraNetwork, **values, rank_patterns=patterns, model=tiny_flux).result
         assert executed(TesseraLoraNetwork, **values).result[1] == NO_MODEL
-        shown = executed(TesseraLoraNetwork, **values, model=tiny_flux).ui["tessera"]
-    assert list(shown[0]) == ["text"]
+        output = executed(TesseraLoraNetwork, **values, model=tiny_flux).ui["tessera"]
+    assert list(output[0]) == ["text"]
     watcher = Watcher()
     result = train(
         tiny_flux,
@@ -33,7 +33,7 @@ def test_the_preview_says_what_a_run_trains(tiny_flux, tmp_path):
         tmp_path,
         watcher,
         steps=1,
-        network={each.name: getattr(options, each.name) for each in fields(options)},
+        network={field.name: getattr(options, field.name) for field in fields(options)},
     )
     head = text.splitlines()[0]
     assert f"dora on {result.summary['targets']} of " in head
@@ -50,16 +50,16 @@ def test_the_preview_says_what_a_run_trains(tiny_flux, tmp_path):
 def test_patterns_that_contradict_the_model_are_one_sentence(tiny_flux):
     family, model = Flux(), tiny_flux.model
 
-    def chosen(**changes):
+    def choose(**changes):
         return choose_targets(family, model, NetworkOptions(**changes))
 
     with pytest.raises(ValueError, match=r"The pattern 'single.\*' in rank_patterns matches no layer that is trained;"):
-        chosen(include=("double_blocks.*",), rank_patterns="single.*: rank=2")
+        choose(include=("double_blocks.*",), rank_patterns="single.*: rank=2")
     with pytest.raises(
         ValueError, match="oft cannot cut .*img_attn.qkv, whose output is 384, into blocks of at most rank 1"
     ):
-        chosen(algorithm="oft", rank=1, alpha=1.0)
-    targets = chosen()
+        choose(algorithm="oft", rank=1, alpha=1.0)
+    targets = choose()
     specs = adapter_specs(NetworkOptions(rank_patterns="*: rank=8\nsingle_blocks.0.*: alpha=3"), targets)
     assert specs["single_blocks.1.linear1"].alpha == 8.0 and specs["single_blocks.0.linear1"].alpha == 3.0
 
@@ -67,17 +67,17 @@ def test_patterns_that_contradict_the_model_are_one_sentence(tiny_flux):
         return " ".join(network_notes(NetworkOptions(**changes), family, model, targets))
 
     assert notes() == ""
-    told = notes(algorithm="oft", rank=100, alpha=100.0)
-    assert "oft cuts 20 of 20 layers into smaller blocks than rank 100" in told and "blocks of 96: the largest" in told
+    text = notes(algorithm="oft", rank=100, alpha=100.0)
+    assert "oft cuts 20 of 20 layers into smaller blocks than rank 100" in text and "blocks of 96: the largest" in text
     assert (
         "rank 256 is more than 20 of the layers can use, such as double_blocks.0.img_attn.qkv of 384 × 128."
         in notes(rank=256, alpha=256.0)
     )
     assert "loha of rank 16 reaches rank 256, more than 20 of the layers" in notes(algorithm="loha")
     assert "lokr keeps its second matrix whole in 20 of 20 layers" in notes(algorithm="lokr")
-    told = notes(algorithm="lokr", factor=5, rank=4, alpha=4.0)
-    assert "lokr cuts 20 of 20 layers otherwise than by factor 5, such as double_blocks.0.img_attn.qkv of" in told
-    assert "384 × 128 by 4: the largest divisor up to it." in told
+    text = notes(algorithm="lokr", factor=5, rank=4, alpha=4.0)
+    assert "lokr cuts 20 of 20 layers otherwise than by factor 5, such as double_blocks.0.img_attn.qkv of" in text
+    assert "384 × 128 by 4: the largest divisor up to it." in text
     assert "otherwise than by factor" not in notes(algorithm="lokr", factor=8, rank=4, alpha=4.0)
 
 
@@ -94,6 +94,10 @@ def test_in_a_graph_the_node_shows_what_train_lora_then_trains(server, tiny_load
         "text": node("PreviewAny", source=["network", 1]),
     }
     outputs = server.run(prompt)["outputs"]
-    (shown,), (run,) = outputs["network"]["tessera"], outputs["train"]["tessera"]
-    told = f"dora on {run['targets']} of 36 layers of FLUX.1: {run['parameters']:,} trained numbers"
-    assert run["targets"] == 4 and shown["text"].startswith(told) and outputs["text"]["text"] == [shown["text"]]
+    (network_output,), (run,) = outputs["network"]["tessera"], outputs["train"]["tessera"]
+    message = f"dora on {run['targets']} of 36 layers of FLUX.1: {run['parameters']:,} trained numbers"
+    assert (
+        run["targets"] == 4
+        and network_output["text"].startswith(message)
+        and outputs["text"]["text"] == [network_output["text"]]
+    )

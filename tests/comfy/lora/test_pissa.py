@@ -24,77 +24,77 @@ def weight_of(rows: int, columns: int) -> torch.Tensor:
 
 
 def adapter_on(weight: torch.Tensor) -> PissaAdapter:
-    made = PissaAdapter(AdapterSpec("lora", RANK, ALPHA, init="pissa"), *weight.shape)
-    made.start(generator(1, "start"), lambda: FrozenLinear(weight, None, None))
-    return made
+    adapter = PissaAdapter(AdapterSpec("lora", RANK, ALPHA, init="pissa"), *weight.shape)
+    adapter.start(generator(1, "start"), lambda: FrozenLinear(weight, None, None))
+    return adapter
 
 
 def test_it_begins_at_the_largest_singular_parts():
     weight = weight_of(60, 40)
-    made, (left, sizes, right) = adapter_on(weight), torch.linalg.svd(weight.double())
+    adapter, (left, sizes, right) = adapter_on(weight), torch.linalg.svd(weight.double())
     best = left[:, :RANK] * sizes[:RANK] @ right[:RANK]
-    found = ALPHA / RANK * made.up_start.double() @ made.down_start.double()
-    assert (found - best).norm() < 1e-3 * best.norm()
+    product = ALPHA / RANK * adapter.up_start.double() @ adapter.down_start.double()
+    assert (product - best).norm() < 1e-3 * best.norm()
     # A and B share the sizes evenly.
-    torch.testing.assert_close(made.up_start.norm(dim=0), made.down_start.norm(dim=1), rtol=1e-4, atol=0)
-    assert torch.equal(adapter_on(weight).up_start, made.up_start)
+    torch.testing.assert_close(adapter.up_start.norm(dim=0), adapter.down_start.norm(dim=1), rtol=1e-4, atol=0)
+    assert torch.equal(adapter_on(weight).up_start, adapter.up_start)
     _, all_sizes, _ = largest_parts(weight, 100, generator(0))
     torch.testing.assert_close(all_sizes.double(), sizes, rtol=1e-4, atol=1e-4)
-    scaled = PissaAdapter(made.spec, *weight.shape)
+    scaled = PissaAdapter(adapter.spec, *weight.shape)
     scaled.start(
         generator(1, "start"), lambda: FrozenLinear(weight.div(4).to(torch.float8_e4m3fn), torch.tensor(4.0), None)
     )
-    assert (scaled.up_start @ scaled.down_start - made.up_start @ made.down_start).norm() < 0.1 * best.norm()
+    assert (scaled.up_start @ scaled.down_start - adapter.up_start @ adapter.down_start).norm() < 0.1 * best.norm()
 
 
 @pytest.mark.parametrize("width", [RANK, 1, None])
 def test_outputs_and_gradients_are_those_of_the_paper_in_fp64(width):
     """y = (W − s·B₀·A₀)·x + s·B·A·x by autograd in A and B, with a mask over A's outputs in both products."""
     weight = weight_of(60, 40)
-    made, x = adapter_on(weight), torch.randn(2, 5, 40, generator=generator(3))
+    adapter, x = adapter_on(weight), torch.randn(2, 5, 40, generator=generator(3))
     grad = torch.randn(2, 5, 60, generator=generator(4))
     mask = None if width is None else (torch.rand(2, 5, width, generator=generator(5)) > 0.4).float() / 0.6
     frozen = FrozenLinear(weight, None, None)
-    assert torch.equal(made(x, frozen, None if mask is None else DropMask(mask)), frozen.apply(x))
+    assert torch.equal(adapter(x, frozen, None if mask is None else DropMask(mask)), frozen.apply(x))
     with torch.no_grad():
-        for p in made.parameters():
+        for p in adapter.parameters():
             p.copy_(0.05 * torch.randn(p.shape, generator=generator(6, str(p.shape))))
-    down_start, up_start = made.down_start.double(), made.up_start.double()
-    a = (down_start + made.down.double()).detach().requires_grad_()
-    b = (up_start + made.up.double()).detach().requires_grad_()
-    kept = torch.ones(()).double() if mask is None else mask.double()
+    down_start, up_start = adapter.down_start.double(), adapter.up_start.double()
+    a = (down_start + adapter.down.double()).detach().requires_grad_()
+    b = (up_start + adapter.up.double()).detach().requires_grad_()
+    mask_factor = torch.ones(()).double() if mask is None else mask.double()
     inputs = x.double().requires_grad_()
     expected = inputs @ weight.double().T + ALPHA / RANK * (
-        (inputs @ a.T * kept) @ b.T - (inputs @ down_start.T * kept) @ up_start.T
+        (inputs @ a.T * mask_factor) @ b.T - (inputs @ down_start.T * mask_factor) @ up_start.T
     )
     expected.backward(grad.double())
     x.requires_grad_()
-    found = made(x, frozen, None if mask is None else DropMask(mask))
-    found.backward(grad)
+    actual = adapter(x, frozen, None if mask is None else DropMask(mask))
+    actual.backward(grad)
     pairs = {
-        "y": (found, expected),
+        "y": (actual, expected),
         "x": (x.grad, inputs.grad),
-        "a": (made.down.grad, a.grad),
-        "b": (made.up.grad, b.grad),
+        "a": (adapter.down.grad, a.grad),
+        "b": (adapter.up.grad, b.grad),
     }
-    for name, (ours, wanted) in pairs.items():
-        assert (ours.double() - wanted).norm() < 1e-5 * wanted.norm(), name
+    for name, (value, reference) in pairs.items():
+        assert (value.double() - reference).norm() < 1e-5 * reference.norm(), name
 
 
 def test_in_bf16_a_small_change_is_no_difference_of_large_numbers():
     """Beside the same sum taken from A and B in bf16, which loses it among their roundings."""
-    made, x = adapter_on(weight_of(60, 40)), torch.randn(1, 50, 40, generator=generator(3))
+    adapter, x = adapter_on(weight_of(60, 40)), torch.randn(1, 50, 40, generator=generator(3))
     nothing = FrozenLinear(torch.zeros(60, 40, dtype=torch.bfloat16), None, None)
     with torch.no_grad():
-        for p in made.parameters():
+        for p in adapter.parameters():
             p.copy_(1e-4 * torch.randn(p.shape, generator=generator(6, str(p.shape))))
-        a, b = made.down_start + made.down, made.up_start + made.up
-        deltas = b.double() @ a.double() - made.up_start.double() @ made.down_start.double()
+        a, b = adapter.down_start + adapter.down, adapter.up_start + adapter.up
+        deltas = b.double() @ a.double() - adapter.up_start.double() @ adapter.down_start.double()
         expected = ALPHA / RANK * x.bfloat16().double() @ deltas.T
-        found = made(x.bfloat16(), nothing, None)
-        low = [t.bfloat16() for t in (a, b, made.down_start, made.up_start)]
+        actual = adapter(x.bfloat16(), nothing, None)
+        low = [t.bfloat16() for t in (a, b, adapter.down_start, adapter.up_start)]
         naive = ALPHA / RANK * (x.bfloat16() @ low[0].T @ low[1].T - x.bfloat16() @ low[2].T @ low[3].T)
-    error, other = ((y.double() - expected).norm() / expected.norm() for y in (found, naive))
+    error, other = ((y.double() - expected).norm() / expected.norm() for y in (actual, naive))
     assert error < 0.01 and other > 1
 
 
@@ -116,18 +116,18 @@ def test_the_first_step_starts_from_the_model_and_the_file_then_changes_nothing(
 def test_a_run_goes_on_bit_for_bit_and_its_file_loads_on_the_model(tiny_flux, tmp_path, caplog):
     changes = {"network": PISSA | {"dropout": 0.2}, "optimizer": {"ema_decay": 0.5}}
     whole = resumed_as_whole(tiny_flux, mixed_data(), tmp_path, **changes)
-    found = patched_deltas(tiny_flux, loaded_in_comfyui(tiny_flux, whole.lora, caplog))
+    actual = patched_deltas(tiny_flux, loaded_in_comfyui(tiny_flux, whole.lora, caplog))
     trainer = tiny.make_trainer(
         tiny_flux, mixed_data(), tmp_path, network=NetworkOptions(rank=4, alpha=4.0, init="pissa")
     )
     starts = {n: (a.up_start.double(), a.down_start.double()) for n, a in trainer.network.adapters.items()}
     trainer.close()
-    assert found.keys() == starts.keys()
+    assert actual.keys() == starts.keys()
     for name, module in whole.lora.modules().items():
         up_start, down_start = starts[name]
         up, down = up_start + module.up[:, 4:].double(), module.down[4:].double()
         expected = up @ down - up_start @ down_start
-        assert (found[name] - expected).norm() < 1e-5 * expected.norm(), name
+        assert (actual[name] - expected).norm() < 1e-5 * expected.norm(), name
         assert torch.equal(module.up[:, :4].double(), up_start)
     plain = train(tiny_flux, mixed_data(), tmp_path / "plain", steps=1)
     assert plain.summary["key"] != whole.summary["key"]

@@ -45,43 +45,43 @@ def updates_of(model, factor=1.0):
     return convert(LoraModel.from_modules(updates), "diffusers")
 
 
-def same_lora(found, expected):
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+def same_lora(actual, expected):
+    return actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
 def test_it_is_in_force_while_training_and_in_no_preview_and_no_file(tiny_flux, tiny_vae, tmp_path):
     """With preservation and validation: both see the model with the adapter. The base LoRA stays in the previews."""
     base, adapter = updates_of(tiny_flux), updates_of(tiny_flux, -0.5)
-    under, _ = comfy.sd.load_lora_for_models(tiny_flux, None, base, 0.2, 0)
-    loaded, _ = comfy.sd.load_lora_for_models(under, None, adapter, 0.4, 0)
-    same = {"steps": 2, "objective": {"preservation_weight": 1.0}, "compile": "off"}
-    same |= {"validation": {"part": 0.34, "every_n_steps": 1}, "output_name": "with_adapter"}
+    base_model, _ = comfy.sd.load_lora_for_models(tiny_flux, None, base, 0.2, 0)
+    loaded, _ = comfy.sd.load_lora_for_models(base_model, None, adapter, 0.4, 0)
+    options = {"steps": 2, "objective": {"preservation_weight": 1.0}, "compile": "off"}
+    options |= {"validation": {"part": 0.34, "every_n_steps": 1}, "output_name": "with_adapter"}
     network = {"base_lora": source(base, "base.safetensors"), "base_strength": 0.2}
     network |= {"training_adapter": source(adapter), "training_adapter_strength": 0.4}
     watcher, data = Watcher(), PRESERVATION["data"]()
-    settings = run_settings(**same, network=network)
+    settings = run_settings(**options, network=network)
     result = run(tiny_flux, data, settings, watcher, {}, [PREVIEW["preview"](tiny_vae, every=0)])
-    expected = train_lora(RunRequest(loaded, data, run_settings(**same), tmp_path, Watcher()))
+    expected = train_lora(RunRequest(loaded, data, run_settings(**options), tmp_path, Watcher()))
     assert result.loss == expected.loss and result.validation == expected.validation and result.validation
     assert same_lora(result.lora, expected.lora)
-    told = f"Trained with {ADAPTER} at strength 0.4 on the model; previews and the saved LoRA don't have it."
-    assert told in watcher.notes
+    message = f"Trained with {ADAPTER} at strength 0.4 on the model; previews and the saved LoRA don't have it."
+    assert message in watcher.notes
 
     start, end = (PREVIEW["read"](result.path.parent, f"step00000{step}_0.png") for step in (0, 2))
-    assert np.array_equal(start, PREVIEW["of_core"](under, tiny_vae, None, 5))
-    assert np.array_equal(end, PREVIEW["of_core"](under, tiny_vae, result.path, 5))
-    assert not np.array_equal(end, PREVIEW["of_core"](loaded, tiny_vae, result.path, 5))
+    assert np.array_equal(start, PREVIEW["core_picture"](base_model, tiny_vae, None, 5))
+    assert np.array_equal(end, PREVIEW["core_picture"](base_model, tiny_vae, result.path, 5))
+    assert not np.array_equal(end, PREVIEW["core_picture"](loaded, tiny_vae, result.path, 5))
     assert with_base(tiny_flux, NetworkOptions(training_adapter=source(adapter))) is tiny_flux
 
-    told = json.loads(result.lora.metadata["tessera"])["network"]
-    assert told["training_adapter"]["name"] == ADAPTER and told["training_adapter_strength"] == 0.4
+    message = json.loads(result.lora.metadata["tessera"])["network"]
+    assert message["training_adapter"]["name"] == ADAPTER and message["training_adapter_strength"] == 0.4
     assert not tiny_flux.patches
 
 
 def test_it_makes_another_run_and_none_makes_the_run_of_before():
     def key(**network):
-        made = run_settings(network=network)
-        return made.key(made.lineage("data", "model"))
+        settings = run_settings(network=network)
+        return settings.key(settings.lineage("data", "model"))
 
     first, other = source({}), source({}, "other.safetensors")
     keys = {
@@ -101,10 +101,12 @@ def test_its_file_belongs_to_what_the_node_is_known_by(name, tmp_path, monkeypat
     file.write_bytes(b"one")
     monkeypatch.setattr("folder_paths.get_filename_list", lambda _: [file.name])
     monkeypatch.setattr("folder_paths.get_full_path", lambda _, name: str(tmp_path / name))
-    before = TesseraLoraNetwork.fingerprint_inputs(**{name: file.name})
+    fingerprint = TesseraLoraNetwork.fingerprint_inputs(**{name: file.name})
     file.write_bytes(b"another")
     assert (
-        before != TesseraLoraNetwork.fingerprint_inputs(**{name: file.name}) != TesseraLoraNetwork.fingerprint_inputs()
+        fingerprint
+        != TesseraLoraNetwork.fingerprint_inputs(**{name: file.name})
+        != TesseraLoraNetwork.fingerprint_inputs()
     )
     assert math.isnan(TesseraLoraNetwork.fingerprint_inputs(**{name: None}))
 
@@ -117,7 +119,9 @@ def test_each_expert_trains_with_its_own():
     assert apart.for_high_noise() == pair
     assert apart.for_low_noise() == NetworkOptions(training_adapter=low, training_adapter_strength=0.3)
     assert replace(apart, training_adapter_low_noise="none").for_low_noise() == NetworkOptions()
-    assert shared_lora_notes(run_settings(network={each.name: getattr(pair, each.name) for each in fields(pair)})) == [
+    assert shared_lora_notes(
+        run_settings(network={field.name: getattr(pair, field.name) for field in fields(pair)})
+    ) == [
         f"training_adapter {ADAPTER} is used for both experts; to give the low noise one its own, set "
         "training_adapter_low_noise on LoRA Network."
     ]
@@ -147,24 +151,24 @@ def test_a_convolution_of_a_native_model_is_adapted_too(tmp_path):
 
 
 def test_what_it_does_not_go_with_is_one_sentence(tiny_flux, tmp_path):
-    any_ = source({})
+    lora_source = source({})
     with pytest.raises(
         ValueError, match="training_adapter_strength is 0, at which training_adapter has no effect; set"
     ):
-        NetworkOptions(training_adapter=any_, training_adapter_strength=0.0)
+        NetworkOptions(training_adapter=lora_source, training_adapter_strength=0.0)
     with pytest.raises(
         ValueError, match=f"training_adapter is {ADAPTER} and algorithm is dora, .*; set algorithm to l"
     ):
-        NetworkOptions(training_adapter=any_, algorithm="dora")
+        NetworkOptions(training_adapter=lora_source, algorithm="dora")
     with pytest.raises(ValueError, match="training_adapter_low_noise is .* and algorithm is dora"):
-        NetworkOptions(training_adapter_low_noise=any_, algorithm="dora")
+        NetworkOptions(training_adapter_low_noise=lora_source, algorithm="dora")
     with pytest.raises(ValueError, match="training_adapter_low_noise is 'other'; choose"):
         NetworkOptions(training_adapter_low_noise="other")
     with pytest.raises(ValueError, match="training_adapter_low_noise: there is no LoRA 'gone.safetensors'"):
         low_noise_source("training_adapter_low_noise", "gone.safetensors")
 
-    def refused(told, **network):
-        with pytest.raises(ValueError, match=told):
+    def refused(message, **network):
+        with pytest.raises(ValueError, match=message):
             train(tiny_flux, mixed_data(), tmp_path, network=network)
 
     wan = convert(LoraModel.from_modules({"blocks.0.ffn.0": random_update(64, 32, 1)}))

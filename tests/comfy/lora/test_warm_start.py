@@ -45,13 +45,13 @@ def test_delta_w_at_the_start_is_what_comfyui_makes_of_the_file(layout, dtype, t
     file = convert(LoraModel.from_modules(blocks(random_updates(tiny_flux))), layout, dtype)
     expected = patched_deltas(tiny_flux, loaded_in_comfyui(tiny_flux, file, caplog))
     result, notes = started(tiny_flux, tmp_path, {"rank": 6, "start_from": LoraSource.from_lora(file)})
-    found = result.lora.modules()
-    assert found.keys() == expected.keys() and all(module.rank == 6 for module in found.values())
-    for name, wanted in expected.items():
-        made = (found[name].scaled_up @ found[name].down).double()
-        assert (made - wanted).norm() <= 1e-5 * wanted.norm(), name
+    modules = result.lora.modules()
+    assert modules.keys() == expected.keys() and all(module.rank == 6 for module in modules.values())
+    for name, delta_w in expected.items():
+        product = (modules[name].scaled_up @ modules[name].down).double()
+        assert (product - delta_w).norm() <= 1e-5 * delta_w.norm(), name
         # What is added to the rank can learn: its part of down is no zero.
-        assert found[name].up[:, 4:].abs().max() < 1e-20 and found[name].down[4:].abs().min() > 0
+        assert modules[name].up[:, 4:].abs().max() < 1e-20 and modules[name].down[4:].abs().min() > 0
     assert not [note for note in notes if "start_from" in note]
 
 
@@ -65,16 +65,19 @@ def test_of_the_same_rank_and_alpha_the_tensors_are_the_same_bits(tiny_flux, tmp
 def test_a_lower_rank_keeps_the_largest_singular_parts_and_says_what_is_lost(tiny_flux, tmp_path):
     updates = blocks(random_updates(tiny_flux))
     result, notes = started(tiny_flux, tmp_path, {"rank": 2, "alpha": 1.0, "start_from": source(updates)})
-    lost = {}
+    losses = {}
     for name, module in result.lora.modules().items():
         left, sizes, right = torch.linalg.svd(delta(updates[name]), full_matrices=False)
         best = left[:, :2] * sizes[:2] @ right[:2]
-        made = (module.scaled_up @ module.down).double()
-        assert (made - best).norm() <= 1e-5 * best.norm(), name
-        lost[name] = float((delta(updates[name]) - best).norm() / delta(updates[name]).norm())
-    (told,) = [note for note in notes if "start_from" in note]
-    worst = max(lost, key=lost.get)
-    assert f"{sum(lost.values()) / len(lost):.1%} of their update is lost (most in {worst}: {lost[worst]:.1%})" in told
+        product = (module.scaled_up @ module.down).double()
+        assert (product - best).norm() <= 1e-5 * best.norm(), name
+        losses[name] = float((delta(updates[name]) - best).norm() / delta(updates[name]).norm())
+    (message,) = [note for note in notes if "start_from" in note]
+    worst = max(losses, key=losses.get)
+    assert (
+        f"{sum(losses.values()) / len(losses):.1%} of their update is lost (most in {worst}: {losses[worst]:.1%})"
+        in message
+    )
 
 
 def test_an_update_of_a_rank_that_fits_loses_nothing_though_it_is_written_with_more():
@@ -112,8 +115,8 @@ def test_each_algorithm_begins_where_its_file_ended(name, tiny_flux, tmp_path):
         torch.testing.assert_close(second.lora[key], tensor, rtol=0 if exactly else 1e-6, atol=1e-20 if exactly else 0)
     kind = network["algorithm"]
     other = {"algorithm": "oft" if kind == "loha" else "loha", "rank": 4, "start_from": LoraSource.from_lora(file)}
-    told = f"is a {kind} .* and the network trains {other['algorithm']}; set algorithm to {kind}, or choose"
-    with pytest.raises(ValueError, match=told):
+    message = f"is a {kind} .* and the network trains {other['algorithm']}; set algorithm to {kind}, or choose"
+    with pytest.raises(ValueError, match=message):
         train(tiny_flux, data, tmp_path, network=other)
 
 
@@ -135,10 +138,10 @@ def test_a_lora_begins_from_the_largest_parts_of_what_is_none(name, tiny_flux, t
         for layer, module in result.lora.modules().items():
             left, sizes, right = torch.linalg.svd(expected[layer], full_matrices=False)
             best = left[:, :rank] * sizes[:rank] @ right[:rank]
-            made = (module.scaled_up @ module.down).double()
-            lost, least = ((expected[layer] - w).norm() / expected[layer].norm() for w in (made, best))
-            assert lost < least * 1.01 + 2e-5, layer
-            assert rank == 128 or lost > 0.1
+            product = (module.scaled_up @ module.down).double()
+            loss, least = ((expected[layer] - w).norm() / expected[layer].norm() for w in (product, best))
+            assert loss < least * 1.01 + 2e-5, layer
+            assert rank == 128 or loss > 0.1
             assert (module.down.abs().amax(dim=1) > 1e-3).all(), layer
         assert any("of their update is lost" in note for note in notes) == (rank == 3)
 
@@ -152,7 +155,7 @@ def test_a_run_goes_on_bit_for_bit_and_without_the_file(tiny_flux, tmp_path):
         train(tiny_flux, data, tmp_path / "cut", cancel_at(4), network=network, optimizer=average)
     resumed = train(tiny_flux, data, tmp_path / "cut", network=network, optimizer=average)
     (folder,) = (tmp_path / "cut").iterdir()
-    without = train(
+    restarted = train(
         tiny_flux,
         data,
         tmp_path / "cut",
@@ -160,10 +163,10 @@ def test_a_run_goes_on_bit_for_bit_and_without_the_file(tiny_flux, tmp_path):
         optimizer=average,
         resume=f"{folder.name}/state-000004.tessera",
     )
-    for other in (resumed, without):
+    for other in (resumed, restarted):
         assert other.loss == whole.loss and all(torch.equal(other.lora[name], whole.lora[name]) for name in whole.lora)
     changed = {**updates, "single_blocks.0.linear2": random_update(128, 640, 99)}
-    keys = {whole.summary["key"], without.summary["key"]}
+    keys = {whole.summary["key"], restarted.summary["key"]}
     for start in (source(changed), None):
         keys.add(train(tiny_flux, data, tmp_path / "keys", steps=1, network={"start_from": start}).summary["key"])
     assert len(keys) == 4
@@ -171,9 +174,9 @@ def test_a_run_goes_on_bit_for_bit_and_without_the_file(tiny_flux, tmp_path):
     first = train(
         tiny_flux, data, tmp_path / "first", **{**NO_STEP, "optimizer": average | NO_STEP["optimizer"]}, network=network
     )
-    found = first.lora.modules()
+    modules = first.lora.modules()
     assert all(
-        (found[n].scaled_up @ found[n].down - delta(p)).norm() < 1e-4 * delta(p).norm() for n, p in updates.items()
+        (modules[n].scaled_up @ modules[n].down - delta(p)).norm() < 1e-4 * delta(p).norm() for n, p in updates.items()
     )
 
 
@@ -197,9 +200,9 @@ def test_what_does_not_fit_is_one_sentence(tiny_flux, tiny_files):
     parts = {f"{n}.lora_{side}.weight": t for n, m in qkv.items() for side, t in (("A", m.down), ("B", m.up))}
     with pytest.raises(ValueError, match=r"does not fit .*double_blocks.0.img_attn.qkv: 256 x 128 there, 128 x 128 h"):
         start(parts)
-    own = convert(LoraModel.from_modules(blocks(random_updates(tiny_flux))))
+    file_tensors = convert(LoraModel.from_modules(blocks(random_updates(tiny_flux))))
     with pytest.raises(ValueError, match="has updates only for layers that are not trained .*; add them to targets"):
-        start(own, targets=("img_in",))
+        start(file_tensors, targets=("img_in",))
     loha = {f"diffusion_model.single_blocks.0.linear2.hada_w{i}_{s}": torch.ones(4, 4) for i in (1, 2) for s in "ab"}
     with pytest.raises(ValueError, match="does not fit .*single_blocks.0.linear2: 4 x 4 there, 128 x 640 here"):
         start(loha)
@@ -207,7 +210,9 @@ def test_what_does_not_fit_is_one_sentence(tiny_flux, tiny_files):
         ValueError, match="changes single_blocks.0.linear2.bias in a way that training can't start from"
     ):
         start({"diffusion_model.single_blocks.0.linear2.diff_b": torch.zeros(128)})
-    broken = {key: torch.full_like(tensor, torch.nan) if "lora_up" in key else tensor for key, tensor in own.items()}
+    broken = {
+        key: torch.full_like(tensor, torch.nan) if "lora_up" in key else tensor for key, tensor in file_tensors.items()
+    }
     with pytest.raises(ValueError, match="start_from: LORA_MODEL holds NaN or infinite values .*; choose an earlier"):
         start(broken)
     # What is not trained is not looked at; the alpha of two whole matrices is used by no reader, a missing one is rank.
@@ -220,9 +225,11 @@ def test_what_does_not_fit_is_one_sentence(tiny_flux, tiny_files):
         file = {f"diffusion_model.single_blocks.0.linear2.{suffix}": tensor for suffix, tensor in tensors.items()}
         odd = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
         file |= {f"diffusion_model.img_in.{suffix}": torch.ones(2, 2) for suffix in odd}
-        found, _ = start(file, **network)
-        assert found is not None and list(found.modules) == ["single_blocks.0.linear2"]
-    _, notes = start(own | {"lora_te1_x.lora_up.weight": torch.ones(1)}, targets=("single_blocks.0.linear2", "img_in"))
+        start_lora, _ = start(file, **network)
+        assert start_lora is not None and list(start_lora.modules) == ["single_blocks.0.linear2"]
+    _, notes = start(
+        file_tensors | {"lora_te1_x.lora_up.weight": torch.ones(1)}, targets=("single_blocks.0.linear2", "img_in")
+    )
     assert "start_from also has updates for 19 layers that are not trained" in notes[0]
     assert "1 keys for the text encoder" in notes[1] and "1 of the 2 trained layers are not in start_from" in notes[2]
 
@@ -235,8 +242,8 @@ def test_the_node_takes_files_of_the_lora_folders_only(tiny_flux, lora_folder):
     (lora_folder / "broken.safetensors").write_bytes(b"nothing")
     folder_paths.filename_list_cache.clear()
     name = str(Path("styles", "mine.safetensors"))
-    shown = TesseraLoraNetwork.INPUT_TYPES()["optional"]["start_from"][1]["options"]
-    assert name in shown
+    choices = TesseraLoraNetwork.INPUT_TYPES()["optional"]["start_from"][1]["options"]
+    assert name in choices
     base = {"algorithm": "lora", "rank": 8, "alpha": 8.0, "targets": "", "dropout": 0.0}
     with torch.inference_mode():
         options, _ = executed(TesseraLoraNetwork, **base, start_from=name).result
@@ -244,11 +251,11 @@ def test_the_node_takes_files_of_the_lora_folders_only(tiny_flux, lora_folder):
     assert options.start_from.name == "mine.safetensors" and "/" not in repr(options)
     assert options.start_from.content == connected.start_from.content
     assert options.start_from.tensors().keys() == tensors.keys()
-    before = TesseraLoraNetwork.fingerprint_inputs(start_from=name)
-    assert before == TesseraLoraNetwork.fingerprint_inputs(start_from=name)
+    fingerprint = TesseraLoraNetwork.fingerprint_inputs(start_from=name)
+    assert fingerprint == TesseraLoraNetwork.fingerprint_inputs(start_from=name)
     save_file({key: tensor + 1 for key, tensor in tensors.items()}, file)
     os.utime(file, (1, 1))  # of the same size, and perhaps of the same tick
-    assert before != TesseraLoraNetwork.fingerprint_inputs(start_from=name)
+    assert fingerprint != TesseraLoraNetwork.fingerprint_inputs(start_from=name)
     for wrong in ("../mine.safetensors", str(file), "absent.safetensors"):
         with pytest.raises(ValueError, match="start_from: there is no LoRA .* in ComfyUI's LoRA folders; choose one"):
             executed(TesseraLoraNetwork, **base, start_from=wrong)
@@ -266,21 +273,24 @@ def test_training_on_a_base_lora_is_training_on_the_model_with_it_and_saves_what
 
     base = convert(LoraModel.from_modules(random_updates(tiny_flux)), "diffusers", "bf16")
     loaded, _ = comfy.sd.load_lora_for_models(tiny_flux, None, base, 0.7, 0.0)
-    data, under = mixed_data(), {"base_lora": LoraSource("base.safetensors", "x", lambda: base), "base_strength": 0.7}
+    data, base_options = (
+        mixed_data(),
+        {"base_lora": LoraSource("base.safetensors", "x", lambda: base), "base_strength": 0.7},
+    )
     expected = train(loaded, data, tmp_path / "on the model")
     watcher = Watcher()
-    result = train(tiny_flux, data, tmp_path / "base", watcher, network=under)
+    result = train(tiny_flux, data, tmp_path / "base", watcher, network=base_options)
     assert result.loss == expected.loss and result.lora.keys() == expected.lora.keys()
     assert all(torch.equal(result.lora[name], expected.lora[name]) for name in result.lora)
     assert "Trained on top of base.safetensors at strength 0.7; the saved LoRA has only what is new." in watcher.notes
     assert not tiny_flux.patches
-    swapped = train(tiny_flux, data, tmp_path / "swapped", network=under, memory={"blocks_to_swap": 3})
+    swapped = train(tiny_flux, data, tmp_path / "swapped", network=base_options, memory={"blocks_to_swap": 3})
     assert swapped.loss == result.loss
-    told = json.loads(result.lora.metadata["tessera"])["network"]
-    assert told["base_lora"]["name"] == "base.safetensors" and told["base_strength"] == 0.7
+    header = json.loads(result.lora.metadata["tessera"])["network"]
+    assert header["base_lora"]["name"] == "base.safetensors" and header["base_strength"] == 0.7
     keys = {result.summary["key"], expected.summary["key"]}
     for other in ({"base_strength": 0.6}, {"base_lora": LoraSource("base.safetensors", "y", lambda: base)}):
-        keys.add(train(tiny_flux, data, tmp_path / "other", steps=1, network=under | other).summary["key"])
+        keys.add(train(tiny_flux, data, tmp_path / "other", steps=1, network=base_options | other).summary["key"])
     assert len(keys) == 4
 
 
@@ -294,14 +304,14 @@ def test_a_base_lora_that_does_not_fit_is_one_sentence(tiny_flux, tiny_files, tm
     larger = source({"double_blocks.0.img_attn.qkv": random_update(384, 256, 1)})
     with pytest.raises(ValueError, match=r"base_lora: .* \(double_blocks.0.img_attn.qkv: 384 x 256 there, 384 x 128 "):
         train(tiny_flux, mixed_data(), tmp_path, network={"base_lora": larger})
-    for tensors, there in (
+    for tensors, shape in (
         ({f"hada_w{i}_{s}": torch.ones(*((96, 2) if s == "a" else (2, 64))) for i in (1, 2) for s in "ab"}, "96 x 64"),
         ({"lokr_w1": torch.ones(4, 4), "lokr_w2_a": torch.ones(8, 2), "lokr_w2_b": torch.ones(2, 16)}, "32 x 64"),
         ({"oft_blocks": torch.zeros(4, 8, 8)}, "32 x any"),
         ({"diff": torch.zeros(96, 128)}, "96 x 128"),
     ):
         file = {f"diffusion_model.double_blocks.0.img_attn.qkv.{suffix}": t for suffix, t in tensors.items()}
-        with pytest.raises(ValueError, match=rf"\(double_blocks.0.img_attn.qkv: {there} there, 384 x 128 here\)"):
+        with pytest.raises(ValueError, match=rf"\(double_blocks.0.img_attn.qkv: {shape} there, 384 x 128 here\)"):
             train(tiny_flux, mixed_data(), tmp_path, network={"base_lora": LoraSource.from_lora(file)})
     with pytest.raises(ValueError, match="base_strength is 0, at which base_lora has no effect"):
         NetworkOptions(base_lora=larger, base_strength=0.0)

@@ -25,14 +25,14 @@ def test_a_lora_of_the_graph_and_a_file_of_it_begin_the_same_run(server, tiny_lo
     assert second["loss"][0] != first["loss"][0]
 
     file = first["path"].removeprefix("loras/")
-    again = training_graph(tiny_loaders, name="third", steps=1, save_every=0)
-    again["own"] = network(start_from=file, base_lora=file, base_strength=0.5)
-    again["train"]["inputs"]["network"] = ["own", 0]
-    (third,) = server.run(again)["outputs"]["train"]["tessera"]
+    third_run = training_graph(tiny_loaders, name="third", steps=1, save_every=0)
+    third_run["own"] = network(start_from=file, base_lora=file, base_strength=0.5)
+    third_run["train"]["inputs"]["network"] = ["own", 0]
+    (third,) = server.run(third_run)["outputs"]["train"]["tessera"]
     assert "Trained on top of first.safetensors at strength 0.5; the saved LoRA has only what is new." in third["notes"]
-    again["own"] = network(start_from=file)
-    (fourth,) = server.run(again)["outputs"]["train"]["tessera"]
+    third_run["own"] = network(start_from=file)
+    (fourth,) = server.run(third_run)["outputs"]["train"]["tessera"]
     assert fourth["loss"] == second["loss"] and third["loss"] != second["loss"]
-    again["own"] = network(start_from="../../escape.safetensors")
+    third_run["own"] = network(start_from="../../escape.safetensors")
     with pytest.raises(ServerFailure, match="escape.safetensors"):
-        server.run(again)
+        server.run(third_run)

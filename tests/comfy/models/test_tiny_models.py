@@ -79,12 +79,12 @@ def test_every_parameter_of_the_tiny_flux_influences_its_output(tiny_flux):
     reference = run()
     assert 0.1 < reference.std() < 10
     for name, parameter in model.named_parameters():
-        kept = parameter.detach().clone()
+        original = parameter.detach().clone()
         with torch.no_grad():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
         change = ((run() - reference).norm() / reference.norm()).item()
         with torch.no_grad():
-            parameter.copy_(kept)
+            parameter.copy_(original)
         assert change > 1e-4, (name, change)
     assert torch.equal(run(), reference)
 
@@ -149,9 +149,9 @@ def test_each_tiny_model_loads_whole_as_its_class(name, tiny_files, caplog):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_seed_gives_the_same_finite_latent_again_and_another_seed_another(name, tiny_files):
     model = tiny.load_model(name, tiny_files[name])
-    first, again, other = (tiny.sample(model, name, width=96, height=64, length=7, seed=seed) for seed in (1, 1, 2))
+    first, repeated, other = (tiny.sample(model, name, width=96, height=64, length=7, seed=seed) for seed in (1, 1, 2))
     assert first.isfinite().all() and first.std() > 0.1
-    assert torch.equal(first, again)
+    assert torch.equal(first, repeated)
     assert (first - other).abs().max() > 1e-2
 
 
@@ -163,8 +163,8 @@ def test_the_text_and_its_pooled_output_change_what_each_tiny_model_samples(name
     ((text, extra),), ((other_text, other_extra),) = (tiny.conditioning(name, 6, seed) for seed in (1, 2))
     variants = [(text, extra), (other_text, extra)] + ([(text, other_extra)] if extra else [])
     assert ("pooled_output" in extra) == (name in ("flux", "sdxl"))
-    first, *others = (sample_over(model, latent, [list(variant)]) for variant in variants)
-    for other in others:
+    first, *rest = (sample_over(model, latent, [list(variant)]) for variant in variants)
+    for other in rest:
         assert (other - first).norm() > 1e-2 * first.norm()
 
 
@@ -185,16 +185,16 @@ def test_each_tiny_model_takes_batches_guidance_and_texts_of_unlike_length(name,
 def test_the_tiny_model_that_core_loads_anew_by_itself_is_the_same(tiny_files):
     model = tiny.load_qwen_image(tiny_files["qwen_image"])
     load, arguments = model.cached_patcher_init
-    again = load(*arguments, disable_dynamic=True)
-    assert torch.equal(*(tiny.sample(m, "qwen_image", steps=1) for m in (model, again)))
+    reloaded = load(*arguments, disable_dynamic=True)
+    assert torch.equal(*(tiny.sample(m, "qwen_image", steps=1) for m in (model, reloaded)))
 
 
 def test_the_detection_knows_full_sizes_alone_once_the_tiny_file_is_loaded(tiny_files):
     import comfy.model_detection
 
-    before = comfy.model_detection.model_config_from_unet
+    original = comfy.model_detection.model_config_from_unet
     tiny.load_sdxl(tiny_files["sdxl"])
-    assert comfy.model_detection.model_config_from_unet is before
+    assert comfy.model_detection.model_config_from_unet is original
 
 
 def test_the_text_encoders_of_one_file_load_whole(tiny_files, caplog):
@@ -278,5 +278,5 @@ def test_a_server_samples_a_fitted_workflow_as_the_tests_do_in_their_own_process
     model = tiny.load_model(name, models / "diffusion_models" / names["unet_name"])
     clip = tiny.load_text_encoder(models / "text_encoders" / names["clip_name"])
     positive, negative = encode(clip, "a fox in the snow"), encode(clip, "")
-    ours = sample_over(model, torch.zeros_like(served), positive, negative, cfg=3.0, seed=7)
-    assert torch.allclose(served, ours, atol=1e-4) and ours.std() > 0.1
+    direct = sample_over(model, torch.zeros_like(served), positive, negative, cfg=3.0, seed=7)
+    assert torch.allclose(served, direct, atol=1e-4) and direct.std() > 0.1

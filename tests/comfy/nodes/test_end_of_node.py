@@ -64,11 +64,11 @@ def test_without_dynamic_vram_nothing_is_called_as_in_core(given_back, monkeypat
 def test_core_s_own_calls_leave_the_models_loaded(tiny_flux, monkeypatch):
     monkeypatch.setattr(comfy.memory_management, "aimdo_enabled", True)
     with torch.inference_mode():
-        before = tiny.sample(tiny_flux, "flux")
+        picture = tiny.sample(tiny_flux, "flux")
         loaded = [entry.model for entry in core.loaded_models()]
         core.end_of_node()
         assert [entry.model for entry in core.loaded_models()] == loaded
-        assert torch.equal(tiny.sample(tiny_flux, "flux"), before)
+        assert torch.equal(tiny.sample(tiny_flux, "flux"), picture)
 
 
 def test_after_every_preview_and_before_training_takes_its_weights(tiny_flux, tiny_vae, tmp_path, given_back):
@@ -99,8 +99,8 @@ def test_after_every_compared_cell(tiny_flux, tiny_vae, given_back, monkeypatch,
 
 def test_after_every_tuned_setting_and_after_eager(tiny_flux, given_back):
     inputs = step_inputs(tiny_flux, StepSize(64, 64, text_length=16, cfg=1.0))
-    tried = [CompileSettings(backend="aot_eager"), CompileSettings(backend="eager", scope="stack")]
-    result = tune(tiny_flux, inputs, 600, tried, nothing)
+    trials = [CompileSettings(backend="aot_eager"), CompileSettings(backend="eager", scope="stack")]
+    result = tune(tiny_flux, inputs, 600, trials, nothing)
     assert len(result.measured) == 2
     assert given_back == list(CALLS) * 3
 
@@ -112,7 +112,7 @@ def test_after_every_encoded_picture(tiny_vae, tiny_clip, tmp_path, given_back):
         pixels = np.random.default_rng(seed).integers(0, 255, (64, 64, 3), np.uint8)
         Image.fromarray(pixels).save(folder / f"{name}.png")
         (folder / f"{name}.txt").write_text("a red fox")
-    how = {"megapixels": 0.01, "max_graphs": 1, "fit": "whole grids", "max_text_length": 256}
+    options = {"megapixels": 0.01, "max_graphs": 1, "fit": "whole grids", "max_text_length": 256}
     for _ in range(2):  # what is in the cache is not encoded again
-        prepare(scan_images(folder), tiny_vae, tiny_clip, cache_dir=tmp_path / "cache", **how)
+        prepare(scan_images(folder), tiny_vae, tiny_clip, cache_dir=tmp_path / "cache", **options)
         assert given_back == list(CALLS) * 3

@@ -23,16 +23,16 @@ TEXT = "lora_te1_text_model_encoder_layers_0_mlp_fc1"
 
 def stranger():
     """A file that ComfyUI's own loader reads in part: in a wrapper that it doesn't know, split, doubled, float8."""
-    whole, part, again = random_update(384, 128, 1), random_update(128, 128, 2), random_update(128, 128, 3)
+    whole, part, other = random_update(384, 128, 1), random_update(128, 128, 2), random_update(128, 128, 3)
     tensors = {
         f"module.{QKV}.lora_A.weight": whole.down,
         f"module.{QKV}.lora_B.weight": whole.up,
         "transformer.transformer_blocks.1.attn.to_k.lora_A.weight": part.down,
         "transformer.transformer_blocks.1.attn.to_k.lora_B.weight": part.up,
-        f"diffusion_model.{PROJ}.lora_A.weight": again.down.to(torch.float8_e4m3fn),
-        f"diffusion_model.{PROJ}.lora_B.weight": again.up.to(torch.float8_e4m3fn),
-        f"pipe.dit.{PROJ}.lora_A.default.weight": again.down,
-        f"pipe.dit.{PROJ}.lora_B.default.weight": again.up,
+        f"diffusion_model.{PROJ}.lora_A.weight": other.down.to(torch.float8_e4m3fn),
+        f"diffusion_model.{PROJ}.lora_B.weight": other.up.to(torch.float8_e4m3fn),
+        f"pipe.dit.{PROJ}.lora_A.default.weight": other.down,
+        f"pipe.dit.{PROJ}.lora_B.default.weight": other.up,
         f"{TEXT}.lora_down.weight": torch.ones(2, 4),
         f"{TEXT}.lora_up.weight": torch.ones(4, 2),
         "connectors.x.lora_A.weight": torch.ones(2, 4),
@@ -71,21 +71,21 @@ def test_what_is_converted_is_what_comfyui_then_loads(layout, tiny_flux, tmp_pat
     family = family_of(tiny_flux)
     lora, _ = load_lora(tensors, {}, family, tiny_flux.model, "lora_file: a")
     save_file(convert(lora, layout), tmp_path / "b.safetensors")
-    found = []
+    results = []
     for name in "ab":
         source = LoraSource.from_file(tmp_path / f"{name}.safetensors", "base_lora")
         clone = tiny_flux.clone()
         notes = apply_base_lora(clone, NetworkOptions(base_lora=source), family)
-        found.append((patched_deltas(tiny_flux, clone), [note for note in notes if "loaders read" in note]))
-    (here, said), (after, nothing) = found
+        results.append((patched_deltas(tiny_flux, clone), [note for note in notes if "loaders read" in note]))
+    (direct, said), (converted, nothing) = results
     assert len(said) == 1 and "a.safetensors otherwise: 2 of 3 weights" in said[0]
     assert PROJ in said[0] and QKV in said[0]
     assert nothing == []
     loaded = loaded_in_comfyui(tiny_flux, comfy.utils.load_torch_file(str(tmp_path / "b.safetensors")), caplog)
-    theirs = patched_deltas(tiny_flux, loaded)
-    assert here.keys() == after.keys() == theirs.keys()
-    for name, expected in here.items():
-        assert (theirs[name] - expected).norm() <= 1e-5 * expected.norm(), name
+    core_deltas = patched_deltas(tiny_flux, loaded)
+    assert direct.keys() == converted.keys() == core_deltas.keys()
+    for name, expected in direct.items():
+        assert (core_deltas[name] - expected).norm() <= 1e-5 * expected.norm(), name
 
 
 def test_updates_of_parts_that_no_format_joins_keep_comfyui_s_names(tiny_flux, caplog):
@@ -128,12 +128,12 @@ def test_a_broken_weight_of_the_model_is_named(tiny_flux):
     layer = torch.nn.Linear(2, 2)
     layer.weight.data[0, 1] = float("nan")
     assert broken_weight(torch.nn.Sequential(layer)) == "0.weight"
-    told = str(not_finite("loss", 4, "0.weight"))
-    assert "the model's file holds such values (0.weight)" in told and "learning_rate" not in told
+    message = str(not_finite("loss", 4, "0.weight"))
+    assert "the model's file holds such values (0.weight)" in message and "learning_rate" not in message
 
 
 @pytest.mark.parametrize(
-    ("tensors", "told"),
+    ("tensors", "message"),
     [
         ({"connectors.x.lora_A.weight": torch.ones(2, 4)}, "0 of the 1 layer in the file .connectors.x."),
         ({f"{QKV}.diff": torch.full((384, 128), float("nan"))}, rf"holds NaN or infinite values \({QKV}.diff\)"),
@@ -144,9 +144,9 @@ def test_a_broken_weight_of_the_model_is_named(tiny_flux):
         ({f"{TEXT}.lora_up.weight": torch.ones(2, 2)}, "it has no layers of a diffusion model"),
     ],
 )
-def test_what_cannot_be_read_is_one_sentence(tensors, told, tiny_flux):
+def test_what_cannot_be_read_is_one_sentence(tensors, message, tiny_flux):
     family = family_of(tiny_flux)
-    with pytest.raises(ValueError, match=f"lora_file: a .*{told}"):
+    with pytest.raises(ValueError, match=f"lora_file: a .*{message}"):
         load_lora(tensors, {}, family, tiny_flux.model, "lora_file: a")
-    with pytest.raises(ValueError, match=f"base_lora: LORA_MODEL .*{told}"):
+    with pytest.raises(ValueError, match=f"base_lora: LORA_MODEL .*{message}"):
         apply_base_lora(tiny_flux.clone(), NetworkOptions(base_lora=LoraSource.from_lora(tensors)), family)

@@ -50,10 +50,10 @@ def test_these_languages_are_translated():
 
 def test_english_says_in_brackets_which_outputs_are_of_the_low_noise_expert():
     """Workflows hold the names of outputs, so these stay; what is shown for them is a label."""
-    found = json.loads((LOCALES / "en" / "nodeDefs.json").read_text(encoding="utf-8"))
+    texts = json.loads((LOCALES / "en" / "nodeDefs.json").read_text(encoding="utf-8"))
     names = [output.display_name for output in SCHEMAS["TesseraTrainLora"].outputs]
     labels = {str(n): name.replace("_low_noise", " (low noise)") for n, name in enumerate(names) if "_low_" in name}
-    assert found == {"TesseraTrainLora": {"outputs": {number: {"name": label} for number, label in labels.items()}}}
+    assert texts == {"TesseraTrainLora": {"outputs": {number: {"name": label} for number, label in labels.items()}}}
     assert len(labels) == 4
 
 
@@ -65,18 +65,18 @@ def test_a_language_has_no_node_that_is_gone(language):
 @every_language
 @every_node
 def test_a_language_has_no_text_of_a_node_that_is_gone_and_inputs_in_order(language, node_id):
-    schema, found = SCHEMAS[node_id], translated(language, node_id)
-    assert list(tool.missing(found, tool.node_texts([schema])[node_id])) == []
-    names = [i.id for i in sorted(schema.inputs, key=lambda each: each.optional)]
-    assert list(found["inputs"]) == [name for name in names if name in found["inputs"]]
+    schema, translation = SCHEMAS[node_id], translated(language, node_id)
+    assert list(tool.missing(translation, tool.node_texts([schema])[node_id])) == []
+    names = [i.id for i in sorted(schema.inputs, key=lambda item: item.optional)]
+    assert list(translation["inputs"]) == [name for name in names if name in translation["inputs"]]
 
 
 @every_language
 @every_node
 def test_a_translation_has_text_for_the_frontend_everywhere(language, node_id):
-    found = translated(language, node_id)
-    items = [*found["inputs"].values(), *found["outputs"].values()]
-    messages = [text for text in found.values() if isinstance(text, str)]
+    translation = translated(language, node_id)
+    items = [*translation["inputs"].values(), *translation["outputs"].values()]
+    messages = [text for text in translation.values() if isinstance(text, str)]
     messages += [item["name"] for item in items if "name" in item]
     assert [text for text in messages if not text.strip() or SYNTAX & set(text)] == []
     assert [item for item in items if len(item.get("tooltip", "long enough")) < 5] == []
@@ -97,8 +97,8 @@ def test_a_translation_has_the_numbers_of_the_english_sentence(language, node_id
     texts = {name: item["tooltip"].removesuffix(f" [{name}]") for name, item in inputs.items() if "tooltip" in item}
     counted = {str(number) for number in range(1, 11)}  # which English writes as words
     missing = {name: numbers(english[name]) - numbers(text) for name, text in texts.items()}
-    added = {name: numbers(text) - numbers(english[name]) - counted for name, text in texts.items()}
-    assert {name: found for name, found in [*missing.items(), *added.items()] if found} == {}
+    extra = {name: numbers(text) - numbers(english[name]) - counted for name, text in texts.items()}
+    assert {name: difference for name, difference in [*missing.items(), *extra.items()] if difference} == {}
 
 
 @every_language
@@ -130,13 +130,13 @@ def test_a_translated_help_page_has_the_inputs_and_defaults_of_the_english_one(n
 
 def outline(page: str) -> list[tuple[str, set[str], set[str]]]:
     """Each line of a help page as what no language changes: its kind, its code, and the numbers in its words."""
-    found = []
+    elements = []
     for line in page.splitlines():
         if line and not line.startswith("> "):  # the translation's own note
             kind = re.match(r"#+ |- (?:\*\*|\*|`)?|\*\*|", line)[0]
             code = re.compile(r"`[^`]+`")
-            found.append((kind, set(code.findall(line)), numbers(code.sub("", line))))
-    return found
+            elements.append((kind, set(code.findall(line)), numbers(code.sub("", line))))
+    return elements
 
 
 def behind(english: str, page: str) -> list[object]:
@@ -145,14 +145,14 @@ def behind(english: str, page: str) -> list[object]:
     row = re.compile(r"- `\w+`")
     present = set(row.findall(page))
     lines = [line for line in english.splitlines() if not (match := row.match(line)) or match[0] in present]
-    theirs, ours = outline("\n".join(lines)), outline(page)
-    if [kind for kind, _, _ in theirs] != [kind for kind, _, _ in ours]:
+    english_outline, translated_outline = outline("\n".join(lines)), outline(page)
+    if [kind for kind, _, _ in english_outline] != [kind for kind, _, _ in translated_outline]:
         return ["The pages have other headings, paragraphs or rows."]
     counted = {str(number) for number in range(1, 11)}  # which English writes as words
     return [
-        (wanted, got)
-        for wanted, got in zip(theirs, ours, strict=True)
-        if wanted[1] != got[1] or wanted[2] - got[2] or got[2] - wanted[2] - counted
+        (expected, actual)
+        for expected, actual in zip(english_outline, translated_outline, strict=True)
+        if expected[1] != actual[1] or expected[2] - actual[2] or actual[2] - expected[2] - counted
     ]
 
 
@@ -172,10 +172,11 @@ def test_a_translated_help_page_without_one_of_its_lines_is_noticed(node_id):
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours"), [("`rank`: 16", "`rank`：32"), ("`rank` 16", "`alpha` 16"), ("at most 9 pages", "最多 12 页")]
+    ("english", "translation"),
+    [("`rank`: 16", "`rank`：32"), ("`rank` 16", "`alpha` 16"), ("at most 9 pages", "最多 12 页")],
 )
-def test_a_translated_help_page_with_another_figure_or_name_is_noticed(theirs, ours):
-    assert behind(theirs, ours) and not behind(theirs, theirs)
+def test_a_translated_help_page_with_another_figure_or_name_is_noticed(english, translation):
+    assert behind(english, translation) and not behind(english, english)
 
 
 @pytest.mark.parametrize("node_id", FIRST_RUN)
@@ -191,11 +192,11 @@ def test_a_translated_help_page_names_the_errors_as_they_are_said(node_id):
 
 @every_language
 def test_the_titles_of_workflows_are_translated_with_their_numbers(language):
-    english, found = (tool.read_locale(each, "main.json") for each in ("en", language))
-    assert found.pop(NOTE) == DEFINITIONS[language][NOTE]
-    assert english.keys() == {"templateWorkflows"} and found.keys() == {"templateWorkflows", "tessera"}
-    assert list(tool.missing(found["templateWorkflows"], english["templateWorkflows"])) == []
-    for folder, titles in found["templateWorkflows"]["template"].items():  # the list is sorted by their numbers
+    english, translation = (tool.read_locale(locale, "main.json") for locale in ("en", language))
+    assert translation.pop(NOTE) == DEFINITIONS[language][NOTE]
+    assert english.keys() == {"templateWorkflows"} and translation.keys() == {"templateWorkflows", "tessera"}
+    assert list(tool.missing(translation["templateWorkflows"], english["templateWorkflows"])) == []
+    for folder, titles in translation["templateWorkflows"]["template"].items():  # the list is sorted by their numbers
         for name, title in titles.items():
             assert english["templateWorkflows"]["template"][folder][name].split()[0] == title.split()[0]
 
@@ -209,25 +210,27 @@ def test_words_of_the_browser_are_called_by_their_text_or_from_a_table_of_words(
 
 @every_language
 def test_the_words_of_the_browser_are_translated_with_their_values(language):
-    found, english = tool.read_locale(language, "main.json")["tessera"], tool.browser_words().keys()
-    assert len(english) > 100 and found.keys() - english == set()
+    translation, english = tool.read_locale(language, "main.json")["tessera"], tool.browser_words().keys()
+    assert len(english) > 100 and translation.keys() - english == set()
     values = re.compile(r"\{\w+\}")
     assert {
-        text for text, own in found.items() if not own or sorted(values.findall(own)) != sorted(values.findall(text))
+        text
+        for text, translated in translation.items()
+        if not translated or sorted(values.findall(translated)) != sorted(values.findall(text))
     } == set()
 
 
 @every_language
 def test_what_is_not_translated_is_listed(language, monkeypatch):
     schemas, read = list(SCHEMAS.values()), tool.read_locale
-    before = tool.untranslated(language, schemas)
+    earlier = tool.untranslated(language, schemas)
 
-    def without(each, name):
-        texts = read(each, name)
-        if each == language and name == "nodeDefs.json":
+    def read_partly(locale, name):
+        texts = read(locale, name)
+        if locale == language and name == "nodeDefs.json":
             del texts["TesseraSaveLora"], texts["TesseraTrainLora"]["inputs"]["steps"]["tooltip"]
         return texts
 
-    monkeypatch.setattr(tool, "read_locale", without)
-    listed = set(tool.untranslated(language, schemas)) - set(before)
+    monkeypatch.setattr(tool, "read_locale", read_partly)
+    listed = set(tool.untranslated(language, schemas)) - set(earlier)
     assert listed == {"nodeDefs.json: TesseraSaveLora", "nodeDefs.json: TesseraTrainLora.inputs.steps.tooltip"}

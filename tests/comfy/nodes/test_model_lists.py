@@ -24,22 +24,22 @@ def test_the_pages_list_what_the_registry_holds():
         )
         naming += len(model_lists.NAMED.findall(text))
         listing += all(
-            family.title in "".join(found[0] for found in model_lists.LIST.finditer(text)) for family in FAMILIES
+            family.title in "".join(match[0] for match in model_lists.LIST.finditer(text)) for family in FAMILIES
         )
     assert listing >= 2 and naming >= 2
 
 
 def test_a_new_family_changes_each_list():
     text = "Trains <!-- models -->FLUX.1<!-- /models -->, in <!-- models --><!-- /models -->."
-    wanted = "<!-- models -->A (b), C and D<!-- /models -->"
-    assert model_lists.filled(text, ("A (b)", "C", "D")) == f"Trains {wanted}, in {wanted}."
+    names = "<!-- models -->A (b), C and D<!-- /models -->"
+    assert model_lists.filled(text, ("A (b)", "C", "D")) == f"Trains {names}, in {names}."
     assert model_lists.filled(text, ("E", "F"), model_lists.NAMED) == text
-    named = "<!-- named models --><!-- /named models -->"
-    assert model_lists.filled(named, ("E", "F"), model_lists.NAMED) == named.replace("><", ">E and F<")
+    block = "<!-- named models --><!-- /named models -->"
+    assert model_lists.filled(block, ("E", "F"), model_lists.NAMED) == block.replace("><", ">E and F<")
 
 
 def test_train_lora_names_every_family():
     schema = TesseraTrainLora.define_schema()
-    tooltip = next(each.tooltip for each in schema.inputs if each.id == "model")
+    tooltip = next(item.tooltip for item in schema.inputs if item.id == "model")
     for title in titles():
         assert title in schema.description and title in tooltip

@@ -35,8 +35,8 @@ pairs = pytest.mark.parametrize(("node", "options"), NODES.items(), ids=lambda x
 
 def every_input(node) -> dict[str, tuple[str, dict]]:
     """name: (type or choices, settings), as the server gives them to the frontend."""
-    shown = node.INPUT_TYPES()
-    return {name: entry for kind in ("required", "optional") for name, entry in shown.get(kind, {}).items()}
+    input_types = node.INPUT_TYPES()
+    return {name: entry for kind in ("required", "optional") for name, entry in input_types.get(kind, {}).items()}
 
 
 def inputs(node) -> dict[str, tuple[str, dict]]:
@@ -51,8 +51,8 @@ def run(node, **values):
 
 @pairs
 def test_the_values_shown_first_are_the_defaults_of_an_unconnected_input(node, options):
-    shown = {name: settings["default"] for name, (_, settings) in inputs(node).items()}
-    assert run(node, **shown) == options()
+    defaults = {name: settings["default"] for name, (_, settings) in inputs(node).items()}
+    assert run(node, **defaults) == options()
 
 
 @pairs
@@ -111,10 +111,10 @@ def test_every_value_at_the_end_of_a_range_is_accepted(node, options):
 
 
 def test_targets_are_parsed():
-    made = run(
+    options = run(
         TesseraLoraNetwork, algorithm="lora", rank=8, alpha=4.0, targets="single_blocks.*\n-*.linear2\n", dropout=0.0
     )
-    assert made == NetworkOptions(rank=8, alpha=4.0, include=("single_blocks.*",), exclude=("*.linear2",))
+    assert options == NetworkOptions(rank=8, alpha=4.0, include=("single_blocks.*",), exclude=("*.linear2",))
 
 
 def test_ids_inputs_and_outputs_are_the_contract():
@@ -155,12 +155,12 @@ def test_ids_inputs_and_outputs_are_the_contract():
 
 
 def test_the_objective_shows_its_distribution_as_a_picture():
-    shown = {name: settings["default"] for name, (_, settings) in inputs(TesseraObjective).items()}
+    defaults = {name: settings["default"] for name, (_, settings) in inputs(TesseraObjective).items()}
     pictures = []
     for values in ({}, {"timestep_sampling": "logsnr"}, {"timestep_sampling": "logsnr", "weighting": "cosmap"}):
         with torch.inference_mode():
-            _, drawn = executed(TesseraObjective, **(shown | values)).result
-        assert drawn.shape == (1, 512, 1024, 3) and drawn.dtype == torch.float32
-        assert 0 <= drawn.min() and drawn.max() <= 1 and drawn.std() > 0.05
-        pictures.append(drawn)
+            _, picture = executed(TesseraObjective, **(defaults | values)).result
+        assert picture.shape == (1, 512, 1024, 3) and picture.dtype == torch.float32
+        assert 0 <= picture.min() and picture.max() <= 1 and picture.std() > 0.05
+        pictures.append(picture)
     assert not torch.equal(pictures[0], pictures[1]) and not torch.equal(pictures[1], pictures[2])

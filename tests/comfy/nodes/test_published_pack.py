@@ -21,8 +21,8 @@ def published(folder: Path) -> None:
     """Copy what `.comfyignore` leaves, whose lines are paths from the root."""
     out = {*left_out(), ".git"}
 
-    def ignored(here: str, names: list[str]) -> set[str]:
-        inside = Path(here).relative_to(ROOT)
+    def ignored(folder: str, names: list[str]) -> set[str]:
+        inside = Path(folder).relative_to(ROOT)
         return {n for n in names if (inside / n).as_posix() in out or fnmatch.fnmatch(n, "__pycache__") or n == ".kit"}
 
     shutil.copytree(ROOT, folder, ignore=ignored)
@@ -45,9 +45,9 @@ def server(tmp_path_factory):
 def test_all_nodes_their_pages_and_the_templates_are_there_under_another_folder_name(server):
     assert not (server.base / "custom_nodes" / FOLDER / "tests").exists()
     nodes = {name: node for name, node in server.get("/object_info").items() if name.startswith("Tessera")}
-    own = {name for name, node in nodes.items() if node["python_module"] == f"custom_nodes.{FOLDER}"}
+    own_nodes = {name for name, node in nodes.items() if node["python_module"] == f"custom_nodes.{FOLDER}"}
     documented = {page.stem for page in (ROOT / "nodes" / "web" / "docs").glob("Tessera*.md")}
-    assert own == documented
+    assert own_nodes == documented
     extensions = [path for path in server.get("/extensions") if f"/{FOLDER}/" in path]
     assert sorted(Path(path).name for path in extensions if "/docs/" not in path) == sorted(
         path.name for path in (ROOT / "nodes" / "web").rglob("*.js") if "docs" not in path.parts

@@ -561,8 +561,8 @@ def described(item) -> str:
     """An input or output of a schema as SURFACE writes it."""
     if hasattr(item, "optional"):
         default = getattr(item, "default", None)
-        shown = "" if default is None else f" = {json.dumps(default)}"
-        return f"{item.id}{'?' if item.optional else ''} {item.io_type}{shown}"
+        default_text = "" if default is None else f" = {json.dumps(default)}"
+        return f"{item.id}{'?' if item.optional else ''} {item.io_type}{default_text}"
     return " ".join(filter(None, (item.io_type, item.display_name)))
 
 
@@ -619,16 +619,16 @@ def test_the_help_page_explains_every_input_with_its_default(node_id):
     assert [row[0] for row in rows] == list(inputs)
     advanced = [i.id for i in SCHEMAS[node_id].inputs if getattr(i, "advanced", None)]
     assert [name for name, _, mark, _ in rows if mark] == advanced
-    written = {None: "", "": "empty", False: "off", True: "on"}
+    texts = {None: "", "": "empty", False: "off", True: "on"}
     for name, default, _, text in rows:
         value = inputs[name]
         expected = str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-        assert default == (expected or written.get(value, value)), name
+        assert default == (expected or texts.get(value, value)), name
         assert len(text) > 15, name
 
 
 def test_every_help_page_belongs_to_a_node():
-    pages = [each for each in DOCS.iterdir() if each.is_file()]  # folders hold translations, see test_locales
+    pages = [entry for entry in DOCS.iterdir() if entry.is_file()]  # folders hold translations, see test_locales
     assert {page.stem for page in pages} == set(SURFACE)
     for page in pages:
         assert page.read_text(encoding="utf-8").startswith(f"# {SURFACE[page.stem][0]}\n")
@@ -646,16 +646,16 @@ def test_the_pack_is_of_the_new_node_api_only():
 
 
 def test_the_version_is_that_of_the_package():
-    (written,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
-    assert written == VERSION
+    (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert version == VERSION
 
 
 def test_the_server_offers_exactly_these_nodes_in_this_form(server):
     info = server.get("/object_info")
-    ours = {name: node for name, node in info.items() if node["python_module"].startswith("custom_nodes.")}
-    assert set(ours) == {*SURFACE, "TesseraTinyClipLoader", "TesseraTinyEncoders", "TesseraTinyNative"}
+    own_nodes = {name: node for name, node in info.items() if node["python_module"].startswith("custom_nodes.")}
+    assert set(own_nodes) == {*SURFACE, "TesseraTinyClipLoader", "TesseraTinyEncoders", "TesseraTinyNative"}
     for node_id, (display_name, is_output, inputs, outputs) in SURFACE.items():
-        node = ours[node_id]
+        node = own_nodes[node_id]
         assert node["python_module"] == "custom_nodes.tessera"  # the frontend takes the help's address from it
         assert (node["display_name"], node["output_node"]) == (display_name, is_output)
         names = [line.split()[0] for line in inputs]
@@ -674,20 +674,20 @@ def test_the_server_gives_the_help_pages_where_the_frontend_looks_for_them(serve
 @pytest.mark.parametrize("literal", ["hello " * 50, 7, [1, "x"], {"a": 1}], ids=["text", "number", "list", "dict"])
 def test_what_is_written_where_a_connection_belongs_is_told(node, literal):
     schema = node.define_schema()
-    for one in schema.inputs:
-        grown = isinstance(one, io.Autogrow.Input)
-        kind = one.template.input.get_io_type() if grown else one.get_io_type()
+    for item in schema.inputs:
+        is_grown = isinstance(item, io.Autogrow.Input)
+        kind = item.template.input.get_io_type() if is_grown else item.get_io_type()
         plain = {"CONDITIONING": list, "LATENT": dict, "LORA_MODEL": dict, "LOSS_MAP": dict}.get(kind, str)
         if (
-            (isinstance(one, io.WidgetInput) and not grown)
+            (isinstance(item, io.WidgetInput) and not is_grown)
             or kind == "*"
             or type(literal) is plain
             and plain is not str
         ):
             continue
-        given = {"lora0": literal} if grown else [literal] if schema.is_input_list else literal
+        argument = {"lora0": literal} if is_grown else [literal] if schema.is_input_list else literal
         with pytest.raises(
-            ValueError, match=f"^{one.id} is .*; connect the output of a node that gives {kind}"
-        ) as told:
-            awaited(node.execute(**{one.id: given}))
-        assert len(str(told.value)) < 250
+            ValueError, match=f"^{item.id} is .*; connect the output of a node that gives {kind}"
+        ) as error:
+            awaited(node.execute(**{item.id: argument}))
+        assert len(str(error.value)) < 250

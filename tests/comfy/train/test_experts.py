@@ -70,22 +70,22 @@ def test_progress_and_the_time_left_are_those_of_both(experts):
 
 
 def test_both_in_one_queue_give_the_files_of_each_alone(experts, tmp_path, monkeypatch):
-    drawn = []
+    sigmas = []
     draw = batch.sample_sigma
-    monkeypatch.setattr(batch, "sample_sigma", lambda *args: drawn.append(draw(*args)) or drawn[-1])
+    monkeypatch.setattr(batch, "sample_sigma", lambda *args: sigmas.append(draw(*args)) or sigmas[-1])
     watcher = Watcher()
-    both = run_both(experts, tmp_path / "both", watcher)
-    assert [result.path.name for result in both] == ["film_high_noise.safetensors", "film_low_noise.safetensors"]
-    assert min(drawn[:6]) >= 0.875 >= max(drawn[6:]) and len(drawn) == 12
+    results = run_both(experts, tmp_path / "both", watcher)
+    assert [result.path.name for result in results] == ["film_high_noise.safetensors", "film_low_noise.safetensors"]
+    assert min(sigmas[:6]) >= 0.875 >= max(sigmas[6:]) and len(sigmas) == 12
     assert watcher.steps_done == 12 and any(text.startswith("Low noise expert: ") for text in watcher.phases)
 
     ranges = {HIGH: {"min_sigma": 0.875}, LOW: {"max_sigma": 0.875}}
-    for model, side, together in zip(experts, (HIGH, LOW), both, strict=True):
+    for model, side, together in zip(experts, (HIGH, LOW), results, strict=True):
         settings = run_settings(output_name=f"film_{side}", save_every=0, objective=ranges[side])
         alone = train_lora(RunRequest(model, clips(), settings, tmp_path / "alone", Watcher()))
         assert alone.loss == together.loss
-        kept, other = load_file(alone.path), load_file(together.path)
-        assert kept.keys() == other.keys() and all(torch.equal(kept[key], other[key]) for key in kept)
+        tensors, other = load_file(alone.path), load_file(together.path)
+        assert tensors.keys() == other.keys() and all(torch.equal(tensors[key], other[key]) for key in tensors)
         assert alone.path.parent.name == together.path.parent.name  # one key: either finds the other's files
 
 
@@ -112,22 +112,22 @@ def test_of_a_pair_that_went_on_under_other_settings_the_second_goes_on_by_name_
     def goes_on(steps, **changes):
         watcher = Watcher()
         high, _ = run_both(experts, tmp_path, watcher, steps=steps, resume=low.as_posix(), **changes)
-        told = [note for note in watcher.notes if note.startswith("High noise expert: No run had these settings")]
-        assert all(note.endswith("; set resume to 'off' to train from step 0.") for note in told)
-        return high.path.parent, len(watcher.losses), told
+        notes = [note for note in watcher.notes if note.startswith("High noise expert: No run had these settings")]
+        assert all(note.endswith("; set resume to 'off' to train from step 0.") for note in notes)
+        return high.path.parent, len(watcher.losses), notes
 
     slower = {"optimizer": {"learning_rate": 1e-3}}
     cancelled(1, steps=2)
     (first,) = (path.relative_to(tmp_path) for path in tmp_path.rglob("*.tessera"))
     cancelled(2 + 1, steps=2, resume=first.as_posix(), **slower)
     (low,) = (path.relative_to(tmp_path) for path in tmp_path.glob("film_low_noise (*)/*.tessera"))
-    (found,) = {path.parent for path in tmp_path.rglob("film_high_noise.safetensors")}
-    assert found.name != first.parent.name
+    (folder_of_pair,) = {path.parent for path in tmp_path.rglob("film_high_noise.safetensors")}
+    assert folder_of_pair.name != first.parent.name
     folder, steps, (note,) = goes_on(2, **slower)
-    assert (folder, steps) == (found, 1) and f"this one continues {found.name}" in note
+    assert (folder, steps) == (folder_of_pair, 1) and f"this one continues {folder_of_pair.name}" in note
     # It is gone on with too where it is not finished.
     folder, steps, (note,) = goes_on(3, **slower)
-    assert steps == 1 + 2 and folder != found and f"this one continues {found.name}" in note
+    assert steps == 1 + 2 and folder != folder_of_pair and f"this one continues {folder_of_pair.name}" in note
     # A run with these settings from its start comes before it.
     cancelled(1, steps=4, **slower)
     assert goes_on(4, **slower)[1:] == (3 + 3, [])
@@ -161,15 +161,15 @@ def test_a_disk_without_room_for_both_is_told_before_the_first_is_trained(expert
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
         return plan_experts(*experts, clips(), run_settings(output_name="film", save_every=0), root, as_run)
 
-    told = (
+    message = (
         "^output_name: the disk with the output folder has only .* free, but the runs of the two experts write at least"
     )
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         plan(size * 3 // 2, tmp_path / "new")
     assert not (tmp_path / "new").exists()
     assert plan(2 * size, tmp_path / "new")
     assert plan(size * 3 // 2, tmp_path / "whole")  # both are finished
-    with pytest.raises(ValueError, match=told):  # as these settings are not those of their runs
+    with pytest.raises(ValueError, match=message):  # as these settings are not those of their runs
         plan(
             size * 3 // 2,
             tmp_path / "whole",
@@ -227,9 +227,11 @@ def test_what_shifts_by_resolution_goes_by_the_tokens_of_one_frame(experts, monk
     sizes = []
     monkeypatch.setattr(batch, "sample_sigma", lambda options, generator, tokens, *rest: sizes.append(tokens) or 0.5)
     family, samples = family_of(high), clips().samples
-    for one in samples:
-        made = batch.make_batch(high, family, [(one, one.load())], ObjectiveOptions(), torch.device("cpu"), 0, (0, 0))
-        assert made.inputs.tokens.shape[1] == one.tokens
+    for item in samples:
+        step_batch = batch.make_batch(
+            high, family, [(item, item.load())], ObjectiveOptions(), torch.device("cpu"), 0, (0, 0)
+        )
+        assert step_batch.inputs.tokens.shape[1] == item.tokens
     assert sizes == [16, 8, 4]  # 1, 2 and 4 latent frames
 
 
@@ -238,8 +240,8 @@ def test_a_boundary_without_a_second_expert_makes_no_other_run(experts, tmp_path
     watcher = Watcher()
     plain = train_lora(RunRequest(high, clips(), run_settings(steps=1), tmp_path, Watcher()))
     settings = run_settings(steps=1, objective={"expert_boundary": 0.6})
-    again = train_lora(RunRequest(high, clips(), settings, tmp_path, watcher))
-    assert again.path == plain.path and "already finished" in watcher.notes[-1]
+    repeat = train_lora(RunRequest(high, clips(), settings, tmp_path, watcher))
+    assert repeat.path == plain.path and "already finished" in watcher.notes[-1]
 
 
 def test_dropout_is_said_to_work_within_the_blocks(experts):
@@ -279,38 +281,38 @@ def lora_of(model, seed):
 def test_each_expert_begins_from_its_own_lora_and_stands_on_its_own(experts, tmp_path):
     """Each run is what a run of that expert alone would be with its LoRAs, and another LoRA for one is a new run of
     that one only."""
-    first, second, under, over = (lora_of(experts[0], seed) for seed in (100, 200, 300, 400))
-    pair = {"start_from": first, "base_lora": under, "base_strength": 0.1}
-    pair |= {"start_from_low_noise": second, "base_lora_low_noise": over, "base_strength_low_noise": 0.2}
+    first, second, high_base, low_base = (lora_of(experts[0], seed) for seed in (100, 200, 300, 400))
+    pair = {"start_from": first, "base_lora": high_base, "base_strength": 0.1}
+    pair |= {"start_from_low_noise": second, "base_lora_low_noise": low_base, "base_strength_low_noise": 0.2}
     with pytest.raises(InterruptProcessingException):
         run_both(experts, tmp_path / "both", cancel_at(2 + 1), network=pair, steps=2)
     watcher = Watcher()
-    both = run_both(experts, tmp_path / "both", watcher, network=pair, steps=2)
+    results = run_both(experts, tmp_path / "both", watcher, network=pair, steps=2)
     assert any("Low noise expert: Resumed at step 1" in note for note in watcher.notes)
-    own = {
-        HIGH: {"start_from": first, "base_lora": under, "base_strength": 0.1},
-        LOW: {"start_from": second, "base_lora": over, "base_strength": 0.2},
+    own_options = {
+        HIGH: {"start_from": first, "base_lora": high_base, "base_strength": 0.1},
+        LOW: {"start_from": second, "base_lora": low_base, "base_strength": 0.2},
     }
     ranges = {HIGH: {"min_sigma": 0.875}, LOW: {"max_sigma": 0.875}}
-    for model, side, together in zip(experts, (HIGH, LOW), both, strict=True):
+    for model, side, together in zip(experts, (HIGH, LOW), results, strict=True):
         settings = run_settings(
-            output_name=f"film_{side}", save_every=0, steps=2, network=own[side], objective=ranges[side]
+            output_name=f"film_{side}", save_every=0, steps=2, network=own_options[side], objective=ranges[side]
         )
         alone = train_lora(RunRequest(model, clips(), settings, tmp_path / "alone", Watcher()))
         assert alone.loss == together.loss and alone.path.parent.name == together.path.parent.name
-        told, expected = (json.loads(run.lora.metadata["tessera"])["network"] for run in (together, alone))
-        assert told == expected and told["start_from"]["content"] == own[side]["start_from"].content
-    again = run_both(experts, tmp_path / "both", network=pair | {"start_from_low_noise": "none"}, steps=2)
-    assert again[0].path == both[0].path and again[1].path != both[1].path
-    assert again[1].loss != both[1].loss
+        actual, expected = (json.loads(run.lora.metadata["tessera"])["network"] for run in (together, alone))
+        assert actual == expected and actual["start_from"]["content"] == own_options[side]["start_from"].content
+    repeat = run_both(experts, tmp_path / "both", network=pair | {"start_from_low_noise": "none"}, steps=2)
+    assert repeat[0].path == results[0].path and repeat[1].path != results[1].path
+    assert repeat[1].loss != results[1].loss
 
 
 def test_of_a_pair_that_shares_its_loras_the_options_are_those_of_before(experts):
     """`same`, which is the default, takes the strength too; `none` takes neither."""
-    shared = NetworkOptions(start_from=lora_of(experts[0], 1), base_lora=lora_of(experts[0], 2), base_strength=0.5)
-    assert shared.for_low_noise() == shared == shared.for_high_noise()
-    alone = replace(shared, start_from_low_noise="none", base_lora_low_noise="none", base_strength_low_noise=0.3)
-    assert alone.for_high_noise() == shared and alone.for_low_noise() == NetworkOptions()
+    common = NetworkOptions(start_from=lora_of(experts[0], 1), base_lora=lora_of(experts[0], 2), base_strength=0.5)
+    assert common.for_low_noise() == common == common.for_high_noise()
+    alone = replace(common, start_from_low_noise="none", base_lora_low_noise="none", base_strength_low_noise=0.3)
+    assert alone.for_high_noise() == common and alone.for_low_noise() == NetworkOptions()
     with pytest.raises(ValueError, match="base_lora_low_noise is 'other'; choose"):
         NetworkOptions(base_lora_low_noise="other")
 
@@ -319,8 +321,8 @@ def test_what_is_set_for_a_second_expert_that_is_not_there_makes_no_other_run(ex
     high, _ = experts
     plain = train_lora(RunRequest(high, clips(), run_settings(steps=1), tmp_path, Watcher()))
     settings = run_settings(steps=1, network={"start_from_low_noise": lora_of(high, 1), "base_strength_low_noise": 0.5})
-    again = train_lora(RunRequest(high, clips(), settings, tmp_path, Watcher()))
-    assert again.path == plain.path
+    repeat = train_lora(RunRequest(high, clips(), settings, tmp_path, Watcher()))
+    assert repeat.path == plain.path
 
 
 def test_a_message_names_the_input_of_the_expert(experts, tiny_flux):
@@ -330,19 +332,21 @@ def test_a_message_names_the_input_of_the_expert(experts, tiny_flux):
             planned(experts, network={name: low_noise_source(name, "same", wrong)})
         with pytest.raises(ValueError, match=f"{name} is 'none' and a LORA_MODEL is connected too; set {name} to same"):
             low_noise_source(name, "none", wrong)
-        assert [low_noise_source(name, chosen) for chosen in ("same", "none")] == ["same", "none"]
-    own = lora_of(experts[0], 1)
+        assert [low_noise_source(name, choice) for choice in ("same", "none")] == ["same", "none"]
+    source = lora_of(experts[0], 1)
     with pytest.raises(ValueError, match="base_strength_low_noise is 0, at which base_lora_low_noise has no effect"):
-        NetworkOptions(base_lora_low_noise=own, base_strength_low_noise=0.0)
+        NetworkOptions(base_lora_low_noise=source, base_strength_low_noise=0.0)
     with pytest.raises(ValueError, match="start_from_low_noise is LORA_MODEL and init is pissa"):
-        NetworkOptions(start_from_low_noise=own, init="pissa")
+        NetworkOptions(start_from_low_noise=source, init="pissa")
 
 
 def test_what_two_experts_share_is_said(experts):
-    own = LoraSource("mine.safetensors", "x")
-    settings = run_settings(network={"start_from": own, "base_lora": own, "base_lora_low_noise": "none"})
+    source = LoraSource("mine.safetensors", "x")
+    settings = run_settings(network={"start_from": source, "base_lora": source, "base_lora_low_noise": "none"})
     assert shared_lora_notes(settings) == [
         "start_from mine.safetensors is used for both experts; to give the low noise one its own, set "
         "start_from_low_noise on LoRA Network."
     ]
-    assert shared_lora_notes(run_settings(network={"base_lora_low_noise": own, "base_strength_low_noise": 0.5})) == []
+    assert (
+        shared_lora_notes(run_settings(network={"base_lora_low_noise": source, "base_strength_low_noise": 0.5})) == []
+    )

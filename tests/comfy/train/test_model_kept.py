@@ -40,16 +40,16 @@ def picture_of(model):
     """All that has to be the same after training: each weight's bytes and place, and everything on the patcher."""
     weights = {name: (t.data_ptr(), t.detach().clone()) for name, t in model.model.state_dict().items()}
     grads = [p.requires_grad for p in model.model.parameters()]
-    kept = {"patches": dict(model.patches), "uuid": model.patches_uuid, "options": repr(model.model_options)}
-    kept |= {"injections": dict(model.injections), "objects": dict(model.object_patches), "grads": grads}
-    return weights, kept | {"mode": model.model.training, "hooks": len(model.callbacks)}
+    state = {"patches": dict(model.patches), "uuid": model.patches_uuid, "options": repr(model.model_options)}
+    state |= {"injections": dict(model.injections), "objects": dict(model.object_patches), "grads": grads}
+    return weights, state | {"mode": model.model.training, "hooks": len(model.callbacks)}
 
 
-def assert_untouched(model, before):
-    weights, kept = picture_of(model)
-    assert weights.keys() == before[0].keys() and kept == before[1]
+def assert_untouched(model, snapshot):
+    weights, state = picture_of(model)
+    assert weights.keys() == snapshot[0].keys() and state == snapshot[1]
     for name, (place, tensor) in weights.items():
-        assert place == before[0][name][0] and torch.equal(tensor, before[0][name][1]), name
+        assert place == snapshot[0][name][0] and torch.equal(tensor, snapshot[0][name][1]), name
 
 
 @pytest.mark.parametrize("end", ["finished", "cancelled"])
@@ -60,7 +60,7 @@ def test_weights_patches_and_sampling_are_the_same_before_and_after_training(
     model = comfy.sd.load_lora_for_models(tiny_flux, None, some_lora[0], STRENGTH, 0)[0] if patched else tiny_flux
     picture = tiny.sample(model, "flux")
     comfy.model_management.unload_all_models()  # ComfyUI leaves other flags on weights that it has patched once
-    before = picture_of(model)
+    snapshot = picture_of(model)
     assert torch.equal(tiny.sample(model, "flux"), picture)
     # Sampling has left the MODEL loaded, with its patches written into the weights.
     if end == "finished":
@@ -69,16 +69,16 @@ def test_weights_patches_and_sampling_are_the_same_before_and_after_training(
         with pytest.raises(BaseException) as stopped:
             train(model, mixed_data(), tmp_path, cancel_at(1))
         assert type(stopped.value).__name__ == "InterruptProcessingException"
-    assert_untouched(model, before)
+    assert_untouched(model, snapshot)
     assert torch.equal(tiny.sample(model, "flux"), picture)
 
 
 def test_training_gives_all_its_memory_back(tiny_flux, tmp_path):
     train(tiny_flux, mixed_data(), tmp_path / "first", steps=2)
-    made = Since()
+    new_tensors = Since()
     result = train(tiny_flux, mixed_data(), tmp_path / "second", steps=2)
     comfy.model_management.unload_all_models()
-    assert not [t for t in made() if isinstance(t, torch.nn.Parameter) and t.requires_grad]
+    assert not [t for t in new_tensors() if isinstance(t, torch.nn.Parameter) and t.requires_grad]
     assert not [name for name, t in result.lora.items() if t.requires_grad]
 
 
@@ -88,26 +88,26 @@ def test_a_model_that_nobody_holds_any_more_may_go_while_all_are_unloaded(tiny_f
     comfy.model_management.load_models_gpu([alone])
     comfy.model_management.load_models_gpu([tiny_flux])  # it is first in the list, so it is looked at first
     alone.itself = alone  # as any cycle that waits for the collector
-    gone = weakref.ref(alone)
-    own = frozen.puts_back_under_inference
+    freed = weakref.ref(alone)
+    original = frozen.puts_back_under_inference
 
     def collected_first(patcher):
         gc.collect()
-        return own(patcher)
+        return original(patcher)
 
     monkeypatch.setattr(frozen, "puts_back_under_inference", collected_first)
     del alone
     frozen.unload()
     gc.collect()
-    assert gone() is None and not comfy.model_management.current_loaded_models
+    assert freed() is None and not comfy.model_management.current_loaded_models
 
 
 def test_a_cancelled_run_gives_its_memory_back_while_its_error_is_still_held(tiny_flux, tmp_path):
     """ComfyUI holds it, and with it the frames of the run, for as long as it tells of it."""
-    made = Since()
+    new_tensors = Since()
     with pytest.raises(InterruptProcessingException) as stopped:
         train(tiny_flux, mixed_data(), tmp_path, cancel_at(1), optimizer={"ema_decay": 0.9})
-    assert not [t for t in made() if isinstance(t, torch.nn.Parameter) and t.requires_grad]
+    assert not [t for t in new_tensors() if isinstance(t, torch.nn.Parameter) and t.requires_grad]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tessera-reader")]
     assert stopped.value.__traceback__ is not None
 
@@ -122,9 +122,9 @@ def test_a_lora_on_the_model_is_trained_upon_as_if_it_were_merged_into_the_file(
     results = {}
     for name, model in {"weights": weight_lora, "bypass": bypass_lora}.items():
         watcher = Watcher()
-        before = picture_of(model)
+        snapshot = picture_of(model)
         results[name] = train(model, mixed_data(), tmp_path / name, watcher, batch_size=2)
-        assert_untouched(model, before)
+        assert_untouched(model, snapshot)
         assert results[name].loss == pytest.approx(merged.loss, rel=1e-5)
         assert ([n for n in watcher.notes if "bypass" in n] != []) == (name == "bypass")
         assert results[name].summary["key"] != plain.summary["key"]

@@ -44,49 +44,49 @@ def cast_with_lora(model: Any, lora: Any) -> Any:
     return model
 
 
-def full(model: Any, where: str, limit: float, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def full(model: Any, site: str, limit: float, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The slots find a place only where no more than `limit` bytes of the other weights are loaded; or so many tries
     find none for the second of these weights. Returns what was loaded at each try, or the weights in a row."""
-    seen: list[Any] = []
+    sizes: list[Any] = []
     take, place = SlotRing.take, ModelPatcher.patch_weight_to_device
 
     def take_slots(ring: Any) -> None:
-        seen.append(model.loaded_size())
-        if seen[-1] > limit:
+        sizes.append(model.loaded_size())
+        if sizes[-1] > limit:
             raise torch.OutOfMemoryError("no room for slots")
         take(ring)
 
     def place_weight(patcher: Any, key: str, *args: Any, **kwargs: Any) -> Any:
-        seen.append(key)
-        if len(seen) % 2 == 0 and len(seen) <= 2 * limit:
+        sizes.append(key)
+        if len(sizes) % 2 == 0 and len(sizes) <= 2 * limit:
             raise torch.OutOfMemoryError("no room for weights")
         return place(patcher, key, *args, **kwargs)
 
-    if where == "slots":
+    if site == "slots":
         monkeypatch.setattr(SlotRing, "take", take_slots)
     else:
         monkeypatch.setattr(ModelPatcher, "patch_weight_to_device", place_weight)
-    return seen
+    return sizes
 
 
 @pytest.mark.parametrize("changed", [False, True], ids=["alone", "cast, with a LoRA"])
-@pytest.mark.parametrize("where", ["slots", "resident"])
-def test_where_the_model_finds_no_place_less_of_it_is_placed(flux, where, changed, monkeypatch) -> None:
+@pytest.mark.parametrize("site", ["slots", "resident"])
+def test_where_the_model_finds_no_place_less_of_it_is_placed(flux, site, changed, monkeypatch) -> None:
     masters = {key: t.clone() for key, t in flux.model.state_dict().items()}
     base = cast_with_lora(flux, make_lora(flux)) if changed else flux
     want = sample(base, "flux")
     comfy.model_management.unload_all_models()
     model, notes = automatic(base, monkeypatch)
-    before, size, slots = len(notes), model.model_size(), model.swap.slot_bytes()
+    note_count, size, slots = len(notes), model.model_size(), model.swap.slot_bytes()
     fails = 1 if changed else 2  # ComfyUI loses a LoRA at the first smaller try, and finds it again at the next
-    seen = full(model, where, (size - slots) // (4 * fails) if where == "slots" else fails, monkeypatch)
+    sizes = full(model, site, (size - slots) // (4 * fails) if site == "slots" else fails, monkeypatch)
     assert torch.equal(sample(model, "flux"), want)
-    if where == "slots":
-        assert len(seen) > fails and sorted(set(seen), reverse=True) == seen and seen[0] == size - slots
+    if site == "slots":
+        assert len(sizes) > fails and sorted(set(sizes), reverse=True) == sizes and sizes[0] == size - slots
     else:
-        assert len(seen) > 2 * fails
+        assert len(sizes) > 2 * fails
     assert slots <= model.loaded_size() < size
-    assert notes[before:] == [oom_retry.RETRIED]
+    assert notes[note_count:] == [oom_retry.RETRIED]
     assert torch.equal(sample(model, "flux"), want)
     comfy.model_management.unload_all_models()
     assert all(torch.equal(t, masters[key]) for key, t in flux.model.state_dict().items())
@@ -103,11 +103,11 @@ def test_where_there_is_no_place_at_all_one_sentence_says_so(flux: Any, monkeypa
             "is -1, but the GPU doesn't even have room" if mine else "is 3 and prefetch_blocks is 1, and the GPU has no"
         )
         with monkeypatch.context() as small:
-            seen = full(model, "slots", -1, small)
+            sizes = full(model, "slots", -1, small)
             with pytest.raises(torch.OutOfMemoryError, match=f"blocks_to_swap {said}"):
                 sample(model, "flux")
         assert not injected and oom_retry.RETRIED not in model.notes
-        assert (len(seen) > 2) is mine and seen[-1] < seen[0] + (not mine)
+        assert (len(sizes) > 2) is mine and sizes[-1] < sizes[0] + (not mine)
         assert model.loaded_size() == 0 and model.swap.ring.flat_weights == []
         assert torch.equal(sample(model, "flux"), want)
         comfy.model_management.unload_all_models()
@@ -158,10 +158,10 @@ def test_a_second_try_has_what_a_controlnet_gave(by_name: bool, tiny_files: dict
         return forward(*args, **kwargs)
 
     def control(executor: Any, x: Any, t: Any, concat: Any, text: Any, _: Any, options: Any, **conds: Any) -> Any:
-        added = {name: [torch.full((1, 1, 1, 1), strength[0])] * 3 for name in ("output", "middle")}
+        residuals = {name: [torch.full((1, 1, 1, 1), strength[0])] * 3 for name in ("output", "middle")}
         if by_name:
-            return executor(x, t, concat, text, control=added, transformer_options=options, **conds)
-        return executor(x, t, concat, text, added, options, **conds)
+            return executor(x, t, concat, text, control=residuals, transformer_options=options, **conds)
+        return executor(x, t, concat, text, residuals, options, **conds)
 
     monkeypatch.setattr(out, "forward", run)
     # Around all others.

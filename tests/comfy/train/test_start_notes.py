@@ -36,25 +36,29 @@ def test_a_run_that_does_something_about_it_is_not_told(tiny_files):
     schnell = tiny.load_model("schnell", tiny_files["schnell"])
     data = training_data(sample("a", 4, 4))
     source = LoraSource("adapter", "adapter", lambda: make_lora(schnell))
-    for network, told in (({}, True), ({"training_adapter": source}, False)):
+    for network, expected in (({}, True), ({"training_adapter": source}, False)):
         notes = check_run(schnell, data, run_settings(network=network)).notes
-        assert any("plain training undoes that" in note for note in notes) == told
-
-
-@pytest.mark.parametrize(("given", "told"), [(3.5, True), (1.0, False), (torch.tensor([3.5]), True), (None, False)])
-def test_a_guidance_on_positive_that_training_replaces_is_told(tiny_flux, given, told):
-    plain = sample("a", 4, 4)
-    tensors = plain.load()
-    known = {**tensors.conditioning} | ({} if given is None else {"guidance": given})
-    one = replace(plain, conditioning=frozenset(known), load=lambda *_: replace(tensors, conditioning=known))
-    checked = check_run(tiny_flux, TrainingData((one,), "guided"), run_settings())
-    said = [note for note in checked.notes if "guidance" in note]
-    sentence = "positive has a guidance of 3.5, but training uses 1, as guidance on Training Objective says."
-    assert said == ([sentence] if told else [])
+        assert any("plain training undoes that" in note for note in notes) == expected
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("guidance", "expected"), [(3.5, True), (1.0, False), (torch.tensor([3.5]), True), (None, False)]
+)
+def test_a_guidance_on_positive_that_training_replaces_is_told(tiny_flux, guidance, expected):
+    plain = sample("a", 4, 4)
+    tensors = plain.load()
+    conditioning = {**tensors.conditioning} | ({} if guidance is None else {"guidance": guidance})
+    item = replace(
+        plain, conditioning=frozenset(conditioning), load=lambda *_: replace(tensors, conditioning=conditioning)
+    )
+    checked = check_run(tiny_flux, TrainingData((item,), "guided"), run_settings())
+    said = [note for note in checked.notes if "guidance" in note]
+    sentence = "positive has a guidance of 3.5, but training uses 1, as guidance on Training Objective says."
+    assert said == ([sentence] if expected else [])
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
     [
         ({}, None),
         ({"blocks_to_swap": 4, "prefetch_blocks": 2}, None),
@@ -64,9 +68,9 @@ def test_a_guidance_on_positive_that_training_replaces_is_told(tiny_flux, given,
         ),
     ],
 )
-def test_a_prefetch_that_leaves_nothing_to_swap_is_told(options, told):
+def test_a_prefetch_that_leaves_nothing_to_swap_is_told(options, expected):
     notes = list(memory_notes(MemoryOptions(**options)))
-    assert len(notes) == (told is not None) and all(note.startswith(told) for note in notes)
+    assert len(notes) == (expected is not None) and all(note.startswith(expected) for note in notes)
 
 
 @pytest.mark.parametrize("prefetch", [1, 2])
@@ -79,7 +83,7 @@ def test_with_a_slot_for_each_swapped_block_none_is_copied_again_and_that_is_tol
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "expected"),
     [
         (
             {"save_every": 6, "validation": {"every_n_steps": 5}},
@@ -109,10 +113,12 @@ def test_with_a_slot_for_each_swapped_block_none_is_copied_again_and_that_is_tol
         ({"validation": {"every_n_steps": 5}}, None),
     ],
 )
-def test_what_is_never_saved_or_kept_is_told(settings, told):
+def test_what_is_never_saved_or_kept_is_told(settings, expected):
     notes = list(saving_notes(run_settings(**settings), Strata(1, 5)))  # six steps
-    told = () if told is None else (told,) if isinstance(told, str) else told
-    assert len(notes) == len(told) and all(re.search(part, note) for part, note in zip(told, notes, strict=True))
+    expected = () if expected is None else (expected,) if isinstance(expected, str) else expected
+    assert len(notes) == len(expected) and all(
+        re.search(part, note) for part, note in zip(expected, notes, strict=True)
+    )
 
 
 def sampling(vae=None, **changes):
@@ -121,14 +127,14 @@ def sampling(vae=None, **changes):
 
 def test_previews_of_a_run_that_was_finished_without_them_are_told(tiny_flux, tiny_vae, tmp_path):
     previews = [Previewer([Preview(sampling(tiny_vae))], tiny_flux)]
-    told = "It was trained without previews; to train it again with them, change output_name or seed."
+    message = "It was trained without previews; to train it again with them, change output_name or seed."
 
     def run(name, watchers):
         watcher, settings = Watcher(), run_settings(steps=1, output_name=name)
         train_lora(RunRequest(tiny_flux, training_data(sample("a", 4, 4)), settings, tmp_path, watcher, None, watchers))
         return watcher.notes
 
-    assert told not in run("without", ())
-    assert told in run("without", previews)
+    assert message not in run("without", ())
+    assert message in run("without", previews)
     run("with", previews)
-    assert told not in run("with", previews) and told not in run("without", ())
+    assert message not in run("with", previews) and message not in run("without", ())

@@ -20,13 +20,13 @@ OPTIMIZERS = [
 ]
 
 
-def asking(**at):
+def asking(**asks_by_step):
     watcher = Watcher()
-    watcher.asks = {int(step.removeprefix("step")): frozenset(asked) for step, asked in at.items()}
+    watcher.asks = {int(step.removeprefix("step")): frozenset(names) for step, names in asks_by_step.items()}
     return watcher
 
 
-def same(first, second):
+def assert_same(first, second):
     assert first.loss == second.loss
     assert first.lora.keys() == second.lora.keys()
     assert not [name for name in first.lora if not torch.equal(first.lora[name], second.lora[name])]
@@ -43,17 +43,17 @@ def test_a_stopped_run_is_kept_and_goes_on_to_what_an_uninterrupted_one_gives(op
     sentence = "Stopped at step 5 and saved; Run goes on from there."
     assert sentence in stopped.summary["notes"]
     assert json.loads((folder / "progress.jsonl").read_text().splitlines()[-1])["text"] == sentence
-    written = load_file(stopped.path)
-    assert all(torch.equal(written[name], tensor) for name, tensor in stopped.lora.items())
+    tensors = load_file(stopped.path)
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in stopped.lora.items())
     assert (
         folder / f"{stopped.path.stem}_steps" / f"{stopped.path.stem}-step000002.safetensors"
     ).is_file()  # saved when it was asked
     assert (folder / "state-000005.tessera").is_file()
 
-    again = train(tiny_flux, data, tmp_path / "stopped", watcher := Watcher(), **options)
-    assert "Resumed at step 5." in watcher.notes and again.path == stopped.path
-    assert again.summary["status"] == "finished"
-    same(again, whole)
+    resumed = train(tiny_flux, data, tmp_path / "stopped", watcher := Watcher(), **options)
+    assert "Resumed at step 5." in watcher.notes and resumed.path == stopped.path
+    assert resumed.summary["status"] == "finished"
+    assert_same(resumed, whole)
 
 
 def test_asked_at_the_last_step_they_change_nothing(tiny_flux, tmp_path):
@@ -65,20 +65,22 @@ def test_asked_at_the_last_step_they_change_nothing(tiny_flux, tmp_path):
 def test_sampled_when_it_is_asked_and_trained_on_as_without(tiny_flux, tiny_vae, tmp_path):
     def sampled(name, watcher):
         size = {"width": 64, "height": 48, "steps": 1, "sampler_name": "euler_ancestral"}
-        previews = [Preview(Sampling(tiny_vae, conditioning("flux", 16), **size), every, False) for every in (0, 4)]
+        previews = [
+            Preview(Sampling(tiny_vae, conditioning("flux", 16), **size), interval, False) for interval in (0, 4)
+        ]
         watchers = [Previewer(previews, tiny_flux)]
         options = run_settings(**OPTIONS)
         return train_lora(RunRequest(tiny_flux, mixed_data(), options, tmp_path / name, watcher, None, watchers))
 
     plain = train(tiny_flux, mixed_data(), tmp_path / "plain", **OPTIONS)
-    asked = sampled("asked", watcher := asking(step3={SAMPLE}, step5={SAMPLE, SAVE}))
-    same(asked, plain)
+    sampled_run = sampled("asked", watcher := asking(step3={SAMPLE}, step5={SAMPLE, SAVE}))
+    assert_same(sampled_run, plain)
     assert [step for step, _ in watcher.sheets] == [3, 4, 5, 8]
-    folder = asked.path.parent
+    folder = sampled_run.path.parent
     lines = [json.loads(line) for line in (folder / "progress.jsonl").read_text().splitlines() if line]
     assert [line["step"] for line in lines if line["kind"] == "preview"] == [3, 4, 5, 8]
     rows = [(3, 0), (3, 1), (4, 1), (5, 0), (5, 1), (8, 0), (8, 1)]
-    assert asked.summary["previews"]["files"] == [f"previews/step{step:06d}_{row}.png" for step, row in rows]
+    assert sampled_run.summary["previews"]["files"] == [f"previews/step{step:06d}_{row}.png" for step, row in rows]
     stopped = sampled("stopped", watcher := asking(step5={STOP}))
     assert [step for step, _ in watcher.sheets] == [4, 5]  # as at the last step
     assert stopped.summary["status"] == "stopped"

@@ -12,10 +12,10 @@ from tiny.train.runs import Watcher, mixed_data, run_settings
 
 @pytest.fixture
 def two_threads():
-    before = torch.get_num_threads()
+    count = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(count)
 
 
 def model_of(device: str, size: int) -> Any:
@@ -35,8 +35,8 @@ def test_a_small_model_on_the_cpu_has_one_thread(device, size, threads):
 
 @pytest.mark.usefixtures("two_threads")
 def test_a_run_computes_so(tiny_flux, tmp_path, monkeypatch):
-    seen = []
+    counts = []
     monkeypatch.setattr(module, "runs_folder", lambda: tmp_path)
-    watcher = Watcher(at_step=lambda _: seen.append(torch.get_num_threads()))
+    watcher = Watcher(at_step=lambda _: counts.append(torch.get_num_threads()))
     module.run(tiny_flux, mixed_data(), run_settings(steps=2), watcher, {})
-    assert seen == [1, 1] and torch.get_num_threads() == 2
+    assert counts == [1, 1] and torch.get_num_threads() == 2

@@ -16,10 +16,10 @@ def load_sdxl_clip(width: int = 32, g_width: int = 64) -> Any:
     """SDXL's CLIP: CLIP-L and CLIP-G, the pooled text of the latter."""
     import comfy.sdxl_clip as sdxl
 
-    of_g = {"hidden_size": g_width, "projection_dim": g_width}
+    g_config = {"hidden_size": g_width, "projection_dim": g_width}
     options = {
         "clip_l_model_config": CLIP_L_CONFIG | {"hidden_size": width},
-        "clip_g_model_config": CLIP_L_CONFIG | of_g,
+        "clip_g_model_config": CLIP_L_CONFIG | g_config,
     }
     return make_clip(sdxl.SDXLClipModel, sdxl.SDXLTokenizer, options)
 

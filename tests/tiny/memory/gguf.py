@@ -44,8 +44,8 @@ def random_blocks(name: str, rows: int, columns: int, seed: int = 0) -> Tensor:
     blocks = source.integers(0, 256, (rows * columns // values, size), dtype=np.uint8)
 
     def scaled(scales: np.ndarray) -> np.ndarray:
-        for place, of_all in zip((SCALES | OTHERS)[name], scales, strict=True):
-            blocks[:, place : place + 2] = of_all.astype(np.float16)[:, None].view(np.uint8)
+        for place, values in zip((SCALES | OTHERS)[name], scales, strict=True):
+            blocks[:, place : place + 2] = values.astype(np.float16)[:, None].view(np.uint8)
         return gguf.quants.dequantize(blocks, kind_of(name))
 
     scales = source.standard_normal((len((SCALES | OTHERS)[name]), len(blocks)))
@@ -196,10 +196,10 @@ def flux_state(name: str, plain: str = "F16", hidden: int = 128, depth: int = 2)
     from ..models.flux import flux_shapes
     from ..models.weights import fill
 
-    return stored_state(fill(flux_shapes(hidden, depth, depth, T5_WIDTH, CLIP_WIDTH, True), 0), name, plain, _of_block)
+    return stored_state(fill(flux_shapes(hidden, depth, depth, T5_WIDTH, CLIP_WIDTH, True), 0), name, plain, _in_block)
 
 
-def _of_block(key: str) -> bool:
+def _in_block(key: str) -> bool:
     return "_blocks." in key and key.endswith(".weight")
 
 

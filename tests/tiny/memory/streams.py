@@ -31,7 +31,7 @@ class Device:
     """State that its streams share. sites: the places in the code that wait for anything; without: those that don't, in
     this test. deferred: how many copies came later than they were asked for."""
 
-    without: str | None = None
+    omitted: str | None = None
     sites: set[str] = field(default_factory=set)
     deferred: int = 0
     position: int = 0  # of the computing thread
@@ -43,7 +43,7 @@ class Device:
         frame = sys._getframe(2)
         site = f"{type(frame.f_locals['self']).__name__}.{frame.f_code.co_name}"
         self.sites.add(site)
-        return site != self.without
+        return site != self.omitted
 
     def finish(self) -> None:
         """Make all copies that are under way still."""
@@ -206,14 +206,14 @@ UNHELD = _uses(_alias(torch.empty(1)))  # of a storage that nothing but an alias
 
 
 @contextmanager
-def streams(monkeypatch: Any, staged: bool, without: str | None = None) -> Iterator[Device]:
+def streams(monkeypatch: Any, staged: bool, omitted: str | None = None) -> Iterator[Device]:
     """Let rings and activation offload that are made in here copy as on a GPU. staged: through a staging buffer, else
     from masters that count as page-locked; without: a function that does not wait, such as CopyStream.wait."""
     from tessera.memory.activations import offload
     from tessera.memory.host.staging import CudaLink, StagedStream
     from tessera.memory.swap import slot_ring
 
-    device, cpu = Device(without), torch.device("cpu")
+    device, cpu = Device(omitted), torch.device("cpu")
     computing, begin = Computing(device), offload.ActivationOffload.__init__
 
     def stream_of(masters: Any, *_: Any) -> Any:

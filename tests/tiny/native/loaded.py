@@ -55,8 +55,8 @@ def load_native(name: str, folder: Path) -> tuple[Any, ...]:
     row = replace(row, unet={**row.unet, **unet}, sizes=sizes)
     loaded = getattr(other_encoders, f"load_{clip}_clip")()
     if vae is None:
-        model, of_checkpoint = _load_ltx_checkpoint(row, folder / "ltx.safetensors")
-        return model, loaded, of_checkpoint
+        model, checkpoint_state = _load_ltx_checkpoint(row, folder / "ltx.safetensors")
+        return model, loaded, checkpoint_state
     return build(row), loaded, vae(folder)
 
 

@@ -76,8 +76,8 @@ class _CopyBeforeWrite(TorchDispatchMode):
         kwargs = kwargs or {}
         for number, argument in enumerate(function._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                written = kwargs[argument.name] if argument.name in kwargs else args[number]
-                for tensor in written if isinstance(written, list | tuple) else [written]:
+                outputs = kwargs[argument.name] if argument.name in kwargs else args[number]
+                for tensor in outputs if isinstance(outputs, list | tuple) else [outputs]:
                     self._copy(tensor.untyped_storage().data_ptr())
         return function(*args, **kwargs)
 

@@ -27,8 +27,8 @@ def assert_draws(draw: Callable[[Any], Tensor], expected: Tensor, models: tuple[
     """Check that draw(model) is within `near` of `expected`, in parts of its norm, with the LoRA, and `far` from it
     without.
     models: (without, with)."""
-    without, learned = ((draw(model) - expected).norm() / expected.norm() for model in models)
-    assert learned < near and without > far, (without, learned)
+    untrained, learned = ((draw(model) - expected).norm() / expected.norm() for model in models)
+    assert learned < near and untrained > far, (untrained, learned)
 
 
 def sampled(model: Any, start: Tensor, text: Tensor, conditioning: dict[str, Any], **options: Any) -> Tensor:

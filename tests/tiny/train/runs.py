@@ -59,10 +59,10 @@ def varied_data() -> Any:
     def varied(source: Any, number: int) -> Any:
         shape = source.grid[1:]
         read = {(i, c): sample(f"{source.name} {i} {c}", *shape).load() for i in range(2) for c in (0, 1, None)}
-        of_class = sample(f"the class of {source.name}", *shape).load()
+        class_tensors = sample(f"the class of {source.name}", *shape).load()
 
         def load(choice: Any = FIRST_VARIANT) -> Any:
-            prompt = Prompt(of_class.text, of_class.conditioning) if choice.class_caption else None
+            prompt = Prompt(class_tensors.text, class_tensors.conditioning) if choice.class_caption else None
             return replace(read[choice.image, choice.caption], class_prompt=prompt)
 
         variants = {"image_variants": 2, "caption_variants": 2, "caption_dropout": 0.3}

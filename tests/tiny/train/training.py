@@ -113,8 +113,8 @@ def adding_more(block: Any, share: float = 0.02) -> Iterator[None]:
         streams = [arg for arg in args if isinstance(arg, torch.Tensor)]
         results = []
         for result in (out,) if isinstance(out, torch.Tensor) else out:
-            before = next(stream for stream in streams if stream.shape == result.shape)
-            results.append(result + share * (result - before))
+            reference = next(stream for stream in streams if stream.shape == result.shape)
+            results.append(result + share * (result - reference))
         return results[0] if isinstance(out, torch.Tensor) else tuple(results)
 
     block.forward = stronger

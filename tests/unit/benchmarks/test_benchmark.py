@@ -35,9 +35,9 @@ def small(name: str) -> Picture:
 
 
 def test_a_ratio_is_taken_within_each_round_so_that_a_slow_round_does_not_weigh():
-    ours = [[1.0, 1.0, 9.0], [10.0, 10.0, 10.0], [2.0, 2.0, 2.0]]
+    measured = [[1.0, 1.0, 9.0], [10.0, 10.0, 10.0], [2.0, 2.0, 2.0]]
     core = [[2.0, 2.0, 2.0], [30.0, 30.0, 90.0], [3.0, 3.0, 3.0]]
-    assert figures.ratio_by_round(core, ours) == figures.Spread(1.5, 2.0, 3.0)
+    assert figures.ratio_by_round(core, measured) == figures.Spread(1.5, 2.0, 3.0)
 
 
 def test_contestants_of_unequal_rounds_are_no_ratio():
@@ -107,20 +107,20 @@ def test_our_step_at_full_size_computes_what_cores_model_does_and_back(name: str
     assert 0.99 * work.forward < work.recompute <= work.forward
 
 
-def contestant_spec(**given: Any) -> dict[str, Any]:
+def contestant_spec(**overrides: Any) -> dict[str, Any]:
     spec = {"rank": 4, "targets": "default", "batch_size": 1, "compiled": False, "checkpointing": "full"}
-    return spec | {"swap": 0, "prefetch": 1, "dtype": "fp32"} | given
+    return spec | {"swap": 0, "prefetch": 1, "dtype": "fp32"} | overrides
 
 
 @pytest.fixture(scope="module")
 def small_file(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The file of a small family, written once."""
-    folder, written = tmp_path_factory.mktemp("benchmark"), {}
+    folder, files = tmp_path_factory.mktemp("benchmark"), {}
 
     def file(name: str) -> str:
-        if name not in written:
-            written[name] = str(TINY[name].write(folder / f"{name}.safetensors"))
-        return written[name]
+        if name not in files:
+            files[name] = str(TINY[name].write(folder / f"{name}.safetensors"))
+        return files[name]
 
     return file
 
@@ -190,76 +190,76 @@ def test_a_contestant_that_cannot_take_part_says_why(tmp_path: Path):
         "import sys\nprint('{\"ready\": true}', flush=True)\nsys.stdin.readline()\n"
         'print(\'{"skipped": "it does not train this model here (TypeError: no)"}\', flush=True)\n'
     )
-    told = CommandProcess("core", {}, script=(str(script),), log=tmp_path / "log")
-    assert told.launch() == {"ready": True} and not told.ended
-    assert told.ask(do="steps", count=1) == {} == told.ask(do="steps", count=1)
-    told.stop()
-    assert told.ended == "it does not train this model here (TypeError: no)"
+    process = CommandProcess("core", {}, script=(str(script),), log=tmp_path / "log")
+    assert process.launch() == {"ready": True} and not process.ended
+    assert process.ask(do="steps", count=1) == {} == process.ask(do="steps", count=1)
+    process.stop()
+    assert process.ended == "it does not train this model here (TypeError: no)"
 
 
 def test_a_contestant_that_hangs_is_ended_when_its_time_is_over(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text("import sys, time\nprint('{}', flush=True)\nsys.stdin.readline()\ntime.sleep(60)\n")
-    told = CommandProcess("slow", {}, script=(str(script),), log=tmp_path / "log", limit=30.0)
-    assert told.launch() == {} and not told.ended
-    told.limit = 0.1
-    assert told.ask(do="steps", count=1) == {} and told.ended == "no reply in 0 s"
-    told.stop()
+    process = CommandProcess("slow", {}, script=(str(script),), log=tmp_path / "log", limit=30.0)
+    assert process.launch() == {} and not process.ended
+    process.limit = 0.1
+    assert process.ask(do="steps", count=1) == {} and process.ended == "no reply in 0 s"
+    process.stop()
 
 
 class Recorded:
     """A contestant that writes down what is asked of it."""
 
-    def __init__(self, name: str, asked: list[str], device: str):
-        self.name, self.asked, self.ended = name, asked, ""
+    def __init__(self, name: str, requests: list[str], device: str):
+        self.name, self.requests, self.ended = name, requests, ""
         self.spec = {"device": device, "swap": 0, "contestant": "core"}
         self.rounds: list[dict[str, Any]] = []
         self.memory: dict[str, Any] = {}
 
     def start(self) -> None:
-        self.asked.append(f"{self.name} starts")
+        self.requests.append(f"{self.name} starts")
 
     def round(self, steps: int) -> None:
-        self.asked.append(self.name)
+        self.requests.append(self.name)
         self.rounds.append({"seconds": [1.0] * steps})
 
     def ask(self, do: str) -> dict[str, Any]:
         return {}
 
     def stop(self) -> None:
-        self.asked.append(f"{self.name} stops")
+        self.requests.append(f"{self.name} stops")
 
 
 def test_a_contestant_keeps_its_process_for_its_rounds(capsys: pytest.CaptureFixture[str]):
-    asked: list[str] = []
-    measure([Recorded(name, asked, "cuda") for name in "ab"], rounds=2, steps=3, together=False)
-    assert asked == ["a starts", "a", "a", "a stops", "b starts", "b", "b", "b stops"]
+    requests: list[str] = []
+    measure([Recorded(name, requests, "cuda") for name in "ab"], rounds=2, steps=3, together=False)
+    assert requests == ["a starts", "a", "a", "a stops", "b starts", "b", "b", "b stops"]
     assert "round 2 of 2, a: 1.000 s a step" in capsys.readouterr().err
-    asked.clear()
-    measure([Recorded(name, asked, "cpu") for name in "ab"], rounds=2, steps=3, together=True)
-    assert asked == ["a starts", "b starts", "a", "b", "a", "b"]
+    requests.clear()
+    measure([Recorded(name, requests, "cpu") for name in "ab"], rounds=2, steps=3, together=True)
+    assert requests == ["a starts", "b starts", "a", "b", "a", "b"]
 
 
 def test_percents_add_compiled_contestants_and_0_is_the_one_that_runs_anyway():
     args = arguments(["--swap", "50", "0", "25", "50", "--contestants", "compiled", "core"])
     names = ["ours, compiled, full", "ours, compiled, full, 25 % swapped", "ours, compiled, full, 50 % swapped"]
-    found = contestant_specs(args)
-    assert [name for name, _ in found] == [*names, "core TrainLoraNode"]
-    assert [spec["swap"] for _, spec in found] == [0, 25, 50, 0]
+    specs = contestant_specs(args)
+    assert [name for name, _ in specs] == [*names, "core TrainLoraNode"]
+    assert [spec["swap"] for _, spec in specs] == [0, 25, 50, 0]
 
 
 def test_either_path_or_both_train_in_each_mode():
-    given = ["--path", "native", "own", "--contestants", "eager", "compiled", "--swap", "50"]
-    found = contestant_specs(arguments(given))
+    options = ["--path", "native", "own", "--contestants", "eager", "compiled", "--swap", "50"]
+    specs = contestant_specs(arguments(options))
     eager = [f"{name}, eager, {mode}" for mode in ("none", "selective", "full") for name in ("native", "ours")]
     compiled = [f"{name}, compiled, full{swap}" for swap in ("", ", 50 % swapped") for name in ("native", "ours")]
-    assert [name for name, _ in found] == [*eager, *compiled]
-    assert [spec["path"] for _, spec in found] == ["native", "own"] * 5
+    assert [name for name, _ in specs] == [*eager, *compiled]
+    assert [spec["path"] for _, spec in specs] == ["native", "own"] * 5
     assert {spec.get("path") for _, spec in contestant_specs(arguments([]))} == {"own", None}
 
 
 def test_the_native_contestant_trains_by_comfyui_s_forward_and_counts_its_calls(small_file: Any, tmp_path: Path):
-    def held(path: str) -> dict[str, float]:
+    def measured_counts(path: str) -> dict[str, float]:
         patcher = TINY["flux"].load(small_file("flux"), "cpu", torch.float32)
         spec, data = contestant_spec(path=path, checkpointing="none"), random_data(patcher, small("flux"), 1)
         trainer = make_trainer(spec, patcher, data, tmp_path / path)
@@ -269,19 +269,19 @@ def test_the_native_contestant_trains_by_comfyui_s_forward_and_counts_its_calls(
         finally:
             trainer.close()
 
-    own, native = held("own"), held("native")
+    own_counts, native = measured_counts("own"), measured_counts("native")
     # Ten Linears and an attention are in each block, and the forward is more than a block.
-    for found in (own, native):
-        assert 30 < found["block_operations"] < found["operations"] / 6
-        assert found["block_operations"] < found["block_python_calls"] < found["python_calls"]
+    for counts in (own_counts, native):
+        assert 30 < counts["block_operations"] < counts["operations"] / 6
+        assert counts["block_operations"] < counts["block_python_calls"] < counts["python_calls"]
     # Ours turns q and k and splits heads without the tables and copies of ComfyUI's forward.
-    assert own["operations"] < native["operations"] < 1.35 * own["operations"]
-    assert native["held_mib"] == pytest.approx(own["held_mib"], rel=0.05)
-    assert 0 < native["saved_tensors"] <= 1.05 * own["saved_tensors"]
+    assert own_counts["operations"] < native["operations"] < 1.35 * own_counts["operations"]
+    assert native["held_mib"] == pytest.approx(own_counts["held_mib"], rel=0.05)
+    assert 0 < native["saved_tensors"] <= 1.05 * own_counts["saved_tensors"]
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("command_line", "said"),
     [
         (["--swap", "101"], "--swap: give percents of the blocks, 0 to 100"),
         (["--swap", "50", "--contestants", "core"], "--swap: those that swap are compiled; add compiled"),
@@ -290,25 +290,25 @@ def test_the_native_contestant_trains_by_comfyui_s_forward_and_counts_its_calls(
         (["--family", "wan", "flux", "--frames", "5"], "--frames: flux trains on pictures"),
     ],
 )
-def test_bad_arguments_end_in_a_sentence(given: list[str], said: str, capsys: pytest.CaptureFixture[str]):
+def test_bad_arguments_end_in_a_sentence(command_line: list[str], said: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
-        arguments(given)
+        arguments(command_line)
     assert said in capsys.readouterr().err
 
 
-def swapped(percent: float, blocks: int, seconds: list[float], **more: float) -> Measured:
+def swapped(percent: float, blocks: int, seconds: list[float], **extra: float) -> Measured:
     facts = {"graphs_compiled": 2, "graph_breaks": 0, "blocks_swapped": blocks, "driver_mib": 1000.0 - blocks}
-    rounds = [{"seconds": [s], "cpu_seconds": [s], "peak_mib": 10.0, **facts, **more} for s in seconds]
+    rounds = [{"seconds": [s], "cpu_seconds": [s], "peak_mib": 10.0, **facts, **extra} for s in seconds]
     spec = {"swap": percent, "compiled": True}
     name = "ours, compiled, full" + (f", {percent:g} % swapped" if percent else "")
     return Measured(name, spec, {"compile_seconds": 30.0}, rounds)
 
 
 def test_a_native_step_stands_beside_the_own_one_of_the_same_round():
-    shared = {"graphs_compiled": 2, "graph_breaks": 0, "driver_mib": 1.0}
+    common = {"graphs_compiled": 2, "graph_breaks": 0, "driver_mib": 1.0}
 
     def contestant(path: str, seconds: list[float]) -> Measured:
-        rounds = [{"seconds": [s], "cpu_seconds": [s / 2], "peak_mib": 10.0, **shared} for s in seconds]
+        rounds = [{"seconds": [s], "cpu_seconds": [s / 2], "peak_mib": 10.0, **common} for s in seconds]
         spec = {"path": path, "compiled": False, "checkpointing": "full", "swap": 0}
         counts = {"python_calls": 1000, "block_python_calls": 90.4, "held_mib": 1.0}
         return Measured(f"{path}, eager, full", spec, {}, rounds, counts)
@@ -348,12 +348,12 @@ def test_a_whole_run_of_a_small_family_gives_its_tables(tmp_path: Path):
     command = [sys.executable, str(HERE), "train_step", "--family", "wan", "--steps", "1", "--swap", "50"]
     command += ["--width", "128", "--height", "96", "--length", "16", "--json", str(tmp_path / "figures.json")]
     command += ["--backend", "aot_eager"]  # the soonest compiled
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "figures.json").read_text())["wan"]
-    assert len(found) == 6 and not [c["ended"] for c in found.values() if c["ended"]]
-    compiled = [c["rounds"][-1] for name, c in found.items() if "compiled" in name]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    contestants = json.loads((tmp_path / "figures.json").read_text())["wan"]
+    assert len(contestants) == 6 and not [c["ended"] for c in contestants.values() if c["ended"]]
+    compiled = [c["rounds"][-1] for name, c in contestants.items() if "compiled" in name]
     assert len(compiled) == 2
     for last in compiled:
         assert last["graphs_compiled"] > 0 and last["graph_breaks"] == 0
-    assert "| core TrainLoraNode |" in done.stdout and "only the counts mean anything" in done.stdout
+    assert "| core TrainLoraNode |" in process.stdout and "only the counts mean anything" in process.stdout

@@ -11,13 +11,13 @@ ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = sorted((ROOT / "benchmarks").rglob("*.py"))
 
 
-def imported(scope: ast.AST, known: dict[str, str] | None = None) -> Iterator[tuple[str, str]]:
+def imported(scope: ast.AST, aliases: dict[str, str] | None = None) -> Iterator[tuple[str, str]]:
     """(module of the pack, name taken from it or empty), of imports, of import_module and of the names bound to it.
 
     known: names bound around this scope.
     """
     nodes, inner = _own_nodes(scope)
-    bound = dict(known or {})
+    bound = dict(aliases or {})
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "tessera":
             for alias in node.names:
@@ -48,16 +48,16 @@ def _own_nodes(scope: ast.AST) -> tuple[list[ast.AST], list[ast.AST]]:
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             inner.append(child)
             continue
-        below, functions = _own_nodes(child)
-        nodes += [child, *below]
+        nested, functions = _own_nodes(child)
+        nodes += [child, *nested]
         inner += functions
     return nodes, inner
 
 
 def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, str]]:
     if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-        for one, given in zip(target.elts, value.elts, strict=True):
-            yield from _pairs(one, given)
+        for element, source in zip(target.elts, value.elts, strict=True):
+            yield from _pairs(element, source)
     elif isinstance(target, ast.Name) and (module := _module(value)) is not None:
         yield target.id, module
 
@@ -79,10 +79,10 @@ def _is_module(name: str) -> bool:
 
 def missing(module: str, name: str) -> str | None:
     try:
-        found = import_module(module)
+        target = import_module(module)
     except ImportError as error:
         return f"{module}: {error}"
-    if not name or hasattr(found, name) or _is_module(f"{module}.{name}"):
+    if not name or hasattr(target, name) or _is_module(f"{module}.{name}"):
         return None
     return f"{module} has no {name}"
 
@@ -90,14 +90,14 @@ def missing(module: str, name: str) -> str | None:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT / "benchmarks")))
 def test_what_a_benchmark_takes_from_the_pack_is_there(script: Path) -> None:
     names = set(imported(ast.parse(script.read_text(encoding="utf-8"))))
-    assert not list(filter(None, (missing(*each) for each in sorted(names))))
+    assert not list(filter(None, (missing(*entry) for entry in sorted(names))))
 
 
 def test_names_are_found() -> None:
-    found = {each for script in SCRIPTS for each in imported(ast.parse(script.read_text(encoding="utf-8")))}
-    assert ("tessera.memory.swap.slot_ring", "SlotRing") in found
-    assert ("tessera.memory.host.staging", "link_bandwidth") in found
-    assert ("tessera.memory.host.page_locked", "host_bytes") in found
+    names = {entry for script in SCRIPTS for entry in imported(ast.parse(script.read_text(encoding="utf-8")))}
+    assert ("tessera.memory.swap.slot_ring", "SlotRing") in names
+    assert ("tessera.memory.host.staging", "link_bandwidth") in names
+    assert ("tessera.memory.host.page_locked", "host_bytes") in names
     assert missing("tessera.gone", "") and missing("tessera.memory.swap.plan", "gone")
 
 
@@ -105,7 +105,7 @@ def test_what_the_benchmarks_use_of_a_trainer_is_there() -> None:
     from tessera.train.loop.trainer import Trainer
 
     body = ast.parse((ROOT / "train" / "loop" / "trainer.py").read_text(encoding="utf-8"))
-    own = {n.attr for n in ast.walk(body) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "self"}
+    attributes = {n.attr for n in ast.walk(body) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "self"}
     used = {
         node.attr
         for script in SCRIPTS
@@ -113,4 +113,4 @@ def test_what_the_benchmarks_use_of_a_trainer_is_there() -> None:
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "trainer"
     }
     assert {"run", "close", "placed", "learner"} <= used
-    assert not {name for name in used if name not in own and not hasattr(Trainer, name)}
+    assert not {name for name in used if name not in attributes and not hasattr(Trainer, name)}

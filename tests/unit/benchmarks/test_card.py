@@ -42,11 +42,11 @@ def cases(part: str) -> dict[str, Case]:
 
 
 def run(small: smoke.Smoke, name: str) -> dict[str, Any]:
-    how = dict(cases("smoke")[name].settings)
+    options = dict(cases("smoke")[name].settings)
     checks = {"train": small.check_training, "sample": small.check_sample, "after a run": small.check_after_a_run}
-    check = checks[how.pop("do")]
-    how.pop("common", None)
-    return check(**how)
+    check = checks[options.pop("do")]
+    options.pop("common", None)
+    return check(**options)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def run(small: smoke.Smoke, name: str) -> dict[str, Any]:
     ],
 )
 def test_a_path_equals_the_resident_eager_run(small: smoke.Smoke, name: str):
-    found = run(small, name)
-    assert found["state"] == "ok", found["text"]
+    result = run(small, name)
+    assert result["state"] == "ok", result["text"]
 
 
 def test_another_gradient_fails_its_case(small: smoke.Smoke):
@@ -71,21 +71,23 @@ def test_another_gradient_fails_its_case(small: smoke.Smoke):
     want = small.reference(key, lambda: small.train(batch=1))
     small.references[key] = want | {"gradients": [1.001 * gradient for gradient in want["gradients"]]}
     try:
-        found = run(small, SWAPPED)
+        result = run(small, SWAPPED)
     finally:
         small.references[key] = want
-    assert found["state"] == "failed" and "not bit for bit, though the order of additions is the same" in found["text"]
+    assert (
+        result["state"] == "failed" and "not bit for bit, though the order of additions is the same" in result["text"]
+    )
 
 
 def test_weights_that_lie_elsewhere_and_delays_that_are_not_put_in_fail_their_case(
     small: smoke.Smoke, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(smoke, "no_free_ram", lambda short: nullcontext())
-    found = run(small, SWAPPED)
-    assert found["state"] == "failed" and "streaming from the file is False" in found["text"]
+    result = run(small, SWAPPED)
+    assert result["state"] == "failed" and "streaming from the file is False" in result["text"]
     monkeypatch.setattr(smoke, "delays", lambda *_: nullcontext([0, 0]))
-    found = run(small, SWAPPED)
-    assert found["state"] == "failed" and "no delay was put in" in found["text"]
+    result = run(small, SWAPPED)
+    assert result["state"] == "failed" and "no delay was put in" in result["text"]
 
 
 def test_a_latent_of_another_size_or_not_a_number_is_far():
@@ -102,13 +104,13 @@ def test_copies_are_delayed_and_nothing_stays_changed():
 
 def test_steps_are_timed_in_parts_and_profiled():
     measured = steps.Steps(SPEC | {"model": "flux"})
-    how = TRAINED | {"compiled": True, "swap": 50, "side": 0, "profiled": True}
-    found = measured.measure(how, {"rates: link": {"link": 1e9}})
-    figures = found["figures"]
-    assert found["state"] == "ok" and found["row"]["blocks swapped"] == "3" and figures["copied"] > 0
+    settings = TRAINED | {"compiled": True, "swap": 50, "side": 0, "profiled": True}
+    result = measured.measure(settings, {"rates: link": {"link": 1e9}})
+    figures = result["figures"]
+    assert result["state"] == "ok" and result["row"]["blocks swapped"] == "3" and figures["copied"] > 0
     assert figures["all"] == pytest.approx(figures["host"] + figures["wait"] + figures["rest"])
-    assert found["row"]["s at the link's rate"] == f"{figures['copied'] / 1e9:.3f}"
-    assert found["row"]["graphs"] == "2"
+    assert result["row"]["s at the link's rate"] == f"{figures['copied'] / 1e9:.3f}"
+    assert result["row"]["graphs"] == "2"
     # Six blocks, each with an attention forward twice and back once; on a CPU the ops have other names.
     assert {"products", "attention", "triton"} <= set(figures)
 
@@ -122,11 +124,11 @@ def test_counted_steps_are_priced_by_this_cards_rates(monkeypatch: pytest.Monkey
     monkeypatch.setattr(counted, "in_process", lambda row: [block])
     monkeypatch.setattr("comfyui.set_up_comfyui", lambda device: None)  # it is set up here
     rates = {"products": 1e13, "attention": 1e13, "attention_backward": 1e13}
-    found = {"triton": 0, "products": 40, "attention": 0, "bytes_of_graphs": 0, "all": 2.0}
-    before = {"rates: products": rates, "rates: memory": {"bandwidth": 1e12}, "flux, compiled, none": found}
-    told = kernels.start({"device": "cpu"})({"row": "flux", "side": 1024}, before)
-    assert told["state"] == "ok" and "s by this card's rates, 2.000 measured" in told["details"]
-    price = float(told["details"].rpartition("none: ")[2].split(" s by")[0])
+    counts = {"triton": 0, "products": 40, "attention": 0, "bytes_of_graphs": 0, "all": 2.0}
+    earlier = {"rates: products": rates, "rates: memory": {"bandwidth": 1e12}, "flux, compiled, none": counts}
+    result = kernels.start({"device": "cpu"})({"row": "flux", "side": 1024}, earlier)
+    assert result["state"] == "ok" and "s by this card's rates, 2.000 measured" in result["details"]
+    price = float(result["details"].rpartition("none: ")[2].split(" s by")[0])
     assert price == pytest.approx(5 * 2 * 1e12 / 1e13)
 
 
@@ -134,20 +136,20 @@ def test_every_rate_is_measured():
     measured = rates.Rates(torch.device("cpu"))
     figures: dict[str, float] = {}
     for name in ("link", "memory", "products", "attention", "thin", "fp8"):
-        found = getattr(measured, name)()
-        assert found["text"]
-        figures |= found.get("figures", {})
+        result = getattr(measured, name)()
+        assert result["text"]
+        figures |= result.get("figures", {})
     assert set(figures) == {"link", "bandwidth", "products", "attention", "attention_backward"}
     assert all(value > 0 for value in figures.values())
 
 
 def test_the_command_writes_page_figures_and_log(tmp_path: Path):
-    only = ["--only", "train: eager, full, fp8"]
+    selection = ["--only", "train: eager, full, fp8"]
     command = [sys.executable, str(ROOT / "dev.py"), "card", "--part", "smoke", "--device", "cpu", "--comfyui", COMFYUI]
-    assert dev.call([*command, *only, "--out", str(tmp_path)]) == 0
+    assert dev.call([*command, *selection, "--out", str(tmp_path)]) == 0
     (figures,) = tmp_path.glob("cpu_*_smoke.json")
-    kept = json.loads(figures.read_text())
-    assert kept["finished"] and [r["state"] for r in kept["results"]] == ["ok"]
+    record = json.loads(figures.read_text())
+    assert record["finished"] and [r["state"] for r in record["results"]] == ["ok"]
     assert figures.with_suffix(".log").exists() and "1 of 1 cases: 1 ok." in figures.with_suffix(".md").read_text()
 
 

@@ -23,11 +23,11 @@ WAYS = ("none", "selective", "full")
 
 
 def results() -> dict[str, dict[str, Any]]:
-    found = {}
+    by_case = {}
     for part in ("none_selective", "full_eager"):
         page = json.loads((PAGES / f"{CARD}_{part}.json").read_text(encoding="utf-8"))
-        found |= {r["case"]: r for r in page["results"] if r.get("figures")}
-    return found
+        by_case |= {r["case"]: r for r in page["results"] if r.get("figures")}
+    return by_case
 
 
 RESULTS = results()
@@ -50,20 +50,20 @@ def flux() -> tuple[list[BlockCost], int]:
     def pack(name: str) -> Any:
         return import_module(f"tessera.{name}")
 
-    made = which_settings.block_costs(pack, "bf16", 4096, 16, 80.0, True, modulation=True)
-    trained = sum(numbers for _, numbers in made)
+    costs = which_settings.block_costs(pack, "bf16", 4096, 16, 80.0, True, modulation=True)
+    trained = sum(numbers for _, numbers in costs)
     assert trained == 76_578_816  # as the pages' peer with the same LoRAs has it
     blocks = [
         replace(cost, forward=H100_RATES.seconds(cost.work.forward), backward=H100_RATES.seconds(cost.work.backward))
-        for cost, _ in made
+        for cost, _ in costs
     ]
     return blocks, which_settings.OUTER * 2 + trained * 16
 
 
 def planned(flux: tuple[list[BlockCost], int], free: int, **choices: Any) -> SwapPlan:
     """Plan with the link that was measured, by the choices of `auto` unless others are given."""
-    every = {"counts": tuple(range(58)), "prefetch": prefetches(1), "checkpointing": WAYS, "budgets": (0.5, 0.01)}
-    return plan(*flux, Hardware(free, 52e9, 10**12), (), SearchSpace(**(every | choices)))
+    defaults = {"counts": tuple(range(58)), "prefetch": prefetches(1), "checkpointing": WAYS, "budgets": (0.5, 0.01)}
+    return plan(*flux, Hardware(free, 52e9, 10**12), (), SearchSpace(**(defaults | choices)))
 
 
 def seconds(flux: tuple[list[BlockCost], int], way: str) -> float:
@@ -90,19 +90,19 @@ def test_the_rates_are_those_of_the_page() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_memory_is_planned_as_the_driver_counted_it(flux: tuple[list[BlockCost], int], way: str) -> None:
-    made = planned(flux, 80 * GB, counts=(0,), checkpointing=(way,), budgets=(0.5,))
+    swap_plan = planned(flux, 80 * GB, counts=(0,), checkpointing=(way,), budgets=(0.5,))
     # What CUDA and compiled kernels take, and what the allocator can't use, is in the twentieth that is left free.
-    assert -0.04 < made.device_bytes / (measured(way, "driver_mib") * MIB) - 1 < 0.01
+    assert -0.04 < swap_plan.device_bytes / (measured(way, "driver_mib") * MIB) - 1 < 0.01
 
 
 @pytest.mark.parametrize("way", ["none", "full"])
 def test_a_steps_kernels_are_priced_by_kind_as_they_were_measured(flux: tuple[list[BlockCost], int], way: str) -> None:
     kinds, step = measured_kinds(way), work(flux, way)
     attention = KernelWork(0.0, step.attention, step.attention_backward)
-    others = KernelWork(step.products, bytes=step.bytes)
+    rest = KernelWork(step.products, bytes=step.bytes)
     # Thin products of the LoRAs are products on the page and bytes in a plan.
     assert H100_RATES.seconds(attention) * 1000 == pytest.approx(kinds["attention"], rel=0.02)
-    assert H100_RATES.seconds(others) * 1000 == pytest.approx(kinds["products"] + kinds["Triton"], rel=0.02)
+    assert H100_RATES.seconds(rest) * 1000 == pytest.approx(kinds["products"] + kinds["Triton"], rel=0.02)
     # A plan leaves out the copies that torch made of what a thin product was added to, 4 %, and what runs beside the
     # blocks, 2 %.
     assert -0.07 < H100_RATES.seconds(step) * 1000 / sum(kinds.values()) - 1 < 0
@@ -115,7 +115,7 @@ def test_what_is_computed_again_takes_its_part_of_a_step(flux: tuple[list[BlockC
 
 
 @pytest.mark.parametrize(
-    ("free", "chosen"),
+    ("free", "choice"),
     [
         (80, ("none", 0)),  # an H100: everything fits with room to spare
         (56, ("selective", 0)),  # all would fit, but for other programs
@@ -124,14 +124,14 @@ def test_what_is_computed_again_takes_its_part_of_a_step(flux: tuple[list[BlockC
     ],
 )
 def test_auto_takes_selective_where_that_buys_room(
-    flux: tuple[list[BlockCost], int], free: int, chosen: tuple[str, int]
+    flux: tuple[list[BlockCost], int], free: int, choice: tuple[str, int]
 ) -> None:
-    made = planned(flux, free * GB)
-    assert made.fits and (made.checkpointing, len(made.swapped)) == chosen
-    assert made.budget == (0.5 if made.checkpointing == "selective" else 0.0)
+    swap_plan = planned(flux, free * GB)
+    assert swap_plan.fits and (swap_plan.checkpointing, len(swap_plan.swapped)) == choice
+    assert swap_plan.budget == (0.5 if swap_plan.checkpointing == "selective" else 0.0)
     if free == 48:
         swapping = planned(flux, free * GB, checkpointing=("none",))
-        assert swapping.swapped and swapping.seconds < made.seconds < 1.02 * swapping.seconds
+        assert swapping.swapped and swapping.seconds < swap_plan.seconds < 1.02 * swapping.seconds
 
 
 def test_a_larger_batch_fits_with_selective(flux: tuple[list[BlockCost], int]) -> None:

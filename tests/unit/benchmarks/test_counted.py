@@ -35,11 +35,11 @@ def other_versions() -> str:
     """Return why the counts do not hold here; empty where they do."""
     for package in ("torch", "triton"):
         try:
-            found = version(package).partition("+")[0]
+            installed = version(package).partition("+")[0]
         except PackageNotFoundError:
-            found = "none"
-        if found != COUNTED[package]:
-            return f"benchmarks/results/counted.json is of {package} {COUNTED[package]}, and here is {found}."
+            installed = "none"
+        if installed != COUNTED[package]:
+            return f"benchmarks/results/counted.json is of {package} {COUNTED[package]}, and here is {installed}."
     return ""
 
 
@@ -76,9 +76,9 @@ def counted_on_card(way: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("way", ["none", "full"])
 def test_a_counted_step_takes_what_a_card_measured_by_kind(way: str):
-    found, measured = counted_on_card(way), read(MEASURED)["measured"][way]
-    assert found == {kind: pytest.approx(seconds, rel=0.05) for kind, seconds in measured.items()}
-    assert sum(found.values()) == pytest.approx(sum(measured.values()), rel=0.03)
+    counted, measured = counted_on_card(way), read(MEASURED)["measured"][way]
+    assert counted == {kind: pytest.approx(seconds, rel=0.05) for kind, seconds in measured.items()}
+    assert sum(counted.values()) == pytest.approx(sum(measured.values()), rel=0.03)
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -86,15 +86,15 @@ def test_a_torch_that_adds_in_place_copies_the_addend_of_a_product_and_no_bias(i
     from counted import lower
 
     monkeypatch.setattr(lower, "ADDS_IN_PLACE", in_place)
-    with lower.Launches() as seen, torch.device("meta"):
+    with lower.Launches() as launches, torch.device("meta"):
         rows, weight, bias = torch.empty(4096, 3072), torch.empty(3072, 3072), torch.empty(3072)
         torch.addmm(bias, rows, weight)
         torch.addmm(bias.expand(4096, -1), rows, weight)
-        assert [kernel.kind for kernel in seen.kernels] == ["product", "product"]
+        assert [kernel.kind for kernel in launches.kernels] == ["product", "product"]
         torch.addmm(rows, rows, weight)
     size = 4096 * 3072 * 4
     copies = [("copy", 2 * size)] * in_place
-    assert [(k.kind, k.bytes_moved) for k in seen.kernels[2:]] == [*copies, ("product", None)]
+    assert [(k.kind, k.bytes_moved) for k in launches.kernels[2:]] == [*copies, ("product", None)]
 
 
 def test_this_torch_adds_in_place_before_it_takes_an_addend_from_elsewhere():
@@ -127,21 +127,21 @@ def test_a_read_out_of_order_takes_a_pass_for_each_line(monkeypatch: pytest.Monk
 
     meta = {"signature": {"in_ptr0": "*fp32", "out_ptr0": "*fp32", "ynumel": "i32", "xnumel": "i32"}}
     meta["signature"] |= dict.fromkeys(("YBLOCK", "XBLOCK"), "constexpr")
-    made = type("Kernel", (), {"triton_meta": meta, "configs": [config(type("Config", (), {}))]})
-    monkeypatch.setattr(triton_work, "_loaded", lambda name, source: made)
+    kernel_class = type("Kernel", (), {"triton_meta": meta, "configs": [config(type("Config", (), {}))]})
+    monkeypatch.setattr(triton_work, "_loaded", lambda name, source: kernel_class)
     monkeypatch.setattr(triton_work, "_assembled", lambda *_: [" /*0000*/ EXIT ;"])
     monkeypatch.setattr(triton_work, "_work_cache", {})
-    size, found = 4096 * 512 * 4, {}
+    size, work_by_order = 4096 * 512 * 4, {}
     for order in ("xindex + 512*yindex", "xindex + 1024*yindex", "2*xindex + 1024*yindex", "4096*xindex + yindex"):
-        found[order] = triton_work.work_by_kernel(TURNED.replace("ORDER", order))["triton_turned"]
-    plain, apart, every_second, turned = found.values()
+        work_by_order[order] = triton_work.work_by_kernel(TURNED.replace("ORDER", order))["triton_turned"]
+    plain, apart, every_second, transposed = work_by_order.values()
     assert (
-        plain.bytes_moved == apart.bytes_moved == turned.bytes_moved == 2 * size
+        plain.bytes_moved == apart.bytes_moved == transposed.bytes_moved == 2 * size
         and every_second.bytes_moved == 3 * size
     )
     lines = size // 128 // triton_work.SMS
     assert plain.cycles == apart.cycles == pytest.approx(2 * lines, rel=0.02)
-    assert turned.cycles == pytest.approx(2 * lines, rel=0.02)  # lanes run along the other axis
+    assert transposed.cycles == pytest.approx(2 * lines, rel=0.02)  # lanes run along the other axis
     assert every_second.cycles == pytest.approx(33 * lines, rel=0.02)  # no two are neighbours: each lane has a line
 
 
@@ -154,28 +154,28 @@ def test_blocks_have_the_kernels_and_bytes_of_the_page():
     if reason := other_versions():
         pytest.skip(f"{reason} `python benchmarks counted --write` counts anew.")
     code = f"import json; from counted import counted; print(json.dumps(counted.count_some({CASES!r})))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=PAGE.parents[1], capture_output=True, text=True)
-    assert not done.returncode, done.stderr[-3000:]
-    for (name, kind, graphs), found in zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True):
+    process = subprocess.run([sys.executable, "-c", code], cwd=PAGE.parents[1], capture_output=True, text=True)
+    assert not process.returncode, process.stderr[-3000:]
+    for (name, kind, graphs), kernels in zip(CASES, json.loads(process.stdout.splitlines()[-1]), strict=True):
         (block,) = (block for block in ROWS_COUNTED[name] if block["kind"] == kind)
         for graph in graphs:
-            now, page = by_kind(found[graph]), by_kind(block["graphs"]["none"][graph])
-            where = f"{name}, {kind}, {graph}: run `python benchmarks counted --write` where this is meant"
-            assert {kind: n for kind, (n, _) in now.items()} == {kind: n for kind, (n, _) in page.items()}, where
-            assert {kind: size for kind, (_, size) in now.items()} == {
+            counted, page = by_kind(kernels[graph]), by_kind(block["graphs"]["none"][graph])
+            message = f"{name}, {kind}, {graph}: run `python benchmarks counted --write` where this is meant"
+            assert {kind: n for kind, (n, _) in counted.items()} == {kind: n for kind, (n, _) in page.items()}, message
+            assert {kind: size for kind, (_, size) in counted.items()} == {
                 kind: pytest.approx(size, rel=0.02) for kind, (_, size) in page.items()
-            }, where
+            }, message
 
 
 @pytest.mark.parametrize("name", ["flux 1024²", "qwen_image 1024²", "wan"])
 def test_selective_keeps_half_in_at_most_a_third_more_time(name: str):
     blocks = ROWS_COUNTED[name]
     whole = counted_page.seconds(blocks, "none")[-1], counted_page.kept_bytes(blocks, "none")
-    found = {
+    ways = {
         way: (counted_page.seconds(blocks, way)[-1] / whole[0], counted_page.kept_bytes(blocks, way) / whole[1])
         for way in blocks[0]["graphs"]
     }
-    assert any(kept <= 0.5 and time <= 1 / 0.75 for time, kept in found.values()), found
+    assert any(kept_share <= 0.5 and time <= 1 / 0.75 for time, kept_share in ways.values()), ways
 
 
 def test_attention_is_not_computed_again_by_any_budget():
@@ -190,36 +190,36 @@ def test_a_change_is_shown_beside_what_was_before():
     blocks = ROWS_COUNTED["flux 512²"]
     fewer = json.loads(json.dumps(blocks))
     fewer[0]["graphs"]["none"]["forward"]["kernels"].pop()
-    was, now = (counted_page.launches(b[0]["graphs"]["none"]["forward"]) for b in (blocks, fewer))
-    assert was > now
-    assert f"{was} → {now}" in counted_page.compared({"flux": blocks}, {"flux": fewer})
+    previous, current = (counted_page.launches(b[0]["graphs"]["none"]["forward"]) for b in (blocks, fewer))
+    assert previous > current
+    assert f"{previous} → {current}" in counted_page.compared({"flux": blocks}, {"flux": fewer})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_norm_that_blocks_are_lowered_with_is_torchs(dtype: torch.dtype):
     """Values and gradients of a part of a wider tensor."""
     ops, generator = torch._decomp.decompositions, torch.Generator().manual_seed(0)
-    ours = norm_of(ops._fused_rms_norm, ops._fused_rms_norm_backward)
+    lowered = norm_of(ops._fused_rms_norm, ops._fused_rms_norm_backward)
     wide, weight, grad = (torch.randn(s, generator=generator).to(dtype) for s in ((2, 5, 3, 16), (16,), (2, 5, 16)))
-    found = []
-    for norm in (ours, torch.nn.functional.rms_norm):
+    results = []
+    for norm in (lowered, torch.nn.functional.rms_norm):
         x = wide.clone().requires_grad_()
         out = norm(x[:, :, 1], (16,), weight, 1e-6)
-        found.append((out.detach(), *torch.autograd.grad(out, x, grad)))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
+        results.append((out.detach(), *torch.autograd.grad(out, x, grad)))
+    for result, other in zip(*results, strict=True):
+        torch.testing.assert_close(result, other)
 
 
 def test_an_eager_norm_keeps_its_input_as_it_is_and_a_number_for_each_row():
     wide = torch.empty(2, 5, 3, 16, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         out = eager_norm(wide[:, :, 1], (16,), torch.empty(16, dtype=torch.bfloat16, device="meta"), 1e-6)
-    assert [(tuple(x.shape), x.dtype) for x in kept if x.dim() > 1] == [
+    assert [(tuple(x.shape), x.dtype) for x in saved if x.dim() > 1] == [
         ((2, 5, 16), torch.bfloat16),
         ((2, 5, 1), torch.float32),
     ]
-    assert kept[0].untyped_storage()._cdata == wide.untyped_storage()._cdata
+    assert saved[0].untyped_storage()._cdata == wide.untyped_storage()._cdata
     out.backward(torch.empty_like(out))
     assert wide.grad is not None and wide.grad.shape == wide.shape
 

@@ -53,8 +53,8 @@ def test_a_compilation_is_counted_once_as_a_graph_or_as_a_recompile():
     double(torch.ones(3))
     assert count.since() == compiled(0)
     double(torch.ones(4))
-    again = count.since()
-    assert (again["graphs"], again["recompiles"]) == (1, 1)
+    counts = count.since()
+    assert (counts["graphs"], counts["recompiles"]) == (1, 1)
 
 
 def test_graphs_refused_by_the_limit_and_breaks_are_told_apart():
@@ -76,20 +76,20 @@ def test_graphs_refused_by_the_limit_and_breaks_are_told_apart():
 
 
 def test_the_session_is_every_pair_of_sizes_prompts_loras_and_batches():
-    asked = pictures()
-    assert len(asked) == len(set(asked)) == 3 * 3 * 3 * 2
-    assert asked[0] == Picture(256, 256, 64)
+    session = pictures()
+    assert len(session) == len(set(session)) == 3 * 3 * 3 * 2
+    assert session[0] == Picture(256, 256, 64)
 
 
 def test_a_step_is_late_where_its_shape_was_met_before_with_a_lora_or_without():
-    asked = [Picture(64, 64, 8), Picture(64, 64, 9), Picture(64, 64, 8, lora="A")]
+    session = [Picture(64, 64, 8), Picture(64, 64, 9), Picture(64, 64, 8, lora="A")]
     replies = [
         reply(compiled(2, 3.0), compiled(0)),
         reply(compiled(2), compiled(1, 0.5)),
         reply(compiled(1), compiled(0)),
     ]
-    assert late_steps(asked, replies) == 2
-    assert by_lora(asked, replies) == "5 / 1 / 0"
+    assert late_steps(session, replies) == 2
+    assert by_lora(session, replies) == "5 / 1 / 0"
     assert compile_cpu_seconds(replies) == 1 + 3.0 + 1 + 0.5
 
 
@@ -105,13 +105,16 @@ def test_core_is_called_as_its_node_calls_it(tiny_flux: Any, monkeypatch: pytest
         return compile_it(**arguments)
 
     monkeypatch.setattr(torch, "compile", recorded)
-    theirs, ours = TorchCompileModel.execute(tiny_flux, "inductor").result[0], compile_as_core(tiny_flux, "inductor")
+    node_model, benchmark_model = (
+        TorchCompileModel.execute(tiny_flux, "inductor").result[0],
+        compile_as_core(tiny_flux, "inductor"),
+    )
     filters = [call["options"].pop("guard_filter_fn") for call in calls]
     assert calls[0] == calls[1] and calls[0]["model"] is tiny_flux.model.diffusion_model
     guards = [SimpleNamespace(name=name) for name in ("L['x']", "L['transformer_options']['sigmas']", "")]
     assert filters[0](guards) == filters[1](guards) == [True, False, True]
-    wrappers = [model.wrappers[WrappersMP.APPLY_MODEL] for model in (theirs, ours)]
-    assert list(wrappers[0]) == list(wrappers[1]) and type(theirs) is type(ours)
+    wrappers = [model.wrappers[WrappersMP.APPLY_MODEL] for model in (node_model, benchmark_model)]
+    assert list(wrappers[0]) == list(wrappers[1]) and type(node_model) is type(benchmark_model)
 
 
 def test_a_picture_is_what_cores_sampler_gives_and_each_step_is_timed(eager: Sampler):
@@ -131,8 +134,8 @@ def test_a_lora_is_put_on_once_and_changes_the_picture(eager: Sampler):
         eager.sample(Picture(64, 96, 16, lora="A"), steps=1)
         assert eager.graph.model is model
         second, _ = eager.sample(Picture(64, 64, 16, lora="B"), steps=1)
-        again, _ = eager.sample(Picture(64, 64, 16), steps=1)
-    assert torch.equal(plain, again)
+        repeated, _ = eager.sample(Picture(64, 64, 16), steps=1)
+    assert torch.equal(plain, repeated)
     assert not torch.equal(plain, first) and not torch.equal(first, second) and not torch.equal(plain, second)
 
 
@@ -168,10 +171,10 @@ def test_the_tables_compare_within_rounds_and_name_who_ended():
 
 
 def test_the_session_table_says_what_part_of_cores_time_ours_compiled():
-    asked = [Picture(64, 64, 8), Picture(64, 64, 8, lora="A")]
+    session = [Picture(64, 64, 8), Picture(64, 64, 8, lora="A")]
     core = [reply(compiled(1, 40.0), compiled(0)), reply(compiled(1, 60.0), compiled(0))]
-    ours = [reply(compiled(2, 20.0), compiled(0)), reply(compiled(0), compiled(0))]
+    replies = [reply(compiled(2, 20.0), compiled(0)), reply(compiled(0), compiled(0))]
     names = ("eager", "core TorchCompileModel", "ours, dynamic auto")
-    field_of = [Measured(n, {}, rounds=r) for n, r in zip(names, (ours, core, ours), strict=True)]
-    row = session_report(field_of, asked).splitlines()[-1]
+    field_of = [Measured(n, {}, rounds=r) for n, r in zip(names, (replies, core, replies), strict=True)]
+    row = session_report(field_of, session).splitlines()[-1]
     assert row == "| ours, dynamic auto | 2 (2 / 0 / 0) | 0 | 1 | 0 | 0 | 20 | 0.20 | 21 | 0.21 | 1e-06 |"

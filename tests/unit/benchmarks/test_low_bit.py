@@ -25,22 +25,22 @@ def test_loading_holds_what_is_counted(quantize: str, tmp_path: Path) -> None:
         model, _ = open_quantized(str(path), {}, quantize, False)
     weights = list(model.model.diffusion_model.parameters())
     in_8_bit = [weight for weight in weights if isinstance(weight, QuantizedTensor)]
-    held = sum(part.nbytes for weight in in_8_bit for part in parts_of(weight))
+    byte_count = sum(part.nbytes for weight in in_8_bit for part in parts_of(weight))
     # A CPU computes in fp32, and the loader keeps all others so.
-    held += 2 * sum(weight.numel() for weight in weights if not isinstance(weight, QuantizedTensor))
-    assert len(in_8_bit) == 16 and held == held_bytes(tiny.models.flux.flux_shapes(*sizes), quantize)
+    byte_count += 2 * sum(weight.numel() for weight in weights if not isinstance(weight, QuantizedTensor))
+    assert len(in_8_bit) == 16 and byte_count == held_bytes(tiny.models.flux.flux_shapes(*sizes), quantize)
 
 
 @pytest.mark.parametrize(
-    ("name", "blocks", "least", "most"),
+    ("name", "blocks", "least", "upper"),
     [("flux", ("double_blocks.", "single_blocks."), 11, 11.2), ("wan", ("blocks.",), 13, 14)],
 )
-def test_real_models_in_int8_fit(name: str, blocks: tuple[str, ...], least: float, most: float) -> None:
+def test_real_models_in_int8_fit(name: str, blocks: tuple[str, ...], least: float, upper: float) -> None:
     shapes = real_shapes(name)
     inside = [shape for key, shape in shapes.items() if key.startswith(blocks) and len(shape) == 2]
     inside = [shape for shape in inside if shape[0] > 6]  # no table of shifts
     wide = 2 * sum(map(prod, shapes.values()))
-    wanted = wide - sum(map(prod, inside)) + 4 * sum(shape[0] for shape in inside)  # a scale of fp32 for each row
-    assert held_bytes(shapes, "int8") == wanted
+    expected = wide - sum(map(prod, inside)) + 4 * sum(shape[0] for shape in inside)  # a scale of fp32 for each row
+    assert held_bytes(shapes, "int8") == expected
     assert held_bytes(shapes, "as stored") == wide
-    assert least * GIB < wanted < most * GIB
+    assert least * GIB < expected < upper * GIB

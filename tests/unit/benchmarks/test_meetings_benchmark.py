@@ -26,7 +26,7 @@ print(json.dumps(meetings.measured(3, 0.7)))
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork")
 def test_the_time_is_that_from_when_the_last_one_comes_to_when_the_last_one_leaves():
     command = [sys.executable, "-c", MEASURES, str(BENCHMARKS)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    first, slow = (json.loads(line) for line in done.stdout.splitlines())
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    first, slow = (json.loads(line) for line in process.stdout.splitlines())
     assert first["ranks"] == 3 and first["requests"] >= 3 * 4 and 0 < first["median"] < 0.15
     assert slow["median"] > 0.15

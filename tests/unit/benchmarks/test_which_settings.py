@@ -22,9 +22,9 @@ def pack(name: str) -> ModuleType:
 
 
 def test_the_page_is_the_planners(which_settings: ModuleType) -> None:
-    made = which_settings.which_settings(pack, which_settings.parser().parse_args([]))
+    page = which_settings.which_settings(pack, which_settings.parser().parse_args([]))
     committed = (BENCHMARKS / "results" / "which_settings.md").read_text()
-    assert made == committed, "run python benchmarks which_settings > benchmarks/results/which_settings.md"
+    assert page == committed, "run python benchmarks which_settings > benchmarks/results/which_settings.md"
 
 
 def test_the_blocks_have_the_weights_of_flux_dev(which_settings: ModuleType) -> None:
@@ -49,8 +49,8 @@ def test_the_readme_shows_what_the_page_says() -> None:
     training, sampling = rows_of(page, "## Training a LoRA"), rows_of(page, "## Sampling")
     expected: dict[str, dict[str, str]] = {}
     for row in training:
-        shown = f"{row['blocks_to_swap']}, {row['checkpointing']}"
-        expected.setdefault(row["card"], {"card": row["card"]})[f"train, {row['weights']}"] = shown
+        setting = f"{row['blocks_to_swap']}, {row['checkpointing']}"
+        expected.setdefault(row["card"], {"card": row["card"]})[f"train, {row['weights']}"] = setting
     for row in sampling:
         expected[row["card"]][f"sample, {row['weights']}"] = row["blocks_to_swap"]
     readme = (BENCHMARKS.parent / "README.md").read_text(encoding="utf-8")

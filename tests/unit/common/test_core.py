@@ -39,13 +39,13 @@ LAYERS = ("compile", "data", "lora", "memory", "models", "nodes", "train", "comm
 def touches(file: Path) -> list[str]:
     """The private attributes that a file reads, by `.name` or by getattr."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    found = [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    names = [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
-            asked = node.args[1]
-            parts = asked.values if isinstance(asked, ast.JoinedStr) else [asked]
-            found += ["".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in parts)]
-    return [name for name in found if PRIVATE.fullmatch(name)]
+            argument = node.args[1]
+            parts = argument.values if isinstance(argument, ast.JoinedStr) else [argument]
+            names += ["".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in parts)]
+    return [name for name in names if PRIVATE.fullmatch(name)]
 
 
 def product_files() -> list[Path]:
@@ -53,57 +53,57 @@ def product_files() -> list[Path]:
 
 
 def test_private_touches_of_comfyui_stand_in_core():
-    found = {str(file.relative_to(ROOT)): names for file in product_files() if (names := touches(file))}
-    assert len(found.pop(CORE)) >= 10
-    assert not found
+    touches_by_file = {str(file.relative_to(ROOT)): names for file in product_files() if (names := touches(file))}
+    assert len(touches_by_file.pop(CORE)) >= 10
+    assert not touches_by_file
 
 
 @pytest.mark.parametrize("word", WORDS)
 def test_words_of_comfyui_s_own_stand_in_core(word):
-    found = [str(file.relative_to(ROOT)) for file in product_files() if word in file.read_text(encoding="utf-8")]
-    assert found == [WORDS[word]]
+    files = [str(file.relative_to(ROOT)) for file in product_files() if word in file.read_text(encoding="utf-8")]
+    assert files == [WORDS[word]]
 
 
 def comfyui_names(file: Path) -> set[str]:
     """Every dotted name of ComfyUI that a file imports, and what it reads of the modules and classes imported."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    known: dict[str, str] = {}  # name in the file → dotted name
+    imports: dict[str, str] = {}  # name in the file → dotted name
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                known[alias.asname or alias.name.partition(".")[0]] = (
+                imports[alias.asname or alias.name.partition(".")[0]] = (
                     alias.name if alias.asname else alias.name.partition(".")[0]
                 )
                 names.add(alias.name)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for alias in node.names:
-                known[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                imports[alias.asname or alias.name] = f"{node.module}.{alias.name}"
                 names.add(f"{node.module}.{alias.name}")
     for node in ast.walk(tree):
         dotted = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
         first, _, rest = dotted.partition(".")
-        if first in known and re.fullmatch(r"[\w.]+", rest):
-            names.add(f"{known[first]}.{rest}")
-    ours = re.compile(
+        if first in imports and re.fullmatch(r"[\w.]+", rest):
+            names.add(f"{imports[first]}.{rest}")
+    pattern = re.compile(
         r"(comfy|comfy_api|comfy_execution|comfy_aimdo|comfy_kitchen|comfyui_version|folder_paths|server|latent_preview)(\.|$)"
     )
-    return {name for name in names if ours.match(name)}
+    return {name for name in names if pattern.match(name)}
 
 
 def missing(name: str) -> bool:
     """Look a dotted name up as far as modules and classes go; what an object holds is known when it runs only."""
     parts = name.split(".")
-    found = importlib.import_module(parts[0])
+    target = importlib.import_module(parts[0])
     for n, part in enumerate(parts[1:], 2):
-        if not (isinstance(found, ModuleType) or inspect.isclass(found)):
+        if not (isinstance(target, ModuleType) or inspect.isclass(target)):
             return False
-        if not hasattr(found, part):
+        if not hasattr(target, part):
             try:
                 importlib.import_module(".".join(parts[:n]))
             except ModuleNotFoundError:
                 return True
-        found = getattr(found, part)
+        target = getattr(target, part)
     return False
 
 
@@ -133,26 +133,26 @@ def test_a_name_that_is_gone_is_found(source, names, tmp_path):
 
 
 def test_the_features_of_the_comfyui_at_hand_are_found():
-    found = core.features()
-    assert found["version"] == importlib.import_module("comfyui_version").__version__
+    features = core.features()
+    assert features["version"] == importlib.import_module("comfyui_version").__version__
     for name in ("loads_without_dynamic_vram", "lazy_loading", "free_memory_of_model", "counts_pinned_memory"):
-        assert found[name] is True, name
-    assert "reset_cast_buffers" in found["end_of_node"] and "encode_tiled_" in found["tiled_encoding"]
-    assert found["dynamic_vram"] is False  # on a CPU
-    json.dumps(found, allow_nan=False)
+        assert features[name] is True, name
+    assert "reset_cast_buffers" in features["end_of_node"] and "encode_tiled_" in features["tiled_encoding"]
+    assert features["dynamic_vram"] is False  # on a CPU
+    json.dumps(features, allow_nan=False)
 
 
 def test_a_patched_weight_has_its_original_laid_aside(tiny_flux):
     key = "diffusion_model.img_in.weight"
     patcher = tiny_flux.clone()
-    before = patcher.model.diffusion_model.img_in.weight.clone()
-    patcher.add_patches({key: ("diff", (torch.ones_like(before),))})
+    weight = patcher.model.diffusion_model.img_in.weight.clone()
+    patcher.add_patches({key: ("diff", (torch.ones_like(weight),))})
     assert not core.is_patched(patcher) and core.original_weights(patcher) == {}
     patcher.patch_model()
     try:
         assert core.is_patched(patcher) and key in core.replaced_keys(patcher)
-        assert torch.equal(core.original_weights(patcher)[key], before)
-        assert [original.shape for original in core.patched_originals(patcher)] == [before.shape]
+        assert torch.equal(core.original_weights(patcher)[key], weight)
+        assert [original.shape for original in core.patched_originals(patcher)] == [weight.shape]
     finally:
         patcher.unpatch_model()
     assert not core.is_patched(patcher)
@@ -184,11 +184,11 @@ def test_weights_that_leave_when_memory_is_asked_for_count_as_free_and_only_once
     monkeypatch.setattr(ModelPatcher, "get_free_memory", lambda self, device: 1000 + 50)
     assert core.usable_memory(patcher) == 950
 
-    def entry(size, dynamic, device="cpu", gone=False):
-        model = None if gone else SimpleNamespace(is_dynamic=lambda: dynamic)
+    def entry(size, dynamic, device="cpu", is_freed=False):
+        model = None if is_freed else SimpleNamespace(is_dynamic=lambda: dynamic)
         return SimpleNamespace(device=torch.device(device), model=model, model_loaded_memory=lambda: size)
 
-    listed = [entry(1, False), entry(20, True), entry(300, False, "meta"), entry(4000, False, gone=True)]
+    listed = [entry(1, False), entry(20, True), entry(300, False, "meta"), entry(4000, False, is_freed=True)]
     monkeypatch.setattr(mm, "current_loaded_models", listed)
     assert core.bytes_to_unload(torch.device("cpu")) == 1
     monkeypatch.delattr(ModelPatcher, "get_free_memory")
@@ -200,7 +200,7 @@ def without_the_switch(path):
 
 
 @pytest.mark.parametrize(
-    ("loader", "can"),
+    ("loader", "expected"),
     [
         (None, False),
         ((comfy.sd.load_diffusion_model, ("a.safetensors",)), True),
@@ -208,10 +208,10 @@ def without_the_switch(path):
         ((lambda path, **options: None, ("a.safetensors",)), True),
     ],
 )
-def test_a_loader_is_asked_only_for_what_it_takes(tiny_flux, loader, can):
+def test_a_loader_is_asked_only_for_what_it_takes(tiny_flux, loader, expected):
     patcher = tiny_flux.clone()
     patcher.cached_patcher_init = loader
-    assert core.can_leave_dynamic_vram(patcher) is can
+    assert core.can_leave_dynamic_vram(patcher) is expected
 
 
 def test_a_comfyui_whose_clone_has_no_such_switch_is_not_asked(tiny_flux, monkeypatch):
@@ -223,23 +223,23 @@ def test_a_comfyui_whose_clone_has_no_such_switch_is_not_asked(tiny_flux, monkey
 
 @pytest.mark.parametrize("takes_it", [True, False])
 def test_a_model_is_loaded_without_dynamic_vram_where_the_loader_can(takes_it, monkeypatch):
-    asked = []
+    calls = []
 
     def load(path, model_options):
-        asked.append((path, model_options))
+        calls.append((path, model_options))
 
     def load_off(path, model_options, disable_dynamic=False):
-        asked.append((path, model_options, disable_dynamic))
+        calls.append((path, model_options, disable_dynamic))
 
     monkeypatch.setattr(comfy.sd, "load_diffusion_model", load_off if takes_it else load)
     core.load_without_dynamic_vram("a", {})
-    assert asked == [("a", {}, True) if takes_it else ("a", {})]
+    assert calls == [("a", {}, True) if takes_it else ("a", {})]
 
 
 @pytest.mark.parametrize("entry", [(1, 2, "name", nn.Identity(), {}), (1, "name", nn.Identity()), (nn.Identity(), 3)])
 def test_modules_are_left_out_of_a_load_list_wherever_an_entry_holds_them(entry, monkeypatch):
-    kept = (0, "other", nn.Linear(1, 1), {})
-    monkeypatch.setattr(ModelPatcher, "_load_list", lambda self, for_dynamic=False: [entry, kept])
+    other_entry = (0, "other", nn.Linear(1, 1), {})
+    monkeypatch.setattr(ModelPatcher, "_load_list", lambda self, for_dynamic=False: [entry, other_entry])
 
     class Patcher(core.PartialPatcher):
         def left_out(self, module):
@@ -251,7 +251,7 @@ def test_modules_are_left_out_of_a_load_list_wherever_an_entry_holds_them(entry,
         def __del__(self):
             pass
 
-    assert Patcher()._load_list(for_dynamic=True) == [kept]
+    assert Patcher()._load_list(for_dynamic=True) == [other_entry]
 
 
 @pytest.mark.parametrize(

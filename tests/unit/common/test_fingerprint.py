@@ -130,10 +130,10 @@ def test_quantised_weights_count_with_their_scales():
     weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
     quantised = comfy.quant_ops.QuantizedTensor.from_float(weight, "TensorCoreFP8E4M3Layout", scale=None)
     name = fingerprint(quantised)
-    again = comfy.quant_ops.QuantizedTensor.from_float(weight, "TensorCoreFP8E4M3Layout", scale=None)
-    assert fingerprint(again) == name
-    again._params.scale.mul_(2)
-    assert fingerprint(again) != name
+    repeated = comfy.quant_ops.QuantizedTensor.from_float(weight, "TensorCoreFP8E4M3Layout", scale=None)
+    assert fingerprint(repeated) == name
+    repeated._params.scale.mul_(2)
+    assert fingerprint(repeated) != name
     assert fingerprint(quantised.dequantize()) != name
 
 
@@ -171,32 +171,32 @@ def test_an_option_that_is_added_at_its_default_leaves_the_name_and_any_that_is_
 
 def test_a_run_is_named_by_what_is_set():
     """Each option set to another value makes another run; an option at its default is in no name."""
-    made = run_settings()
+    base = run_settings()
 
     def key(settings):
         return settings.key(settings.lineage("data", "model"))
 
-    names = {key(made), key(replace(made, validation=ValidationOptions()))}
-    others = {
+    names = {key(base), key(replace(base, validation=ValidationOptions()))}
+    changes = {
         "network": {"rank": 8, "dropout": 0.1, "algorithm": "loha", "start_from": LoraSource("a", "b")},
         "optimizer": {"learning_rate": 1.0, "warmup_steps": 1, "optimizer": "lion"},
         "objective": {"shift": 3.0, "stratified": "batch"},
         "memory": {"blocks_to_swap": 3, "checkpointing": "selective", "low_bit_matmul": "int8"},
     }
-    for part, values in others.items():
+    for part, values in changes.items():
         for name, value in values.items():
-            names.add(key(replace(made, **{part: replace(getattr(made, part), **{name: value})})))
+            names.add(key(replace(base, **{part: replace(getattr(base, part), **{name: value})})))
     for name, value in {"part": 0.2, "seed": 1, "data": training_data()}.items():
-        names.add(key(replace(made, validation=replace(ValidationOptions(), **{name: value}))))
-    assert len(names) == 2 + sum(map(len, others.values())) + 3
+        names.add(key(replace(base, validation=replace(ValidationOptions(), **{name: value}))))
+    assert len(names) == 2 + sum(map(len, changes.values())) + 3
 
 
 def test_a_run_with_another_low_bit_matmul_learns_otherwise():
     """Other memory options change the key alone: a state of one serves the other."""
-    made = run_settings()
+    settings = run_settings()
 
     def lineage(**memory):
-        return replace(made, memory=replace(made.memory, **memory)).lineage("data", "model")
+        return replace(settings, memory=replace(settings.memory, **memory)).lineage("data", "model")
 
     assert len({lineage(low_bit_matmul=value) for value in LOW_BIT_MATMULS}) == len(LOW_BIT_MATMULS)
     assert lineage() == lineage(low_bit_matmul="off") == lineage(blocks_to_swap=3, checkpointing="selective")

@@ -68,11 +68,11 @@ def test_cancel_is_asked_for_at_each_caption(tmp_path):
     for name in "abcd":
         (tmp_path / f"{name}.png").touch()
         (tmp_path / f"{name}.txt").write_text(name)
-    asked = []
+    calls = []
 
     def interrupted():
-        asked.append(1)
-        if len(asked) == 3:
+        calls.append(1)
+        if len(calls) == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -98,27 +98,27 @@ BEGIN = '{"kind":"begin","step":0,"validation":[],"loss":['
 
 
 def test_a_line_of_millions_of_losses_is_passed_over_and_the_next_ones_are_read(tmp_path):
-    many = BEGIN + "0," * (CURVE.items + 1) + "0]}"
+    long_line = BEGIN + "0," * (CURVE.items + 1) + "0]}"
     deep = BEGIN + "[" * 5000 + "]" * 5000 + "]}"
     containers = BEGIN + "[]," * PROGRESS_LINE.items + "0]}"
     longer = BEGIN + "0," * (PROGRESS_LINE.bytes // 2) + "0]}"
-    curve = reader(tmp_path / "run", step(1), many, deep, containers, longer, step(2)).read()
+    curve = reader(tmp_path / "run", step(1), long_line, deep, containers, longer, step(2)).read()
     assert list(curve.loss) == [1, 2]
 
 
 def test_a_line_longer_than_its_budget_may_be_written_in_two_goes(tmp_path):
-    found = reader(tmp_path / "run", step(1))
+    curve_reader = reader(tmp_path / "run", step(1))
     with open(tmp_path / "run" / "progress.jsonl", "a") as file:
         file.write(BEGIN + "0," * (PROGRESS_LINE.bytes // 2 + 10))
-    assert list(found.read().loss) == [1]
+    assert list(curve_reader.read().loss) == [1]
     with open(tmp_path / "run" / "progress.jsonl", "a") as file:
         file.write("0]}\n" + step(2) + "\n")
-    assert list(found.read().loss) == [1, 2]
+    assert list(curve_reader.read().loss) == [1, 2]
 
 
 def test_run_json_of_millions_of_lists_is_not_parsed(tmp_path):
-    found = reader(tmp_path / "run", run='{"output_name": "fox", "x": [' + "[]," * 400_000 + "0]}")
-    assert found.facts() == {}
+    run_reader = reader(tmp_path / "run", run='{"output_name": "fox", "x": [' + "[]," * 400_000 + "0]}")
+    assert run_reader.facts() == {}
 
 
 def test_notes_are_kept_once_each_and_in_bounded_number(tmp_path):

@@ -33,8 +33,8 @@ def test_every_key_and_its_place_matter():
 
 def test_the_global_generator_is_neither_read_nor_moved():
     torch.manual_seed(1)
-    before, first = torch.get_rng_state(), draw(7, "noise")
-    assert torch.equal(torch.get_rng_state(), before)
+    state, first = torch.get_rng_state(), draw(7, "noise")
+    assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(2)
     assert torch.equal(draw(7, "noise"), first)
 

@@ -74,12 +74,12 @@ def test_of_stages_that_are_unlike_the_blocks_inside_count():
 def test_blocks_of_one_class_widths_and_dtypes_are_of_one_kind():
     assert kind_of(Layer()) == kind_of(Layer())
     assert kind_of(Layer()).startswith("Layer:")
-    others = [Gated(), Layer(5), Layer(dtype=torch.bfloat16)]
+    other_blocks = [Gated(), Layer(5), Layer(dtype=torch.bfloat16)]
     changed = Layer()
     changed.second = nn.Linear(4, 4, bias=False)
     replaced = Layer()
     replaced.second = Gated()
-    assert len({kind_of(block) for block in [Layer(), *others, changed, replaced]}) == 6
+    assert len({kind_of(block) for block in [Layer(), *other_blocks, changed, replaced]}) == 6
 
 
 def test_a_list_is_one_region_where_all_of_it_are_blocks_and_more_than_one():
@@ -93,7 +93,7 @@ def test_a_list_is_one_region_where_all_of_it_are_blocks_and_more_than_one():
 
 def test_a_copy_of_a_model_has_the_same_kinds():
     model = Model(layers=nn.ModuleList(Layer() for _ in range(2)))
-    kinds = [[block.kind for block in find_blocks(each)] for each in (model, copy.deepcopy(model))]
+    kinds = [[block.kind for block in find_blocks(candidate)] for candidate in (model, copy.deepcopy(model))]
     assert kinds[0] == kinds[1]
 
 
@@ -116,9 +116,9 @@ FAMILIES = {
 def test_the_blocks_lists_and_kinds_of_each_family(name, tiny_files):
     lists, blocks, kinds = FAMILIES[name]
     model = tiny.load_model(name, tiny_files[name]).model.diffusion_model
-    found = find_blocks(model)
-    assert len(found) == blocks and len({block.kind for block in found}) == kinds
-    assert lists <= block_lists(model, found).keys()
-    covered = {id(m) for block in found for m in block.module.modules()}
+    block_list = find_blocks(model)
+    assert len(block_list) == blocks and len({block.kind for block in block_list}) == kinds
+    assert lists <= block_lists(model, block_list).keys()
+    covered = {id(m) for block in block_list for m in block.module.modules()}
     linears = {id(m) for m in model.modules() if isinstance(m, nn.Linear)}
     assert len(linears & covered) > len(linears) / 2

@@ -134,21 +134,21 @@ def test_each_backend_of_the_menu_is_one_of_torchs_and_the_usual_ones_come_first
         check_backend(name)
 
 
-def told(settings, device):
+def compile_notes(settings, device):
     """Notes on what is ignored, without the sentence on a torch that has no limit for each region."""
     return [note for note in settings.ignored(BLOCKS, device) if "no limit for each region" not in note]
 
 
 def test_what_applies_is_said_nothing_about():
     for scope in SCOPES:
-        assert told(CompileSettings(scope=scope), CUDA) == []
-    assert told(CompileSettings(mode="max-autotune"), CUDA) == []
-    assert told(CompileSettings(mode="max-autotune-no-cudagraphs"), CPU) == []
-    assert told(CompileSettings(overrides=parse_overrides("*.0 eager")), CPU) == []
+        assert compile_notes(CompileSettings(scope=scope), CUDA) == []
+    assert compile_notes(CompileSettings(mode="max-autotune"), CUDA) == []
+    assert compile_notes(CompileSettings(mode="max-autotune-no-cudagraphs"), CPU) == []
+    assert compile_notes(CompileSettings(overrides=parse_overrides("*.0 eager")), CPU) == []
 
 
 @pytest.mark.parametrize(
-    ("values", "what"),
+    ("values", "subject"),
     [
         ({"mode": "reduce-overhead"}, "mode reduce-overhead"),
         ({"mode": "max-autotune"}, "mode max-autotune"),
@@ -156,18 +156,18 @@ def test_what_applies_is_said_nothing_about():
         ({"overrides": parse_overrides("*.0 mode=max-autotune")}, "mode max-autotune"),
     ],
 )
-def test_cuda_graphs_are_said_to_be_none_on_another_device(values, what):
+def test_cuda_graphs_are_said_to_be_none_on_another_device(values, subject):
     settings = CompileSettings(**values)
-    assert told(settings, CPU) == [f"{what} uses no CUDA graphs here: the model runs on cpu."]
-    assert told(settings, CUDA) == []
+    assert compile_notes(settings, CPU) == [f"{subject} uses no CUDA graphs here: the model runs on cpu."]
+    assert compile_notes(settings, CUDA) == []
 
 
-@pytest.mark.parametrize(("blocks", "known"), [(BLOCKS, "double_blocks.*, single_blocks.*"), ([], "none")])
-def test_an_override_that_matches_nothing_is_refused_with_what_there_is(blocks, known):
+@pytest.mark.parametrize(("blocks", "names"), [(BLOCKS, "double_blocks.*, single_blocks.*"), ([], "none")])
+def test_an_override_that_matches_nothing_is_refused_with_what_there_is(blocks, names):
     settings = CompileSettings(overrides=parse_overrides("blocks.* eager"))
     with pytest.raises(ValueError) as refused:
         settings.ignored(blocks, CPU)
-    assert str(refused.value) == f"overrides: blocks.* matches no block of this model, which has {known}."
+    assert str(refused.value) == f"overrides: blocks.* matches no block of this model, which has {names}."
 
 
 def test_a_torch_without_limits_of_ones_own_is_named_with_what_is_lost(monkeypatch):
@@ -192,7 +192,7 @@ def test_settings_that_mean_the_same_are_the_same():
 
 
 @pytest.mark.parametrize(
-    ("backend", "mode", "without"),
+    ("backend", "mode", "fallback"),
     [
         ("inductor", "reduce-overhead", ("inductor", "default")),
         ("inductor", "max-autotune", ("inductor", "max-autotune-no-cudagraphs")),
@@ -201,7 +201,7 @@ def test_settings_that_mean_the_same_are_the_same():
         ("aot_eager", "reduce-overhead", ("aot_eager", "reduce-overhead")),
     ],
 )
-def test_without_cuda_graphs_what_comes_nearest_is_taken_and_the_rest_stays(backend, mode, without):
-    how = CompileOptions(backend, mode, "false", True, 7)
-    assert how.without_cuda_graphs() == CompileOptions(*without, "false", True, 7)
-    assert not how.without_cuda_graphs().cuda_graphs()
+def test_without_cuda_graphs_what_comes_nearest_is_taken_and_the_rest_stays(backend, mode, fallback):
+    options = CompileOptions(backend, mode, "false", True, 7)
+    assert options.without_cuda_graphs() == CompileOptions(*fallback, "false", True, 7)
+    assert not options.without_cuda_graphs().cuda_graphs()

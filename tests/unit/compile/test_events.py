@@ -71,11 +71,11 @@ def run_block(block, *args):
 
 def region(name="region", body=run_block, **options):
     """A compiled callable as compile/apply.py makes one."""
-    own = FunctionType(body.__code__.replace(co_name=f"run_{name}"), body.__globals__, f"run_{name}")
+    renamed = FunctionType(body.__code__.replace(co_name=f"run_{name}"), body.__globals__, f"run_{name}")
     if not limits_each_region():
         pytest.skip("this torch.compile has no limit for one callable")
     settings = {"backend": "eager", "dynamic": False, "recompile_limit": 16, "isolate_recompiles": True, **options}
-    return torch.compile(own, **settings)
+    return torch.compile(renamed, **settings)
 
 
 def event_of(compiled, *args, region="region"):
@@ -220,7 +220,7 @@ def generator(x):
     yield x + 1
 
 
-def here(function):
+def first_line(function):
     code = function.__code__
     source = open(code.co_filename, encoding="utf-8").read().splitlines()
     return next(n for n in range(code.co_firstlineno, len(source) + 1) if source[n - 1].endswith("# here"))
@@ -244,7 +244,7 @@ def test_a_graph_break_is_told_with_its_line_and_cause(function, said, graphs):
     torch._dynamo.reset()
     event = event_of(torch.compile(function, backend="eager"), torch.ones(3))
     (broken,) = event.breaks
-    assert (broken.file, broken.line, broken.function) == (__file__, here(function), function.__name__)
+    assert (broken.file, broken.line, broken.function) == (__file__, first_line(function), function.__name__)
     assert broken.source.endswith("# here") and not broken.skipped
     assert said in explain_break(broken.detail)
     assert event.graphs == graphs and event.error is None
@@ -258,7 +258,7 @@ def test_a_break_that_leaves_the_whole_function_uncompiled_is_told_by_its_first_
     torch._dynamo.reset()
     event = event_of(torch.compile(function, backend="eager"), torch.ones(3))
     (broken,) = event.breaks
-    assert (broken.line, broken.skipped, event.graphs) == (here(function), True, 0)
+    assert (broken.line, broken.skipped, event.graphs) == (first_line(function), True, 0)
     assert said in explain_break(broken.detail)
 
 
@@ -266,18 +266,18 @@ def test_a_break_in_a_function_within_is_told_once_at_its_own_line():
     torch._dynamo.reset()
     event = event_of(torch.compile(within, backend="eager"), torch.ones(3))
     (broken,) = event.breaks
-    assert (broken.line, broken.function) == (here(prints), "prints")
+    assert (broken.line, broken.function) == (first_line(prints), "prints")
     assert event.graphs == 4
 
 
 def test_two_causes_on_one_line_are_two_breaks():
-    def both(x):
+    def breaks_twice(x):
         y = x + 1
         return y * time.time() * time.perf_counter()
 
     torch._dynamo.reset()
-    event = event_of(torch.compile(both, backend="eager"), torch.ones(3))
-    assert [explain_break(each.detail).rpartition(": ")[2] for each in event.breaks] == [
+    event = event_of(torch.compile(breaks_twice, backend="eager"), torch.ones(3))
+    assert [explain_break(graph_break.detail).rpartition(": ")[2] for graph_break in event.breaks] == [
         "time.time.",
         "time.perf_counter.",
     ]
@@ -295,7 +295,7 @@ def test_a_break_under_fullgraph_is_told_although_the_call_raises():
     with pytest.raises(torch._dynamo.exc.Unsupported), recording("region") as record:
         torch.compile(prints, backend="eager", fullgraph=True)(torch.ones(3))
     (broken,) = record.event.breaks
-    assert (broken.line, broken.skipped, record.event.graphs) == (here(prints), True, 0)
+    assert (broken.line, broken.skipped, record.event.graphs) == (first_line(prints), True, 0)
 
 
 def test_a_custom_operator_without_a_fake_kernel_is_an_error_in_plain_words():
@@ -432,11 +432,11 @@ def test_a_graph_for_an_option_that_is_gone_is_farther_than_one_for_fewer_option
     assert recompile.guards == ("len(options) == 1, actual 2",)
 
 
-@pytest.mark.parametrize("after", ["the same size", "another size"])
-def test_a_baked_lora_is_told_by_its_weight_where_torch_names_another_cause(block, after):
+@pytest.mark.parametrize("change", ["the same size", "another size"])
+def test_a_baked_lora_is_told_by_its_weight_where_torch_names_another_cause(block, change):
     """Core bakes under inference mode or outside, so baked and untouched weights are of two kinds."""
     compiled, wide = region(), torch.ones(3, 4)
-    other = wide if after == "the same size" else torch.ones(2, 4)
+    other = wide if change == "the same size" else torch.ones(2, 4)
     with torch.inference_mode():
         event_of(compiled, block, wide)
         event_of(compiled, block, other)
@@ -446,7 +446,7 @@ def test_a_baked_lora_is_told_by_its_weight_where_torch_names_another_cause(bloc
     (guard,) = recompile.guards
     assert guard.startswith("tensor 'block.linear.weight' dispatch key set mismatch. expected an ordinary tensor")
     assert "LoRA" in advice(recompile.guards[0])
-    if after == "another size":
+    if change == "another size":
         assert "size mismatch" in dynamo._compilation_metrics[-1].recompile_reason
 
 
@@ -494,7 +494,7 @@ def test_what_compiles_outside_a_recording_is_in_none(block):
 
 def test_what_another_thread_compiles_meanwhile_is_its_own(block):
     compiled = {name: region(name) for name in ("one", "two", "neither")}
-    started, done = threading.Event(), threading.Event()
+    started, finished = threading.Event(), threading.Event()
     events = {}
 
     def other():
@@ -503,14 +503,14 @@ def test_what_another_thread_compiles_meanwhile_is_its_own(block):
             compiled["two"](block, torch.ones(2, 4))
         compiled["neither"](block, torch.ones(2, 4))
         events["two"] = record.event
-        done.set()
+        finished.set()
 
     thread = threading.Thread(target=other)
     thread.start()
     with recording("one") as record:
         compiled["one"](block, torch.ones(2, 4))
         started.set()
-        done.wait(60)
+        finished.wait(60)
         compiled["one"](block, torch.ones(3, 4))
     thread.join()
     assert (record.event.graphs, events["two"].graphs) == (2, 1)
@@ -558,7 +558,7 @@ def test_no_setting_of_torch_and_no_logger_is_changed_and_nothing_is_printed(blo
         return (
             torch._dynamo.config.get_config_copy(),
             torch._inductor.config.get_config_copy(),
-            {each.name: (each.level, each.propagate, list(each.handlers)) for each in loggers},
+            {logger.name: (logger.level, logger.propagate, list(logger.handlers)) for logger in loggers},
             list(torch._dynamo.callback_handler.start_callbacks),
         )
 
@@ -569,9 +569,9 @@ def test_no_setting_of_torch_and_no_logger_is_changed_and_nothing_is_printed(blo
     compiled = region()
     record()  # torch imports parts of itself as it first compiles, with loggers of their own
     torch._dynamo.reset()
-    before = state()
+    initial = state()
     record()
-    assert state() == before
+    assert state() == initial
     event_of(torch.compile(branch, backend="eager"), torch.ones(3))
     assert capfd.readouterr() == ("", "")
 
@@ -586,14 +586,14 @@ def test_an_error_of_ours_does_not_end_the_compilation(block, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "field", "told"),
+    ("name", "field", "expected"),
     [
         ("register_hook_for_recompile_user_context", "recompiles", "the guard that failed"),
         ("graph_break_reasons", "breaks", "graph breaks"),
         ("counters", "bypassed", "cache hits"),
     ],
 )
-def test_a_torch_without_a_private_name_says_what_it_does_not_tell(block, monkeypatch, name, field, told):
+def test_a_torch_without_a_private_name_says_what_it_does_not_tell(block, monkeypatch, name, field, expected):
     dynamo.reset_recompile_user_contexts()
     assert unavailable() == ()
     with monkeypatch.context() as patch:
@@ -603,7 +603,7 @@ def test_a_torch_without_a_private_name_says_what_it_does_not_tell(block, monkey
         patch.undo()
         patch.setattr(events, "dynamo", _Without(dynamo, name))
         event = event_of(region(), block, torch.ones(2, 4))
-    assert told in sentence
+    assert expected in sentence
     assert getattr(event, field) is None and event.graphs == 1
 
 

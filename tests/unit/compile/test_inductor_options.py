@@ -17,12 +17,14 @@ def body(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
 def test_forward_and_backward_are_compiled_with_the_options_of_the_mode_and_without_the_fusion(mode, monkeypatch):
-    wanted = {**list_mode_options(mode, False), FUSION: False}
-    before, seen = config.get_config_copy(), []
+    expected = {**list_mode_options(mode, False), FUSION: False}
+    initial, compilations = config.get_config_copy(), []
     inner = compile_fx._compile_fx_inner
 
     def noted(graph: Any, inputs: Any, **kwargs: Any) -> Any:
-        seen.append((bool(kwargs.get("is_backward")), {name: config.get_config_copy()[name] for name in wanted}))
+        compilations.append(
+            (bool(kwargs.get("is_backward")), {name: config.get_config_copy()[name] for name in expected})
+        )
         return inner(graph, inputs, **kwargs)
 
     monkeypatch.setattr(compile_fx, "_compile_fx_inner", noted)
@@ -30,8 +32,8 @@ def test_forward_and_backward_are_compiled_with_the_options_of_the_mode_and_with
     with config.patch(force_disable_caches=True):
         run = compiled_function(body, "body_0", CompileOptions(mode=mode, dynamic="false"))
         run(torch.ones(4, requires_grad=True)).sum().backward()
-    assert seen == [(False, wanted), (True, wanted)]
-    assert before[FUSION] and config.get_config_copy() == before
+    assert compilations == [(False, expected), (True, expected)]
+    assert initial[FUSION] and config.get_config_copy() == initial
 
 
 def test_a_torch_without_the_fusion_gets_the_options_of_the_mode(monkeypatch):

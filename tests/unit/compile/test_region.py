@@ -37,13 +37,13 @@ def older_torch(monkeypatch):
 
 @pytest.mark.parametrize("graphs", [10, 12])
 def test_an_older_torch_takes_as_many_graphs_as_are_planned(older_torch, graphs):
-    before = torch._dynamo.config.recompile_limit
-    assert before < graphs
-    how = CompileOptions("eager", dynamic="false", fullgraph=True, limit=graphs)
-    run, block = compiled_function(run_block, "run_block", how), Block()
+    limit = torch._dynamo.config.recompile_limit
+    assert limit < graphs
+    options = CompileOptions("eager", dynamic="false", fullgraph=True, limit=graphs)
+    run, block = compiled_function(run_block, "run_block", options), Block()
     for rows in range(2, 2 + graphs):
         assert run(block, torch.ones(rows)).shape == (rows,)
-    assert torch._dynamo.config.recompile_limit == before
+    assert torch._dynamo.config.recompile_limit == limit
 
 
 class Named(Block):
@@ -63,8 +63,8 @@ def test_the_first_graph_that_was_not_planned_is_an_error_with_every_torch(torch
 
     if torch_is == "older":
         request.getfixturevalue("older_torch")
-    block, how = Named(), CompileSettings("eager")
-    runner = BlockRunner([("0", block)], MemoryOptions(checkpointing="none"), how, 2, torch.device("cpu"))
+    block, settings = Named(), CompileSettings("eager")
+    runner = BlockRunner([("0", block)], MemoryOptions(checkpointing="none"), settings, 2, torch.device("cpu"))
     for rows in (2, 3, 2):
         assert runner(block, torch.ones(rows)).shape == (rows,)
     with pytest.raises(Exception) as stopped:
@@ -128,19 +128,19 @@ def patches_of_inductor(monkeypatch):
     """The changes to its configuration that inductor is called with, once a graph; the graph itself runs eager."""
     import torch._inductor.compile_fx as inductor
 
-    seen: list[dict[str, object]] = []
+    patches: list[dict[str, object]] = []
 
     def compile_fx(graph, inputs, config_patches=None, **options):
-        seen.append(dict(config_patches or {}))
+        patches.append(dict(config_patches or {}))
         return graph.forward
 
     monkeypatch.setattr(inductor, "compile_fx", compile_fx)
     torch._dynamo.reset()
-    return seen
+    return patches
 
 
 @pytest.mark.parametrize(
-    ("asked", "tunes"),
+    ("compile_options", "tunes"),
     [
         ({"mode": "reduce-overhead"}, False),
         ({"mode": "max-autotune"}, True),
@@ -149,13 +149,15 @@ def patches_of_inductor(monkeypatch):
         ({"overrides": parse_overrides("0 backend=cudagraphs")}, False),
     ],
 )
-def test_blocks_in_training_are_compiled_without_cuda_graphs_whatever_is_asked(asked, tunes, patches_of_inductor):
+def test_blocks_in_training_are_compiled_without_cuda_graphs_whatever_is_asked(
+    compile_options, tunes, patches_of_inductor
+):
     """A CUDA graph is bound to the weights of one block, and blocks of one structure share the callable."""
     from tessera.train.blocks.block_runner import BlockRunner
     from tessera.train.config.settings import MemoryOptions
 
-    block, how = Named(), CompileSettings(**asked)
-    runner = BlockRunner([("0", block)], MemoryOptions(checkpointing="none"), how, 1, torch.device("cpu"))
+    block, settings = Named(), CompileSettings(**compile_options)
+    runner = BlockRunner([("0", block)], MemoryOptions(checkpointing="none"), settings, 1, torch.device("cpu"))
     runner(block, torch.ones(3))
     (patches,) = patches_of_inductor
     assert not patches.get("triton.cudagraphs") and bool(patches.get("max_autotune")) == tunes
@@ -167,10 +169,10 @@ def test_aotautograds_cache_is_off_while_a_graph_is_made_that_may_serve_other_si
     """Its key leaves out by what such a graph is guarded: it would serve a size whose numbers are not its own."""
     from torch._functorch import config
 
-    seen = []
+    values = []
 
     def backend(graph, inputs):
-        seen.append(config.enable_autograd_cache)
+        values.append(config.enable_autograd_cache)
         if fails:
             raise RuntimeError("no compiler")
         return graph.forward
@@ -182,4 +184,4 @@ def test_aotautograds_cache_is_off_while_a_graph_is_made_that_may_serve_other_si
             with pytest.raises(Exception, match="no compiler") if fails else nullcontext():
                 run(Block(), torch.ones(rows))
             assert config.enable_autograd_cache  # other packs' graphs are cached as before
-    assert seen and set(seen) == {caches}
+    assert values and set(values) == {caches}

@@ -46,14 +46,14 @@ class Clock:
     """compiled_calls: of blocks, by the backends below."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.seconds = 0.0
         self.compiled_calls = 0
 
     def __call__(self) -> float:
-        return self.now
+        return self.seconds
 
     def advance(self, seconds: float) -> None:
-        self.now += seconds
+        self.seconds += seconds
 
 
 @pytest.fixture
@@ -120,9 +120,11 @@ def backend(name: str, scope: str = "blocks") -> CompileSettings:
     return CompileSettings(backend=name, scope=scope)
 
 
-def run(model: Any, tried: list[CompileSettings], clock: Clock, budget: float = 1000, told: Any = None) -> TuneResult:
-    tell = told if callable(told) else lambda done, text: None
-    return tune(model, step_inputs(model, SIZE), budget, tried, tell, clock)
+def run(
+    model: Any, trials: list[CompileSettings], clock: Clock, budget: float = 1000, progress: Any = None
+) -> TuneResult:
+    tell = progress if callable(progress) else lambda count, text: None
+    return tune(model, step_inputs(model, SIZE), budget, trials, tell, clock)
 
 
 def graphs() -> int:
@@ -133,8 +135,8 @@ def state_of(model: Any) -> dict[str, Any]:
     """Everything about a MODEL that a node could change."""
     modules = model.model.diffusion_model.modules()
     return {
-        "wrappers": {kind: {k: list(v) for k, v in of.items()} for kind, of in model.wrappers.items()},
-        "callbacks": {kind: {k: list(v) for k, v in of.items()} for kind, of in model.callbacks.items()},
+        "wrappers": {kind: {k: list(v) for k, v in entries.items()} for kind, entries in model.wrappers.items()},
+        "callbacks": {kind: {k: list(v) for k, v in entries.items()} for kind, entries in model.callbacks.items()},
         "attachments": dict(model.attachments),
         "patches": dict(model.patches),
         "options": str(model.model_options),
@@ -152,14 +154,14 @@ def sample_as_tuned(model: Any, name: str, **sizes: Any) -> torch.Tensor:
 
 
 def test_eager_is_measured_first_then_the_candidates_in_their_order(tiny_wan: Any, clock: Clock) -> None:
-    told: list[tuple[int, str]] = []
+    messages: list[tuple[int, str]] = []
     result = run(
         on_clock(tiny_wan, clock),
         [backend("slow"), backend("fast")],
         clock,
-        told=lambda n, text: told.append((n, text)),
+        progress=lambda n, text: messages.append((n, text)),
     )
-    assert told == [
+    assert messages == [
         (0, "Measuring eager"),
         (1, "Measuring blocks, slow (1 of 2)"),
         (2, "Measuring blocks, fast (2 of 2)"),
@@ -189,9 +191,9 @@ def test_compiled_and_eager_steps_are_taken_by_turns(tiny_wan: Any, clock: Clock
     model, steps = tiny_wan.clone(), []
 
     def step(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        before = clock.compiled_calls
+        start = clock.compiled_calls
         out = executor(*args, **kwargs)
-        steps.append(clock.compiled_calls - before)
+        steps.append(clock.compiled_calls - start)
         return out
 
     model.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "test", step)
@@ -228,25 +230,25 @@ def test_a_candidate_slower_than_the_model_as_it_came_is_not_recommended() -> No
 def test_no_candidate_is_begun_that_the_compile_time_seen_so_far_says_would_not_fit(
     tiny_wan: Any, clock: Clock
 ) -> None:
-    tried = [backend("fast"), backend("fast", "stack"), backend("faster"), backend("slow")]
+    trials = [backend("fast"), backend("fast", "stack"), backend("faster"), backend("slow")]
     # After eager and the first candidate, a stack (its two blocks take sqrt 2 times as long) needs more than is left,
     # the next blocks do not, and for the last nothing is left.
-    before = graphs()
-    result = run(on_clock(tiny_wan, clock), tried, clock, budget=40)
+    graph_count = graphs()
+    result = run(on_clock(tiny_wan, clock), trials, clock, budget=40)
     assert [label(row.settings) for row in result.measured] == ["blocks, fast", "blocks, faster"]
     assert [label(row.settings) for row in result.unmeasured] == ["stack, fast", "blocks, slow"]
     assert not any(row.failed for row in result.unmeasured)
-    assert graphs() - before == 2
+    assert graphs() - graph_count == 2
     assert "Left out: stack, fast: it would take about" in result.text()
     assert "raise time_budget" in result.text()
-    assert clock.now <= 40
+    assert clock.seconds <= 40
 
 
 def test_with_a_budget_for_nothing_eager_is_still_measured(tiny_wan: Any, clock: Clock) -> None:
-    before = graphs()
+    graph_count = graphs()
     result = run(on_clock(tiny_wan, clock), [backend("fast")], clock, budget=1)
     assert (result.eager.median, result.measured) == (1000, ())
-    assert graphs() == before
+    assert graphs() == graph_count
     assert not result.complete(1)
 
 
@@ -263,18 +265,18 @@ def test_a_model_without_lists_of_blocks_is_only_compiled_whole(tiny_wan: Any, c
 
 def test_of_a_model_whose_blocks_stream_only_what_can_be_compiled_so_is_measured(tiny_wan: Any, clock: Clock) -> None:
     swapped, _ = swap(tiny_wan, SwapSettings(1))
-    tried = [backend("faster", "stack"), CompileSettings(mode="reduce-overhead"), backend("fast")]
-    result = run(on_clock(swapped, clock), tried, clock)
-    assert [row.settings for row in result.measured] == [tried[2]]
-    assert [(row.settings, row.failed) for row in result.unmeasured] == [(tried[0], False), (tried[1], False)]
+    trials = [backend("faster", "stack"), CompileSettings(mode="reduce-overhead"), backend("fast")]
+    result = run(on_clock(swapped, clock), trials, clock)
+    assert [row.settings for row in result.measured] == [trials[2]]
+    assert [(row.settings, row.failed) for row in result.unmeasured] == [(trials[0], False), (trials[1], False)]
     assert all(row.reason.startswith("some blocks stream from RAM") for row in result.unmeasured)
 
 
 def test_a_candidate_that_fails_is_listed_with_its_cause_and_the_others_are_measured(
     tiny_wan: Any, clock: Clock
 ) -> None:
-    tried = [backend("broken"), backend("hungry"), backend("no_such"), backend("fast")]
-    result = run(on_clock(tiny_wan, clock), tried, clock)
+    trials = [backend("broken"), backend("hungry"), backend("no_such"), backend("fast")]
+    result = run(on_clock(tiny_wan, clock), trials, clock)
     assert [label(row.settings) for row in result.measured] == ["blocks, fast"]
     failed = {row.settings.backend: row.reason for row in result.unmeasured if row.failed}
     assert "this machine has no compiler" in failed["broken"]
@@ -298,19 +300,19 @@ def test_steps_that_another_node_leaves_out_are_named(tiny_wan: Any, clock: Cloc
 
 def test_an_interrupt_leaves_nothing_behind(tiny_wan: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     model = on_clock(tiny_wan, clock)
-    before, made = state_of(model), compiled_models(monkeypatch)
+    initial, models = state_of(model), compiled_models(monkeypatch)
 
-    def interrupt_the_second(done: int, text: str) -> None:
-        if done == 2:
+    def interrupt_the_second(count: int, text: str) -> None:
+        if count == 2:
             model_management.interrupt_current_processing()
 
     with pytest.raises(model_management.InterruptProcessingException):
-        run(model, [backend("fast"), backend("faster")], clock, told=interrupt_the_second)
+        run(model, [backend("fast"), backend("faster")], clock, progress=interrupt_the_second)
     assert not model_management.processing_interrupted()
-    assert state_of(model) == before
-    assert len(made) == 2
+    assert state_of(model) == initial
+    assert len(models) == 2
     gc.collect()  # the traceback held the second one
-    assert [compiled_model() for compiled_model in made] == [None, None]
+    assert [compiled_model() for compiled_model in models] == [None, None]
 
 
 # Under dynamic VRAM, which ComfyUI has on GPUs only: the class says that it is one, reloading and sampling are real.
@@ -349,23 +351,23 @@ def test_the_model_stays_as_it_was_and_only_the_best_keeps_its_graphs(
     tiny_wan: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = on_clock(tiny_wan, clock)
-    before, made = state_of(model), compiled_models(monkeypatch)
+    initial, models = state_of(model), compiled_models(monkeypatch)
     result = run(model, [backend("fast"), backend("faster"), backend("slow")], clock)
-    assert state_of(model) == before
-    kept = [compiled_model() for compiled_model in made]
-    assert [compiled_model and compiled_model.settings.backend for compiled_model in kept] == [None, "faster", None]
+    assert state_of(model) == initial
+    alive = [compiled_model() for compiled_model in models]
+    assert [compiled_model and compiled_model.settings.backend for compiled_model in alive] == [None, "faster", None]
     compiled = tuned_model(model, result)
-    assert compiled_model_of(compiled) is kept[1]
-    assert state_of(model) == before
+    assert compiled_model_of(compiled) is alive[1]
+    assert state_of(model) == initial
 
 
 def test_a_compile_model_in_front_keeps_its_graphs_and_its_model(tiny_wan: Any, clock: Clock) -> None:
     model = on_clock(tiny_wan, clock)
     in_front, compiled_model = compile_model(model, backend("slow"))
     sample_as_tuned(in_front, "wan", length=16)
-    before = state_of(in_front)
+    initial = state_of(in_front)
     result = run(in_front, [backend("slow"), backend("fast")], clock)
-    assert state_of(in_front) == before
+    assert state_of(in_front) == initial
     assert compile_model(model, backend("slow"))[1] is compiled_model
     assert result.eager == run(in_front, [], clock).eager == Quartiles(1000, 1000, 1000)  # measured without it
     assert compiled_model_of(tuned_model(in_front, result)).settings.backend == "fast"
@@ -395,11 +397,11 @@ def test_the_returned_model_samples_the_tuned_size_without_compiling(
     model = tiny.load_model(name, tiny_files[name])
     expected = sample_as_tuned(model, name, **sizes)
     slow = on_clock(model, clock, seconds=2)
-    result = tune(slow, step_inputs(slow, size), 10_000, [backend("fast", scope)], lambda done, text: None, clock)
+    result = tune(slow, step_inputs(slow, size), 10_000, [backend("fast", scope)], lambda count, text: None, clock)
     assert result.best() is not None
-    compiled, before = tuned_model(slow, result), graphs()
+    compiled, graph_count = tuned_model(slow, result), graphs()
     out = sample_as_tuned(compiled, name, **sizes)
-    assert graphs() == before
+    assert graphs() == graph_count
     assert compiled_model_of(compiled).report().counts().graphs == result.measured[0].graphs > 0
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
@@ -410,9 +412,9 @@ def test_the_returned_model_samples_the_tuned_size_without_compiling(
 @pytest.mark.parametrize("name", list(tiny.LOADERS))
 def test_the_widths_of_a_models_text_are_read_from_its_layers(name: str, tiny_files: dict[str, Path]) -> None:
     model = tiny.load_model(name, tiny_files[name])
-    wanted = tiny.INPUTS[name]
-    assert (text_width(model.model), pooled_width(model.model)) == (wanted.text_width, wanted.pooled_width)
-    frames = 9 if wanted.frames_per_latent else 1
+    tiny_inputs = tiny.INPUTS[name]
+    assert (text_width(model.model), pooled_width(model.model)) == (tiny_inputs.text_width, tiny_inputs.pooled_width)
+    frames = 9 if tiny_inputs.frames_per_latent else 1
     inputs = step_inputs(model, StepSize(96, 64, batch=2, frames=frames))
     expected = tiny.empty_latent(name, 96, 64, 2, frames)
     import comfy.sample
@@ -433,10 +435,10 @@ def test_what_is_usual_for_a_model_is_sampled_unless_something_else_is_asked(tin
         "sdxl": "64x64, batch 1, 77 text tokens, cfg 7",
     }
     wan = tiny.load_model("wan", tiny_files["wan"])
-    asked = step_inputs(wan, StepSize(64, 96, batch=2, frames=5, text_length=20, cfg=1.0))
-    assert asked.size == "64x96, 5 frames, batch 2, 20 text tokens, cfg 1"
-    assert asked.latent.shape == (2, 16, 2, 12, 8)
-    assert asked.positive[0][0].shape == (1, 20, tiny.T5_WIDTH)
+    inputs = step_inputs(wan, StepSize(64, 96, batch=2, frames=5, text_length=20, cfg=1.0))
+    assert inputs.size == "64x96, 5 frames, batch 2, 20 text tokens, cfg 1"
+    assert inputs.latent.shape == (2, 16, 2, 12, 8)
+    assert inputs.positive[0][0].shape == (1, 20, tiny.T5_WIDTH)
 
 
 def test_a_prompt_that_is_connected_is_what_is_sampled(tiny_flux: Any) -> None:
@@ -454,8 +456,8 @@ def test_a_prompt_that_is_connected_is_what_is_sampled(tiny_flux: Any) -> None:
 def test_what_is_stored_otherwise_has_results_of_its_own(tmp_path: Path) -> None:
     """The dtype of a quantised weight is that of its values, and int8 takes the memory of fp8."""
     formats = []
-    for how in ("int8", "fp8"):
-        model = tiny.load_flux(tiny.write_flux(tmp_path / f"{how}.safetensors", quantised=how))
+    for storage in ("int8", "fp8"):
+        model = tiny.load_flux(tiny.write_flux(tmp_path / f"{storage}.safetensors", quantised=storage))
         formats.append(result_key(model, step_inputs(model, SIZE))["dtypes"].partition(",")[0])
     assert formats == ["TensorWiseINT8Layout", "TensorCoreFP8E4M3Layout"]
 
@@ -542,9 +544,9 @@ def test_a_result_is_good_for_the_same_model_size_machine_and_torch_only(
         return file_name(result_key(model, step_inputs(model, size)))
 
     flux = tiny.load_model("flux", tiny_files["flux"])
-    own = name(flux)
-    assert name(tiny.load_model("flux", tiny_files["flux"])) == own
-    others = [
+    own_name = name(flux)
+    assert name(tiny.load_model("flux", tiny_files["flux"])) == own_name
+    other_names = [
         name(tiny.load_model("schnell", tiny_files["schnell"])),
         name(tiny.load_flux(tiny_files["flux"], dtype=torch.bfloat16)),
         name(flux, replace(SIZE, width=128)),
@@ -553,8 +555,8 @@ def test_a_result_is_good_for_the_same_model_size_machine_and_torch_only(
         name(flux, replace(SIZE, cfg=2.0)),
     ]
     monkeypatch.setattr(torch, "__version__", "3.0")
-    others.append(name(flux))
-    assert len({own, *others}) == 8
+    other_names.append(name(flux))
+    assert len({own_name, *other_names}) == 8
 
 
 def test_a_larger_budget_is_reason_to_measure_again_only_if_something_was_left_out() -> None:
@@ -611,12 +613,12 @@ def test_bars_are_as_long_as_steps_take_and_the_best_stands_out() -> None:
 
 
 def test_a_chart_of_all_that_a_gpu_tries_keeps_its_rows_apart() -> None:
-    tried = candidates(torch.device("cuda"))
-    rows = [replace(FAST, settings=settings, step=Quartiles(80, 80, 80)) for settings in tried]
+    trials = candidates(torch.device("cuda"))
+    rows = [replace(FAST, settings=settings, step=Quartiles(80, 80, 80)) for settings in trials]
     pixels = np.asarray(plot_tuning(result_of(*rows))).astype(int)
     bars = (np.abs(pixels[:, 450:470] - (164, 199, 232)).sum(-1) < 12).all(1)
     starts = int((bars[1:] & ~bars[:-1]).sum())
-    assert starts == len(tried) - 1  # and the best in its own colour
+    assert starts == len(trials) - 1  # and the best in its own colour
 
 
 def test_cuda_graphs_are_tried_on_cuda_only() -> None:
@@ -629,12 +631,12 @@ def test_cuda_graphs_are_tried_on_cuda_only() -> None:
 
 def compiled_models(monkeypatch: pytest.MonkeyPatch) -> list["weakref.ref[CompiledModel]"]:
     """Fills with the compiled models that are made from here on."""
-    made: list[weakref.ref[CompiledModel]] = []
-    own = CompiledModel.__init__
+    models: list[weakref.ref[CompiledModel]] = []
+    original = CompiledModel.__init__
 
     def init(self: CompiledModel, *args: Any) -> None:
-        made.append(weakref.ref(self))
-        own(self, *args)
+        models.append(weakref.ref(self))
+        original(self, *args)
 
     monkeypatch.setattr(CompiledModel, "__init__", init)
-    return made
+    return models

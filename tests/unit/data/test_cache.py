@@ -32,11 +32,11 @@ def cache(tmp_path):
 def test_tensors_come_back_in_their_own_dtype_and_may_be_saved_for_backward(cache, tensors):
     with torch.inference_mode():
         cache.write("abcd", {name: tensor.clone() for name, tensor in tensors.items()})
-        found = cache.read("abcd")
+        cached = cache.read("abcd")
     assert cache.holds("abcd", SHAPES)
     for name, tensor in tensors.items():
-        assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
-        assert not found[name].is_inference()
+        assert torch.equal(cached[name], tensor) and cached[name].dtype == tensor.dtype
+        assert not cached[name].is_inference()
 
 
 def test_a_part_of_a_larger_tensor_is_written_as_it_is_seen(cache):
@@ -79,7 +79,7 @@ def test_what_is_not_there_is_not_held(cache):
 
 def test_a_full_disk_leaves_the_old_file_and_no_litter(cache, tensors, monkeypatch):
     cache.write("abcd", tensors)
-    before = cache.path("abcd").read_bytes()
+    content = cache.path("abcd").read_bytes()
 
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -87,7 +87,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_litter(cache, tensors, monkeypat
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="the disk is full; free some space"):
         cache.write("abcd", {"latent": torch.zeros(1)})
-    assert cache.path("abcd").read_bytes() == before
+    assert cache.path("abcd").read_bytes() == content
     assert [path.name for path in cache.path("abcd").parent.iterdir()] == ["abcd.safetensors"]
 
 
@@ -135,10 +135,10 @@ def test_what_a_killed_process_left_is_swept_and_what_a_live_one_writes_is_not(t
     folder.mkdir()
     command = [sys.executable, "-c", KILLED, str(folder)]
     subprocess.run([*command, "killed"], check=True)
-    (left,) = unfinished(folder)
+    (leftover,) = unfinished(folder)
     with subprocess.Popen([*command, "live"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as live:
         live.stdout.readline()
-        (writing,) = {*unfinished(folder)} - {left}
+        (writing,) = {*unfinished(folder)} - {leftover}
         sweep_unfinished(tmp_path)
         assert unfinished(folder) == [writing]
         live.communicate("")
@@ -148,16 +148,16 @@ def test_what_a_killed_process_left_is_swept_and_what_a_live_one_writes_is_not(t
 def test_old_locks_and_folders_of_ended_processes_go_from_the_temporary_files(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    gone, alive = int(ended.stdout), os.getpid()
+    ended_pid, alive = int(ended.stdout), os.getpid()
     for name in (
-        f"tessera-device-{gone}-a1_b2",
-        f"tessera-device-{gone}-new",
+        f"tessera-device-{ended_pid}-a1_b2",
+        f"tessera-device-{ended_pid}-new",
         f"tessera-device-{alive}-c3",
         "tessera-x",
     ):
         (tmp_path / name / "inside").mkdir(parents=True)
-    held, free, new = (lock_of(f"{number:016x}") for number in range(3))
-    for lock in (held, free, new):
+    busy, free, new = (lock_of(f"{number:016x}") for number in range(3))
+    for lock in (busy, free, new):
         lock.acquire()
     free.release()
     new.release()
@@ -167,30 +167,30 @@ def test_old_locks_and_folders_of_ended_processes_go_from_the_temporary_files(tm
         os.utime(path, (time.time() - age,) * 2)
     (tmp_path / "tessera-00000000000000ff.lock").symlink_to(tmp_path / "tessera-x")
     sweep_temporary()
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {
-        f"tessera-device-{gone}-new",
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {
+        f"tessera-device-{ended_pid}-new",
         f"tessera-device-{alive}-c3",
         "tessera-x",
         "tessera-of-another.lock",
         "tessera-00000000000000ff.lock",
-        *(Path(lock.lock_file).name for lock in (held, new)),
+        *(Path(lock.lock_file).name for lock in (busy, new)),
     }
-    held.release()
+    busy.release()
 
 
 def test_what_this_process_writes_stays_and_what_an_earlier_one_of_its_number_left_goes(tmp_path):
     """In a container a server that was restarted may have the number of the one that was killed."""
-    own = []
+    unfinished_names = []
 
     def write(beside):
-        own.append(beside.name)
+        unfinished_names.append(beside.name)
         beside.with_name(beside.name.replace(files._SESSION, "0" * 8)).touch()
         sweep_unfinished(tmp_path)
         assert unfinished(tmp_path) == [beside]
 
     write_atomically(tmp_path / "file", write)
-    assert own and not unfinished(tmp_path)
+    assert unfinished_names and not unfinished(tmp_path)
 
 
 @pytest.mark.parametrize("name", [".0123.part", f".{'0' * 32}-{'f' * 8}-1-{'0' * 8}.part"])
@@ -205,12 +205,12 @@ def test_the_files_of_another_machine_or_version_are_swept_after_a_day_without_a
 
 
 def test_encoding_sweeps_the_whole_cache(cache, tensors):
-    left = cache.path("ffff").with_name(".0123.part")
-    left.parent.mkdir(parents=True)
-    left.touch()
-    os.utime(left, (0, 0))
+    leftover = cache.path("ffff").with_name(".0123.part")
+    leftover.parent.mkdir(parents=True)
+    leftover.touch()
+    os.utime(leftover, (0, 0))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     run_jobs(
         cache, [EncodeJob("abcd", shapes, 1, lambda: tensors, "a picture")], "pictures", lambda *_: None, lambda: None
     )
-    assert not left.exists() and cache.holds("abcd", shapes)
+    assert not leftover.exists() and cache.holds("abcd", shapes)

@@ -68,9 +68,9 @@ def test_folders_that_are_links_are_subfolders_and_no_place_is_read_twice(folder
     (other / "back").symlink_to(path)
     (path / ".hidden").symlink_to(other)
     assert captions(scan_images(path)) == {"again/c.png": "deep/c", "linked/b.png": "b", "z/a.png": "a"}
-    before = folder_fingerprint(path, ".txt")
+    fingerprint = folder_fingerprint(path, ".txt")
     (other / "b.txt").write_text("another")
-    assert folder_fingerprint(path, ".txt") != before
+    assert folder_fingerprint(path, ".txt") != fingerprint
 
 
 def test_pictures_of_one_name_in_two_subfolders_are_told_apart(folder):
@@ -90,7 +90,7 @@ def test_jpegs_of_rare_endings_are_read(folder):
 
 def test_pictures_of_kinds_that_are_not_read_are_named(folder):
     path = folder({"a.png": None, "a.txt": "x", "sub/b.HEIC": b"1", "c.gif": b"2", ".d.heic": b"3"})
-    before = folder_fingerprint(path, ".txt")
+    fingerprint = folder_fingerprint(path, ".txt")
     dataset = scan_images(path)
     assert dataset.notes == (
         "Left out, because these file types can't be read: c.gif, sub/b.HEIC; save them as PNG or JPEG, or "
@@ -98,7 +98,7 @@ def test_pictures_of_kinds_that_are_not_read_are_named(folder):
     )
     assert (dataset + dataset).notes == dataset.notes * 2
     (path / "c.gif").unlink()
-    assert folder_fingerprint(path, ".txt") != before
+    assert folder_fingerprint(path, ".txt") != fingerprint
     (path / "a.png").unlink()
     with pytest.raises(ValueError, match=r"holds no pictures that can be read \(there is sub/b.HEIC\); put pictures"):
         scan_images(path)
@@ -234,11 +234,11 @@ def test_films_come_with_their_captions_as_pictures_do(folder):
 
 def test_the_fingerprint_of_films_follows_films_and_not_pictures(folder):
     path = folder({"a.mp4": b"1", "a.txt": "x", "b.png": None, "b.txt": "y"})
-    before = folder_fingerprint(path, ".txt", VIDEOS)
+    fingerprint = folder_fingerprint(path, ".txt", VIDEOS)
     (path / "b.txt").write_text("another")
-    assert folder_fingerprint(path, ".txt", VIDEOS) == before
+    assert folder_fingerprint(path, ".txt", VIDEOS) == fingerprint
     (path / "a.mp4").write_bytes(b"12")
-    assert folder_fingerprint(path, ".txt", VIDEOS) != before
+    assert folder_fingerprint(path, ".txt", VIDEOS) != fingerprint
 
 
 def controls(dataset, root):
@@ -280,9 +280,9 @@ def test_a_control_folder_inside_the_folder_is_no_part_of_it(folder):
     root = folder({"a.png": None, "a.txt": "x", "control/a.png": None})
     dataset = scan_images(root, control_folder=root / "control")
     assert controls(dataset, root) == {"a.png": ["control/a.png"]}
-    before = folder_fingerprint(root, ".txt", control_folder=root / "control")
+    fingerprint = folder_fingerprint(root, ".txt", control_folder=root / "control")
     os.utime(root / "control" / "a.png", (1, 1))
-    assert folder_fingerprint(root, ".txt", control_folder=root / "control") != before
+    assert folder_fingerprint(root, ".txt", control_folder=root / "control") != fingerprint
 
 
 def test_missing_and_doubled_control_pictures_are_told(folder):
@@ -303,15 +303,15 @@ def test_missing_and_doubled_control_pictures_are_told(folder):
 def test_a_data_set_remembers_what_was_set_for_each_folder(folder):
     path = folder({"a.png": None, "a.txt": "a fox", "b.png": None, "b.txt": "an owl"})
     options = {"captions": CaptionOptions(caption_dropout=0.1), "options": FolderOptions(flip="horizontal")}
-    both = scan_images(path, repeats=2, trigger_words="zwx", **options) + scan_images(path)
-    first, second = both.folders
+    combined = scan_images(path, repeats=2, trigger_words="zwx", **options) + scan_images(path)
+    first, second = combined.folders
     assert (first["files"], first["repeats"], first["trigger_words"]) == (2, 2, "zwx")
     assert first["captions"]["caption_dropout"] == 0.1 and first["treatment"]["flip"] == "horizontal"
-    assert second["captions"]["caption_dropout"] == 0.0 and str(path.name) not in str(both.folders)
+    assert second["captions"]["caption_dropout"] == 0.0 and str(path.name) not in str(combined.folders)
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "expected"),
     [
         (
             {"options": FolderOptions(regularisation=True), "trigger_words": "ohwx"},
@@ -325,6 +325,6 @@ def test_a_data_set_remembers_what_was_set_for_each_folder(folder):
         ({"options": FolderOptions(alpha_mask=True, unmasked_weight=0.9)}, None),
     ],
 )
-def test_what_has_no_effect_on_a_folder_is_told(folder, options, told):
+def test_what_has_no_effect_on_a_folder_is_told(folder, options, expected):
     notes = scan_images(folder({"a.png": None, "a.txt": "a"}), **options).notes
-    assert len(notes) == (told is not None) and all(note.startswith(told) for note in notes)
+    assert len(notes) == (expected is not None) and all(note.startswith(expected) for note in notes)

@@ -36,26 +36,26 @@ def test_mates_may_differ_in_shape():
 
 def test_alone_each_sample_is_seen_as_often_as_it_repeats_in_every_epoch():
     length = POOL.total()
-    drawn = [i for (i,) in batches(1, count=5 * length)]
-    epochs = [drawn[start : start + length] for start in range(0, len(drawn), length)]
+    indices = [i for (i,) in batches(1, count=5 * length)]
+    epochs = [indices[start : start + length] for start in range(0, len(indices), length)]
     assert all(Counter(epoch) == POOL for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == len(epochs)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_no_sample_is_dropped_what_is_left_of_an_epoch_comes_in_the_next(size):
-    seen = Counter(i for batch in batches(size, count=CYCLES * POOL.total() // size) for i in batch)
+    counts = Counter(i for batch in batches(size, count=CYCLES * POOL.total() // size) for i in batch)
     for index, repeats in POOL.items():
         # A group waits for at most a batch of its own, which no sample of it can be in more than size − 1 times.
-        assert abs(seen[index] - CYCLES * repeats) <= 2 * size * repeats, (index, seen[index])
+        assert abs(counts[index] - CYCLES * repeats) <= 2 * size * repeats, (index, counts[index])
 
 
 def test_within_a_group_the_order_of_draws_is_whole_epochs_one_after_another():
     group = [i for i, s in enumerate(SAMPLES) if (s.tokens, s.text_length) == (12, 256)]
     per_epoch = sum(POOL[i] for i in group)
-    drawn = [i for batch in batches(3, count=300) for i in batch if i in group]
-    for start in range(0, len(drawn) - per_epoch, per_epoch):
-        assert Counter(drawn[start : start + per_epoch]) == Counter({i: POOL[i] for i in group})
+    indices = [i for batch in batches(3, count=300) for i in batch if i in group]
+    for start in range(0, len(indices) - per_epoch, per_epoch):
+        assert Counter(indices[start : start + per_epoch]) == Counter({i: POOL[i] for i in group})
 
 
 def test_the_order_is_a_function_of_samples_size_and_seed():
@@ -64,9 +64,9 @@ def test_the_order_is_a_function_of_samples_size_and_seed():
     assert batches(2, samples=SAMPLES[:-1]) != batches(2)
 
 
-@pytest.mark.parametrize("done", [1, 7, 58])
-def test_going_on_after_any_number_of_batches_gives_the_same_rest(done):
-    assert list(islice(batch_order(SAMPLES, 2, 0), done, done + 50)) == batches(2)[done : done + 50]
+@pytest.mark.parametrize("start", [1, 7, 58])
+def test_going_on_after_any_number_of_batches_gives_the_same_rest(start):
+    assert list(islice(batch_order(SAMPLES, 2, 0), start, start + 50)) == batches(2)[start : start + 50]
 
 
 def test_a_single_sample_fills_a_batch_with_itself():
@@ -74,13 +74,13 @@ def test_a_single_sample_fills_a_batch_with_itself():
 
 
 def test_skipping_is_taking_them_and_asks_for_cancel():
-    order, asked = batch_order(SAMPLES, 2, 7), []
-    skip_batches(order, 25_000, lambda: asked.append(1))
-    assert len(asked) == 3 and next(order) == batches(2, 7, 25_001)[-1]
+    order, calls = batch_order(SAMPLES, 2, 7), []
+    skip_batches(order, 25_000, lambda: calls.append(1))
+    assert len(calls) == 3 and next(order) == batches(2, 7, 25_001)[-1]
 
     def cancel():
-        asked.append(1)
-        if len(asked) == 5:
+        calls.append(1)
+        if len(calls) == 5:
             raise InterruptedError
 
     with pytest.raises(InterruptedError):
@@ -97,8 +97,8 @@ def test_batches_of_rare_shapes_are_spread_over_the_epochs():
     rare = [order.index((index,) * 4) for index in range(16, 24)]
     # Two of the eight come in each of the first four epochs, of four usual batches each.
     assert sorted(sum(max(batch) < 16 for batch in order[:place]) // 4 for place in rare) == [0, 0, 1, 1, 2, 2, 3, 3]
-    seen = Counter(i for batch in order for i in batch)
-    assert all(abs(seen[index] - 100) <= 4 for index in range(24))
+    counts = Counter(i for batch in order for i in batch)
+    assert all(abs(counts[index] - 100) <= 4 for index in range(24))
 
 
 def test_pictures_of_rare_shapes_and_caption_lengths_are_named_with_what_helps():

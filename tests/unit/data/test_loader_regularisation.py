@@ -12,16 +12,16 @@ from tessera.data.samples import Sample, check_training_samples, shown_per_epoch
 def make(training, regularisation):
     """Samples with these repeats each, of one shape."""
 
-    def one(name, repeats, kept):
-        return Sample(name, (1, 4, 4), 16, 256, lambda *_: None, repeats, regularisation=kept)
+    def make_sample(name, repeats, is_regularisation):
+        return Sample(name, (1, 4, 4), 16, 256, lambda *_: None, repeats, regularisation=is_regularisation)
 
     return [
-        *(one(f"t{i}", n, False) for i, n in enumerate(training)),
-        *(one(f"r{i}", n, True) for i, n in enumerate(regularisation)),
+        *(make_sample(f"t{i}", n, False) for i, n in enumerate(training)),
+        *(make_sample(f"r{i}", n, True) for i, n in enumerate(regularisation)),
     ]
 
 
-def drawn(samples, count, seed=0, size=1):
+def draw_names(samples, count, seed=0, size=1):
     return [samples[i].name for batch in islice(batch_order(samples, size, seed), count) for i in batch]
 
 
@@ -29,29 +29,29 @@ def drawn(samples, count, seed=0, size=1):
 def test_an_epoch_shows_as_many_of_them_as_of_all_others(regularisation):
     samples = make([2, 1, 3], regularisation)
     assert shown_per_epoch(samples) == 12
-    names = drawn(samples, 12 * 10)
+    names = draw_names(samples, 12 * 10)
     for start in range(0, len(names), 12):
         epoch = Counter(names[start : start + 12])
         assert {name: epoch[name] for name in ("t0", "t1", "t2")} == {"t0": 2, "t1": 1, "t2": 3}
 
 
 def test_each_comes_as_often_as_its_repeats_and_none_is_left_out_where_they_are_many():
-    few, many = make([4], [1, 2]), make([4], [1] * 40)
-    kept = [name for name in drawn(few, 8 * 30) if name[0] == "r"]
-    assert Counter(kept) == {"r0": 40, "r1": 80}
-    kept = [name for name in drawn(many, 8 * 20) if name[0] == "r"]
-    assert Counter(kept) == {f"r{i}": 2 for i in range(40)}
-    assert sorted(kept[:40]) == sorted(kept[40:]) and kept[:40] != kept[40:]  # two turns, in two orders
+    few_samples, many_samples = make([4], [1, 2]), make([4], [1] * 40)
+    names = [name for name in draw_names(few_samples, 8 * 30) if name[0] == "r"]
+    assert Counter(names) == {"r0": 40, "r1": 80}
+    names = [name for name in draw_names(many_samples, 8 * 20) if name[0] == "r"]
+    assert Counter(names) == {f"r{i}": 2 for i in range(40)}
+    assert sorted(names[:40]) == sorted(names[40:]) and names[:40] != names[40:]  # two turns, in two orders
 
 
 def test_the_order_is_a_function_of_the_seed_and_without_them_it_is_that_of_before():
     samples = make([2, 1, 3], [1, 1])
-    assert drawn(samples, 50, seed=1) == drawn(samples, 50, seed=1) != drawn(samples, 50, seed=2)
-    assert drawn(samples, 25, size=2) == drawn(samples, 50)
+    assert draw_names(samples, 50, seed=1) == draw_names(samples, 50, seed=1) != draw_names(samples, 50, seed=2)
+    assert draw_names(samples, 25, size=2) == draw_names(samples, 50)
     plain = make([2, 1, 3], [])
     assert shown_per_epoch(plain) == 6
     # Written down from the order that runs had before there were any, so that their states go on alike.
-    assert drawn(plain, 12, seed=7) == "t1 t2 t0 t2 t2 t0 t0 t0 t2 t2 t2 t1".split()
+    assert draw_names(plain, 12, seed=7) == "t1 t2 t0 t2 t2 t0 t0 t0 t2 t2 t2 t1".split()
 
 
 def test_nothing_but_regularisation_is_refused():

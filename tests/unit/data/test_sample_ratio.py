@@ -23,33 +23,35 @@ def make(*folders):
 def epochs(samples, count, seed=0):
     """Names that each epoch shows."""
     length = shown_per_epoch(samples)
-    drawn = islice(batch_order(samples, 1, seed), count * length)
-    names = [samples[index].name for batch in drawn for index in batch]
+    order = islice(batch_order(samples, 1, seed), count * length)
+    names = [samples[index].name for batch in order for index in batch]
     return [names[start : start + length] for start in range(0, len(names), length)]
 
 
 def test_each_epoch_shows_the_part_of_each_folder_and_their_turns_show_all():
     samples = make(("a", 3, 2, 1.0), ("b", 20, 1, 0.3), ("c", 5, 1, 0.3), ("d", 4, 3, 0.5))
     assert shown_per_epoch(samples) == 6 + 6 + 2 + 6
-    shown = epochs(samples, 60)
-    for epoch in shown:
+    epoch_names = epochs(samples, 60)
+    for epoch in epoch_names:
         assert Counter(name[0] for name in epoch) == {"a": 6, "b": 6, "c": 2, "d": 6}
     # 60 epochs are whole turns of b (3 1/3 epochs), c (2 1/2) and d (2).
-    assert Counter(name for epoch in shown for name in epoch) == (
+    assert Counter(name for epoch in epoch_names for name in epoch) == (
         {f"a{i}": 120 for i in range(3)}
         | {f"b{i}": 18 for i in range(20)}
         | {f"c{i}": 24 for i in range(5)}
         | {f"d{i}": 90 for i in range(4)}
     )
     # Chosen anew: a fixed part would be one set, parts in a fixed order ten.
-    assert len({frozenset(name for name in epoch if name[0] == "b") for epoch in shown}) > 20
+    assert len({frozenset(name for name in epoch if name[0] == "b") for epoch in epoch_names}) > 20
 
 
 def test_a_turn_shows_each_once_before_any_comes_again():
-    of_b = [name for epoch in epochs(make(("a", 2, 1, 1.0), ("b", 10, 1, 0.4)), 50) for name in epoch if name[0] == "b"]
+    b_names = [
+        name for epoch in epochs(make(("a", 2, 1, 1.0), ("b", 10, 1, 0.4)), 50) for name in epoch if name[0] == "b"
+    ]
     # 5 epochs of 4 are 2 turns of 10; within an epoch the order is that of the epoch's own shuffle.
-    assert all(set(Counter(of_b[at : at + 20]).values()) == {2} for at in range(0, len(of_b), 20))
-    assert all(len(set(of_b[at : at + 8])) == 8 for at in range(0, len(of_b), 20))
+    assert all(set(Counter(b_names[start : start + 20]).values()) == {2} for start in range(0, len(b_names), 20))
+    assert all(len(set(b_names[start : start + 8])) == 8 for start in range(0, len(b_names), 20))
 
 
 def test_the_order_is_a_function_of_the_seed():
@@ -59,7 +61,7 @@ def test_the_order_is_a_function_of_the_seed():
 
 def test_regularisation_takes_as_many_showings_as_the_part():
     samples = make(("a", 2, 1, 1.0), ("b", 10, 1, 0.4))
-    samples += [replace(one, name=f"kept {i}", regularisation=True) for i, one in enumerate(samples[:2] * 2)]
+    samples += [replace(sample, name=f"kept {i}", regularisation=True) for i, sample in enumerate(samples[:2] * 2)]
     assert shown_per_epoch(samples) == 12
     for epoch in epochs(samples, 5):
         assert sum(name.startswith("kept") for name in epoch) == 6

@@ -70,8 +70,8 @@ def test_flux2s_single_blocks_stay_whole_and_its_last_modulation_is_swapped_for_
     fused = product(tensors, "transformer.single_transformer_blocks.7.attn.to_qkv_mlp_proj")
     torch.testing.assert_close(fused, delta(joint), rtol=1e-6, atol=1e-6)
     shift, scale = delta(last).chunk(2)
-    found = product(tensors, "transformer.norm_out.linear")
-    torch.testing.assert_close(found, torch.cat((scale, shift)), rtol=1e-6, atol=1e-6)
+    matrix = product(tensors, "transformer.norm_out.linear")
+    torch.testing.assert_close(matrix, torch.cat((scale, shift)), rtol=1e-6, atol=1e-6)
 
 
 def test_a_lora_has_kohyas_keys_and_contiguous_tensors():
@@ -235,8 +235,8 @@ def test_a_saved_file_is_a_round_trip(tmp_path: Path):
     for layout in ("kohya", "comfyui"):
         path = tmp_path / "new folder" / f"{layout}.safetensors"
         save_lora(path, lora, layout)
-        (again,) = normalised(load_file(path)).modules().values()
-        torch.testing.assert_close(delta(again), delta(part), rtol=1e-6, atol=1e-6)
+        (reread,) = normalised(load_file(path)).modules().values()
+        torch.testing.assert_close(delta(reread), delta(part), rtol=1e-6, atol=1e-6)
         with safe_open(path, "pt") as file:
             assert file.metadata() == {"note": "pictures"}
     assert sorted(p.name for p in path.parent.iterdir()) == ["comfyui.safetensors", "kohya.safetensors"]
@@ -273,9 +273,9 @@ def test_a_full_disk_leaves_the_old_file_and_says_so_in_one_sentence(tmp_path: P
     path.write_bytes(b"the old file")
     support = str(Path(__file__).resolve().parents[2] / "support")
     command = [sys.executable, "-c", FULL_DISK, str(path), support]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    message, code = json.loads(done.stdout.strip().splitlines()[-1])
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    message, code = json.loads(process.stdout.strip().splitlines()[-1])
     assert code == errno.EFBIG
     assert message.count("mine.safetensors could not be saved: the file is larger than this disk") == 1
     assert str(tmp_path) not in message

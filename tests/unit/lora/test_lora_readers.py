@@ -22,7 +22,7 @@ def lora(*names: str) -> LoraModel:
 
 
 @pytest.mark.parametrize(
-    ("names", "layout", "told"),
+    ("names", "layout", "expected"),
     [
         ([QWEN], "diffusers", [BOTH]),
         ([FLUX1], "diffusers", [BOTH]),
@@ -61,8 +61,8 @@ def lora(*names: str) -> LoraModel:
         ),
     ],
 )
-def test_it_says_which_programs_read_the_file_and_which_format_is_for_the_other(names, layout, told):
-    assert reader_notes(lora(*names), layout) == told
+def test_it_says_which_programs_read_the_file_and_which_format_is_for_the_other(names, layout, expected):
+    assert reader_notes(lora(*names), layout) == expected
 
 
 def test_other_adapters_are_said_to_be_for_comfyui_alone():
@@ -83,13 +83,13 @@ def readers(family: Family, layout: str) -> str:
     """The programs that read a format of a family; "blocks" behind one that takes its blocks and not every layer."""
     names = [name.format(0) for name in family.names.to_diffusers]
     blocks = [name for name in names if "blocks." in name]
-    told = []
+    programs = []
     for program in PROGRAMS:
         if not family.names.left_out(program, layout, names):
-            told.append(program)
+            programs.append(program)
         elif not family.names.left_out(program, layout, blocks):
-            told.append(f"{program} (blocks)")
-    return ", ".join(told)
+            programs.append(f"{program} (blocks)")
+    return ", ".join(programs)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

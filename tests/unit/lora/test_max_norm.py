@@ -63,7 +63,7 @@ def test_the_norm_is_that_of_delta_w_and_comes_to_the_limit(name, monkeypatch):
     options = NetworkOptions(**KINDS[name])
     adapter = adapter_of(options)
     fill(adapter, 5, 0.5)
-    before = {key: p.detach().clone() for key, p in adapter.named_parameters()}
+    initial = {key: p.detach().clone() for key, p in adapter.named_parameters()}
     change = written_out(options, adapter)
     size = float(change.norm())
     assert float(adapter.norm().detach()) == pytest.approx(size, rel=1e-5)
@@ -71,24 +71,24 @@ def test_the_norm_is_that_of_delta_w_and_comes_to_the_limit(name, monkeypatch):
     norms.apply()
     torch.testing.assert_close(written_out(options, adapter), change / 3, rtol=1e-5, atol=1e-6 * size)
     part = 3 ** (-1 / MATRICES[name])
-    assert len(before) == MATRICES[name]
+    assert len(initial) == MATRICES[name]
     for key, p in adapter.named_parameters():
-        torch.testing.assert_close(p.detach(), part * before[key])
+        torch.testing.assert_close(p.detach(), part * initial[key])
     assert norms.facts() == {"modules_scaled": 1}
-    under = MaxNorm(1.01 * size / 3, [adapter])
-    under.apply()
-    assert under.facts() == {"modules_scaled": 0}
+    looser = MaxNorm(1.01 * size / 3, [adapter])
+    looser.apply()
+    assert looser.facts() == {"modules_scaled": 0}
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_an_adapter_that_does_nothing_yet_is_left_as_it_is(name):
     adapter = adapter_of(NetworkOptions(**KINDS[name]))
     adapter.start(generator(0), lambda: pytest.fail("no weights are needed"))
-    before = [p.detach().clone() for p in adapter.parameters()]
+    initial = [p.detach().clone() for p in adapter.parameters()]
     norms = MaxNorm(1e-6, [adapter])
     norms.apply()
     assert norms.facts() == {"modules_scaled": 0} and float(adapter.norm().detach()) == 0
-    assert all(torch.equal(p, old) for p, old in zip(adapter.parameters(), before, strict=True))
+    assert all(torch.equal(p, old) for p, old in zip(adapter.parameters(), initial, strict=True))
 
 
 def test_a_low_rank_loha_makes_no_matrix_of_the_weights_size(monkeypatch):
@@ -99,10 +99,10 @@ def test_a_low_rank_loha_makes_no_matrix_of_the_weights_size(monkeypatch):
 
     class Sizes(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
-            found = func(*args, **(kwargs or {}))
-            if isinstance(found, torch.Tensor):
-                sizes.append(found.numel())
-            return found
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                sizes.append(result.numel())
+            return result
 
     for adapter in (small, large):
         sizes.clear()

@@ -139,7 +139,7 @@ def test_a_bad_value_is_one_sentence_with_its_name_and_the_fix(options, values, 
 
 @pytest.mark.parametrize("options", [NetworkOptions, OptimizerOptions, ObjectiveOptions, MemoryOptions])
 def test_options_are_frozen_and_their_defaults_are_valid(options):
-    made = options()
-    assert made == options()
+    instance = options()
+    assert instance == options()
     with pytest.raises(FrozenInstanceError):
-        setattr(made, fields(options)[0].name, "x")
+        setattr(instance, fields(options)[0].name, "x")

@@ -11,10 +11,10 @@ from tessera.train.step.clock import KEPT, StepClock
 class Time:
     """A clock that is set by hand."""
 
-    now = 100.0
+    seconds = 100.0
 
     def perf_counter(self) -> float:
-        return self.now
+        return self.seconds
 
 
 @pytest.fixture
@@ -26,11 +26,11 @@ def time(monkeypatch) -> Time:
 
 def one_step(clock: StepClock, time: Time, host: float, data: float, wait: float) -> None:
     clock.begin()
-    time.now += host / 2
+    time.seconds += host / 2
     for part, seconds in (("data", data / 2), ("wait", wait), ("data", data / 2)):
         with clock.spend(part):
-            time.now += seconds
-    time.now += host / 2
+            time.seconds += seconds
+    time.seconds += host / 2
     clock.end()
 
 
@@ -39,7 +39,7 @@ def test_the_parts_are_medians_and_add_up_to_a_step(time):
     assert clock.pace() is None and set(clock.facts().values()) == {None}
     clock.begin()
     with clock.spend("data"):
-        time.now += 50  # a step that compiled is begun and not ended
+        time.seconds += 50  # a step that compiled is begun and not ended
     for _ in range(3):
         one_step(clock, time, 0.5, 0.25, 2.0)
     assert clock.pace() == 2.75
@@ -61,32 +61,32 @@ def test_what_raises_is_counted_to_its_part(time):
     clock = StepClock(torch.device("cpu"))
     clock.begin()
     with pytest.raises(ValueError, match="gone"), clock.spend("data"):
-        time.now += 1.0
+        time.seconds += 1.0
         raise ValueError("gone")
     clock.end()
     assert clock.facts()["data_seconds"] == 1.0
 
 
 def test_on_a_gpu_events_stand_around_each_step_and_are_read_at_the_end(time, monkeypatch):
-    asked: list[str] = []
+    calls: list[str] = []
 
     class Event:
         def __init__(self, enable_timing: bool) -> None:
             assert enable_timing
 
         def record(self) -> None:
-            asked.append("record")
-            self.at = time.now
+            calls.append("record")
+            self.moment = time.seconds
 
         def synchronize(self) -> None:
-            asked.append("synchronize")
+            calls.append("synchronize")
 
         def elapsed_time(self, other: Any) -> float:
-            return 1000 * (other.at - self.at)
+            return 1000 * (other.moment - self.moment)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     clock = StepClock(torch.device("cuda"))
     for _ in range(2):
         one_step(clock, time, 0.5, 0.25, 2.0)
-    assert asked == ["record"] * 4  # no step waits for them
-    assert clock.facts()["device_seconds"] == 2.75 and asked[4:] == ["synchronize"] * 2
+    assert calls == ["record"] * 4  # no step waits for them
+    assert clock.facts()["device_seconds"] == 2.75 and calls[4:] == ["synchronize"] * 2

@@ -82,7 +82,7 @@ def core(clip, text, length):
     return cond, {name: value for name, value in extra.items() if value is not None}
 
 
-def same(tensors, cond, extra):
+def assert_same(tensors, cond, extra):
     assert torch.equal(tensors.text, cond)
     for name, value in extra.items():
         assert torch.equal(tensors.conditioning[name], value), name
@@ -91,56 +91,56 @@ def same(tensors, cond, extra):
 @pytest.mark.parametrize("name", ["flux", "klein", "mistral", "wan", "qwen"])
 def test_each_form_and_the_empty_prompt_is_encoded_as_core_encodes_its_text(name, encoders, folder, tmp_path):
     vae, clip = encoders(name)
-    found = prepared(scan_images(folder, trigger_words="ohwx", captions=LINES), vae, clip, tmp_path)
+    prepared_data = prepared(scan_images(folder, trigger_words="ohwx", captions=LINES), vae, clip, tmp_path)
     texts = {
         "a.png": ("ohwx, a (red) fox", f"ohwx, {LONG.strip()}"),
         "b.png": ("ohwx, a grey wolf", "ohwx, a white wolf"),
         "c.png": ("ohwx, a house",),
     }
-    for sample in found.data.samples:
-        of = texts[sample.name]
-        assert (sample.caption_variants, sample.caption_dropout) == (len(of), 0.2)
+    for sample in prepared_data.data.samples:
+        forms = texts[sample.name]
+        assert (sample.caption_variants, sample.caption_dropout) == (len(forms), 0.2)
         length = sample.text_length if name == "flux" else 0
         if sample.name == "c.png" or name in ("flux", "qwen"):  # the others' are alike
-            for number, text in enumerate(of):
-                same(sample.load(SampleVariant(0, number)), *core(clip, text, length))
-        same(sample.load(SampleVariant(0, None)), *core(clip, "", length))
+            for number, text in enumerate(forms):
+                assert_same(sample.load(SampleVariant(0, number)), *core(clip, text, length))
+        assert_same(sample.load(SampleVariant(0, None)), *core(clip, "", length))
         assert torch.equal(sample.load().text, sample.load(SampleVariant(0, 0)).text)
     # All forms of a picture share a key, that of the longest.
     short = {"flux": 256, "qwen": 128}.get(name, 512)
-    assert {s.name: s.text_length for s in found.data.samples} == {"a.png": 512, "b.png": short, "c.png": short}
+    assert {s.name: s.text_length for s in prepared_data.data.samples} == {"a.png": 512, "b.png": short, "c.png": short}
     # Five forms, and the empty prompt once for each length that core gives it.
     files = len(list((tmp_path / "cache").rglob("*.safetensors"))) - 3
     assert files == 5 + (2 if name == "flux" else 1)
-    written = sum(f.stat().st_size for f in (tmp_path / "cache").rglob("*.safetensors") if "cond" in load_file(f))
+    byte_count = sum(f.stat().st_size for f in (tmp_path / "cache").rglob("*.safetensors") if "cond" in load_file(f))
     assert (
-        f"The 3 captions have up to 2 forms each: {files} texts, each encoded once, about {written / 1e9:.2g} GB on "
+        f"The 3 captions have up to 2 forms each: {files} texts, each encoded once, about {byte_count / 1e9:.2g} GB on "
         "disk."
-    ) in summary(found)
-    assert "The empty prompt takes a caption's place in 20 % of showings." in summary(found)
+    ) in summary(prepared_data)
+    assert "The empty prompt takes a caption's place in 20 % of showings." in summary(prepared_data)
 
 
 def test_an_edit_models_empty_prompt_is_its_template_with_the_control_pictures(encoders, folder, tmp_path):
     from comfy_extras.nodes_qwen import TextEncodeQwenImageEditPlus
 
     vae, clip = encoders("qwen")
-    before = write_pictures(tmp_path / "before", dict.fromkeys(CAPTIONS))
+    controls = write_pictures(tmp_path / "before", dict.fromkeys(CAPTIONS))
     (folder / "a.png").unlink()
     mirrored = FolderOptions(flip="horizontal")
-    dataset = scan_images(folder, control_folder=before, captions=LINES, options=mirrored)
-    found = prepared(dataset, vae, clip, tmp_path)
+    dataset = scan_images(folder, control_folder=controls, captions=LINES, options=mirrored)
+    prepared_data = prepared(dataset, vae, clip, tmp_path)
     texts = {"b.png": ("a grey wolf", "a white wolf"), "c.png": ("a house",)}
-    for sample in found.data.samples:
-        image = torch.from_numpy(np.array(Image.open(before / sample.name))).float()[None] / 255
+    for sample in prepared_data.data.samples:
+        image = torch.from_numpy(np.array(Image.open(controls / sample.name))).float()[None] / 255
         _, height, width = sample.grid
         assert (height * 16, width * 16) == image.shape[1:3]  # nothing is cropped
         assert (sample.image_variants, sample.caption_variants) == (2, len(texts[sample.name]))
         for number, text in [*enumerate(texts[sample.name]), (None, "")]:
-            for picture, seen in enumerate((image, image.flip(2))):
+            for picture, view in enumerate((image, image.flip(2))):
                 with torch.inference_mode():
-                    (((cond, _),),) = TextEncodeQwenImageEditPlus.execute(clip, text, image1=seen).result
+                    (((cond, _),),) = TextEncodeQwenImageEditPlus.execute(clip, text, image1=view).result
                 assert torch.equal(sample.load(SampleVariant(picture, number)).text, cond)
-    empty = [sample.load(SampleVariant(0, None)).text for sample in found.data.samples]
+    empty = [sample.load(SampleVariant(0, None)).text for sample in prepared_data.data.samples]
     assert not torch.equal(empty[0], empty[1])
 
 
@@ -149,13 +149,13 @@ def test_films_take_forms_for_all_their_clips(encoders, tmp_path):
     write_film(tmp_path / "films" / "a.mp4", 10, size=(64, 96), caption="a, b, c, d, e")
     vae, clip = encoders("wan")
     dataset = scan_videos(tmp_path / "films", Extraction((5,), method="chunk"), trigger_words="ohwx", captions=TAGS)
-    found = prepared(dataset, vae, clip, tmp_path, megapixels=0.003)
-    assert len(found.data.samples) == 2 and {s.caption_variants for s in found.data.samples} == {
+    prepared_data = prepared(dataset, vae, clip, tmp_path, megapixels=0.003)
+    assert len(prepared_data.data.samples) == 2 and {s.caption_variants for s in prepared_data.data.samples} == {
         len(dataset.entries[0].variants.texts)
     }
     for number, text in enumerate(dataset.entries[0].variants.texts):
         assert text == "ohwx" or text.startswith("ohwx, ")
-        same(found.data.samples[1].load(SampleVariant(0, number)), *core(clip, text, 0))
+        assert_same(prepared_data.data.samples[1].load(SampleVariant(0, number)), *core(clip, text, 0))
 
 
 def tag_data(folder, vae, clip, root, options=TAGS):
@@ -164,11 +164,11 @@ def tag_data(folder, vae, clip, root, options=TAGS):
     return prepared(scan_images(folder, trigger_words="ohwx", captions=options), vae, clip, root).data
 
 
-def counted(sample, shown):
+def counted(sample, counts):
     """The sample, which counts in `shown` the captions that are read of it."""
 
     def load(choice=FIRST_VARIANT):
-        shown[choice.caption] += 1
+        counts[choice.caption] += 1
         return sample.load(choice)
 
     return replace(sample, load=load)
@@ -179,23 +179,23 @@ def test_training_shows_the_forms_without_a_text_encoder_and_the_same_ones_after
 ):
     vae, clip = tiny.load_vae(tiny_files["vae"]), tiny.load_clip(tiny_files["clip_l"], tiny_files["t5"])
     data = tag_data(folder, vae, clip, tmp_path)
-    gone = weakref.ref(clip.cond_stage_model), weakref.ref(vae.first_stage_model)
+    freed = weakref.ref(clip.cond_stage_model), weakref.ref(vae.first_stage_model)
     del clip, vae
     comfy.model_management.unload_all_models()
     gc.collect()
-    assert [one() for one in gone] == [None, None]
+    assert [ref() for ref in freed] == [None, None]
 
-    shown: Counter = Counter()
-    watched = replace(data, samples=tuple(counted(sample, shown) for sample in data.samples))
+    counts: Counter = Counter()
+    watched = replace(data, samples=tuple(counted(sample, counts) for sample in data.samples))
     options = {"batch_size": 2, "steps": 6}
     whole = train(tiny_flux, watched, tmp_path / "whole", **options)
-    assert shown[None] > 0 and len(shown) > 3  # of 12 showings
+    assert counts[None] > 0 and len(counts) > 3  # of 12 showings
     with pytest.raises(comfy.model_management.InterruptProcessingException):
         train(tiny_flux, data, tmp_path / "cut", cancel_at(3), **options)
     watcher = Watcher()
-    again = train(tiny_flux, data, tmp_path / "cut", watcher, **options)
-    assert "Resumed at step 3." in watcher.notes and again.loss == whole.loss
-    assert all(torch.equal(again.lora[name], whole.lora[name]) for name in whole.lora)
+    resumed = train(tiny_flux, data, tmp_path / "cut", watcher, **options)
+    assert "Resumed at step 3." in watcher.notes and resumed.loss == whole.loss
+    assert all(torch.equal(resumed.lora[name], whole.lora[name]) for name in whole.lora)
     plain = replace(data, samples=tuple(replace(s, caption_variants=1, caption_weights=()) for s in data.samples))
     plain = replace(plain, samples=tuple(replace(s, caption_dropout=0.0) for s in plain.samples), fingerprint="plain")
     assert train(tiny_flux, plain, tmp_path / "plain", **options | {"steps": 1}).loss != whole.loss[:1]
@@ -207,20 +207,20 @@ def test_over_an_epoch_of_many_steps_the_loop_shows_the_empty_prompt_as_often_as
     data = tag_data(folder, tiny_vae, tiny_clip, tmp_path)
     trainer = tiny.make_trainer(tiny_flux, data, tmp_path, batch_size=2, gradient_accumulation=2)
     batches = iter([(0, 1)] * 2000)
-    drawn = [
-        shown
+    draws = [
+        choices
         for step in range(1000)
         for micro in trainer.train_step.batches.order.next_micro_batches(batches, step)
-        for shown in micro
+        for choices in micro
     ]
     trainer.close()
-    assert len(drawn) == 4000
-    empty = sum(choice.caption is None for _, choice in drawn)
+    assert len(draws) == 4000
+    empty = sum(choice.caption is None for _, choice in draws)
     assert binomtest(empty, 4000, TAGS.caption_dropout).pvalue > 0.001
     weights = data.samples[0].caption_weights
-    first = sum(choice.caption == 0 for index, choice in drawn if index == 0)
-    kept = sum(choice.caption is not None for index, choice in drawn if index == 0)
-    assert binomtest(first, kept, weights[0]).pvalue > 0.001
+    first = sum(choice.caption == 0 for index, choice in draws if index == 0)
+    captioned = sum(choice.caption is not None for index, choice in draws if index == 0)
+    assert binomtest(first, captioned, weights[0]).pvalue > 0.001
 
 
 @pytest.mark.parametrize("name", ["flux", "qwen"])
@@ -271,7 +271,7 @@ def test_each_option_changes_the_data_and_none_leaves_it_as_it_was(folder, tiny_
 
 
 def test_progress_counts_each_text_once(folder, tiny_vae, tiny_clip, tmp_path):
-    told = []
+    messages = []
     for name in CAPTIONS:
         (folder / f"{name}.txt").write_text("a fox\na dog")
     prepared(
@@ -279,9 +279,9 @@ def test_progress_counts_each_text_once(folder, tiny_vae, tiny_clip, tmp_path):
         tiny_vae,
         tiny_clip,
         tmp_path,
-        progress=lambda *args: told.append(args),
+        progress=lambda *args: messages.append(args),
     )
-    assert told[-1] == (3, 3, "Encoding captions: 3 of 3") and (2, 3, "Reading captions: 2 of 3") in told
+    assert messages[-1] == (3, 3, "Encoding captions: 3 of 3") and (2, 3, "Reading captions: 2 of 3") in messages
 
 
 @pytest.mark.parametrize("node", [data_nodes.TesseraImageFolder, data_nodes.TesseraVideoFolder])

@@ -37,7 +37,7 @@ def test_a_plain_caption_is_encoded_bit_for_bit_as_core_encodes_it(tiny_clip, te
 def test_lengths_are_256_and_512_and_only_t5_is_padded_to_them(tiny_clip):
     policy = text_policy(tiny_clip)
     assert policy.lengths == (256, 512)
-    found = {}
+    lengths = {}
     for words in (1, 100, 250, 254, 255, 256, 300, 510, 511, 512, 900):
         text = "tree " * words
         bare = len(core(tiny_clip, text, 0)["t5xxl"][0])
@@ -46,8 +46,8 @@ def test_lengths_are_256_and_512_and_only_t5_is_padded_to_them(tiny_clip):
         assert policy.tokenize(tiny_clip, text.strip()).length == max(256, bare)
         assert len(caption.tokens["t5xxl"]) == 1 and len(t5_ids(caption)) == caption.length
         assert all(len(chunk) == 77 for chunk in caption.tokens["l"])
-        found[words] = (caption.length, caption.dropped)
-    assert found == {
+        lengths[words] = (caption.length, caption.dropped)
+    assert lengths == {
         1: (256, 0), 100: (256, 0), 250: (256, 0), 254: (256, 0), 255: (256, 0), 256: (512, 0), 300: (512, 0),
         510: (512, 0), 511: (512, 0), 512: (512, 1), 900: (512, 389),
     }  # fmt: skip

@@ -84,9 +84,9 @@ def test_brackets_and_templates_are_text_and_weigh_nothing(clips, name, text):
     tokenizer = part(clip)
     # The tokenizer inside, which knows of no weights.
     literal = tokenizer.tokenizer(template.format(text))["input_ids"]
-    found = ids(caption)
-    start = found.index(literal[0])
-    assert found[start : start + len(literal)] == literal
+    tokens = ids(caption)
+    start = tokens.index(literal[0])
+    assert tokens[start : start + len(literal)] == literal
 
 
 @every_clip
@@ -158,10 +158,10 @@ def test_an_edit_caption_is_encoded_as_core_text_encode_qwen_image_edit_plus_doe
     clip, policy = clips["qwen"], text_policy(clips["qwen"])
     pictures = [picture(64, 96, 1), picture(120, 80, 2), picture(64, 64, 3)][:count]
     with torch.inference_mode():
-        images = {f"image{index + 1}": one for index, one in enumerate(pictures)}
+        images = {f"image{index + 1}": control for index, control in enumerate(pictures)}
         (((cond, extra),),) = TextEncodeQwenImageEditPlus.execute(clip, "make it red", **images).result
-        seen = [policy.resize_control(one, PLUS) for one in pictures]
-    caption = policy.tokenize_edit(clip, "make it red", count, PLUS, seen)
+        resized = [policy.resize_control(control, PLUS) for control in pictures]
+    caption = policy.tokenize_edit(clip, "make it red", count, PLUS, resized)
     assert torch.equal(encode_caption(clip, caption, policy)["cond"], cond)
     assert extra == {"pooled_output": None}
     bare = policy.tokenize_edit(clip, "make it red", count, PLUS)
@@ -176,10 +176,12 @@ def test_the_first_edit_models_caption_is_encoded_as_core_text_encode_qwen_image
     # A megapixel takes a minute to look at on a CPU: both sides take the area from 1024 * 1024 divided by 64.
     monkeypatch.setattr(nodes_qwen, "int", lambda value: int(value) // 64, raising=False)
     monkeypatch.setitem(text.SEEN_AREA, text.FIRST_EDIT, 1024 * 1024 // 64)
-    one = picture(64, 96, 1)
+    control = picture(64, 96, 1)
     with torch.inference_mode():
-        (((cond, _),),) = nodes_qwen.TextEncodeQwenImageEdit.execute(clip, "make (it) red", image=one).result
-        caption = policy.tokenize_edit(clip, "make (it) red", 1, FIRST_EDIT, [policy.resize_control(one, FIRST_EDIT)])
+        (((cond, _),),) = nodes_qwen.TextEncodeQwenImageEdit.execute(clip, "make (it) red", image=control).result
+        caption = policy.tokenize_edit(
+            clip, "make (it) red", 1, FIRST_EDIT, [policy.resize_control(control, FIRST_EDIT)]
+        )
     assert torch.equal(encode_caption(clip, caption, policy)["cond"], cond)
 
 

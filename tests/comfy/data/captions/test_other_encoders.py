@@ -74,9 +74,9 @@ def test_a_plain_caption_is_encoded_bit_for_bit_as_core_encodes_it_with_all_that
     for text in PLAIN:
         caption = policy.tokenize(clip, text)
         assert caption.tokens == clip.tokenize(text) and caption.length is None
-        encoded, wanted = encode_caption(clip, caption, policy), core_node(clip, text)
-        assert encoded.keys() == wanted.keys()
-        assert all(torch.equal(encoded[key], wanted[key]) for key in wanted)
+        encoded, expected = encode_caption(clip, caption, policy), core_node(clip, text)
+        assert encoded.keys() == expected.keys()
+        assert all(torch.equal(encoded[key], expected[key]) for key in expected)
 
 
 @pytest.mark.parametrize("name", ["sdxl", "z_image", "ltx", "krea2"])
@@ -107,12 +107,14 @@ def test_brackets_backslashes_and_embeddings_are_text_for_every_tokenizer(clips,
         part.embedding_directory = str(tmp_path)
     caption = policy.tokenize(clip, LITERAL)
     pairs = {key: [pair for chunk in chunks for pair in chunk] for key, chunks in caption.tokens.items()}
-    assert all(weight == 1.0 and isinstance(token, int) for of in pairs.values() for token, weight in of)
+    assert all(
+        weight == 1.0 and isinstance(token, int) for chunk_pairs in pairs.values() for token, weight in chunk_pairs
+    )
     template = getattr(clip.tokenizer, "llama_template", "{}")
     for key, part in parts.items():
         ids = part.tokenizer(template.format(LITERAL), add_special_tokens=False)["input_ids"]
-        given = [token for token, _ in pairs[key.removeprefix("clip_")]]
-        assert "".join(map(str, ids)) in "".join(map(str, given)), key
+        tokens = [token for token, _ in pairs[key.removeprefix("clip_")]]
+        assert "".join(map(str, ids)) in "".join(map(str, tokens)), key
         assert part.embedding_identifier == "embedding:" and not part.disable_weights  # the user's CLIP is as it was
 
 
@@ -126,7 +128,7 @@ def test_a_long_caption_of_two_encoders_with_the_same_weights_and_tokens_has_two
     calls = [calls_of(monkeypatch, clip, "encode_from_tokens") for clip in (ltx, mochi)]
     for clip in (ltx, mochi, ltx):
         run(scan_images(folder), vae, clip, tmp_path)
-    assert [len(of) for of in calls] == [1, 1]
+    assert [len(batch) for batch in calls] == [1, 1]
 
 
 def pictures(tmp_path, sizes, caption):
@@ -150,7 +152,7 @@ def test_pictures_for_sdxl_are_on_whole_grids_of_64_pixels_with_the_pooled_text(
     prepared = run(scan_images(folder), vae, clip, tmp_path)
     assert prepared.data.family == "SDXL (clip_g, clip_l)"
     assert any("fit is whole grids here, because SDXL (clip_g, clip_l) doesn't" in note for note in prepared.notes)
-    wanted = encode_caption(clip, text_policy(clip).tokenize(clip, "a (red) fox"), text_policy(clip))
+    expected = encode_caption(clip, text_policy(clip).tokenize(clip, "a (red) fox"), text_policy(clip))
     for sample, placement, size in zip(prepared.data.samples, prepared.plan.placements, prepared.sizes, strict=True):
         _, height, width = sample.grid
         assert sample.tokens == height * width and sample.text_length == 77
@@ -161,8 +163,8 @@ def test_pictures_for_sdxl_are_on_whole_grids_of_64_pixels_with_the_pooled_text(
         with torch.inference_mode():
             latent = vae.encode(load_image(folder / sample.name, box, *target))
         assert torch.equal(tensors.latent, latent[0]) and tensors.latent.shape == (4, height * 8, width * 8)
-        assert torch.equal(tensors.text, wanted["cond"])
-        assert torch.equal(tensors.conditioning["pooled_output"], wanted["pooled_output"])
+        assert torch.equal(tensors.text, expected["cond"])
+        assert torch.equal(tensors.conditioning["pooled_output"], expected["pooled_output"])
         assert not tensors.text.is_inference()
 
 
@@ -179,8 +181,8 @@ def test_what_tiny_encoders_of_a_model_make_trains_the_tiny_model(name, widths, 
     prepared = run(scan_images(folder), tiny.load_vae(tiny_files[vae]), clip, tmp_path, megapixels=megapixels)
     assert all(sample.text_lengths == (sample.text_length,) for sample in prepared.data.samples)
     lengths = len({key[2] for key in prepared.data.graph_keys()})
-    told = [note for note in prepared.notes if note.startswith(f"The captions have {lengths} different lengths (")]
-    assert (lengths == 1 and not told) if name == "sdxl" else (lengths == 2 and len(told) == 1)
+    messages = [note for note in prepared.notes if note.startswith(f"The captions have {lengths} different lengths (")]
+    assert (lengths == 1 and not messages) if name == "sdxl" else (lengths == 2 and len(messages) == 1)
     watcher = Watcher()
     train(build(row), prepared.data, tmp_path / "runs", watcher)
     assert len(watcher.losses) > 1 and all(map(math.isfinite, watcher.losses))
@@ -191,13 +193,13 @@ def test_plain_values_that_an_encoder_gives_come_back_as_they_were_and_lists_are
 ):
     clip, vae = clips["sdxl"], tiny.load_vae(tiny_files["vae4"])
     folder = pictures(tmp_path, {"a": (128, 128)}, "a red fox")
-    original, more = clip.encode_from_tokens, {"unprocessed": True, "layers": 12, "scale": 0.5}
-    monkeypatch.setattr(clip, "encode_from_tokens", lambda *args, **kwargs: original(*args, **kwargs) | more)
+    original, extra = clip.encode_from_tokens, {"unprocessed": True, "layers": 12, "scale": 0.5}
+    monkeypatch.setattr(clip, "encode_from_tokens", lambda *args, **kwargs: original(*args, **kwargs) | extra)
     (sample,) = run(scan_images(folder), vae, clip, tmp_path).data.samples
     conditioning = sample.load().conditioning
-    assert {name: conditioning[name] for name in more} == more and conditioning["unprocessed"] is True
-    assert sample.conditioning == {"pooled_output", *more}
-    more["tags"] = [1, 2]
+    assert {name: conditioning[name] for name in extra} == extra and conditioning["unprocessed"] is True
+    assert sample.conditioning == {"pooled_output", *extra}
+    extra["tags"] = [1, 2]
     (folder / "a.txt").write_text("another caption")
     with pytest.raises(ValueError, match=r"SDXL \(clip_g, clip_l\) give tags as a list, which can't be stored; encode"):
         run(scan_images(folder), vae, clip, tmp_path)
@@ -240,10 +242,10 @@ def test_the_geometry_of_a_vae_is_its_own(name):
     policy = latent_policy(vae := other_encoders.hollow_vae(kind, weights))
     assert (policy.channels, policy.pixels_per_token) == (channels, pixels_per_token)
     assert (policy.frames_per_latent, policy.makes_video) == (frames_per_latent, frames_per_latent > 0)
-    for given, taken in frames.items():
-        assert policy.whole_frames(given) == taken
+    for frame_count, whole_count in frames.items():
+        assert policy.whole_frames(frame_count) == whole_count
         if policy.makes_video:
-            assert policy.latent_frames(taken) == vae.downscale_ratio[0](taken)
+            assert policy.latent_frames(whole_count) == vae.downscale_ratio[0](whole_count)
 
 
 @pytest.mark.parametrize(
@@ -295,19 +297,19 @@ def test_clips_for_hunyuan_video_hold_what_its_vae_encodes(clips, tmp_path):
     assert tensors.conditioning["attention_mask"].shape == (1, 128)
 
 
-@pytest.mark.parametrize("wanted", ["clips", "controls", "image_to_video"])
+@pytest.mark.parametrize("case", ["clips", "controls", "image_to_video"])
 def test_what_another_encoder_or_vae_does_not_take_is_told_before_anything_is_encoded(
-    clips, tiny_files, tmp_path, monkeypatch, wanted
+    clips, tiny_files, tmp_path, monkeypatch, case
 ):
     clip, vae = clips["sdxl"], tiny.load_vae(tiny_files["vae4"])
     encoded = [calls_of(monkeypatch, vae, "encode"), calls_of(monkeypatch, clip, "encode_from_tokens")]
     folder, changes = pictures(tmp_path, {"a": (128, 128)}, "a fox"), {}
     dataset = scan_images(folder)
-    if wanted == "clips":
+    if case == "clips":
         write_film(folder / "a.mp4", 12, size=(64, 96), caption="a film")
         dataset = scan_videos(folder, Extraction((9,), fps=0))
         message = r"The VAE is TAESD \(4 channels, 1/8\), which encodes pictures only, and the data set holds clips"
-    elif wanted == "controls":
+    elif case == "controls":
         controls = tmp_path / "controls"
         controls.mkdir()
         Image.new("RGB", (128, 128)).save(controls / "a.png")
@@ -324,8 +326,8 @@ def test_latents_of_other_channels_keep_their_own_whole_grids_and_what_core_put_
     sizes = {4: [(16, 24), (24, 16), (17, 8)], 64: [(5, 7), (6, 6), (3, 4)], 12: [(6, 8), (7, 8), (4, 4)]}
     grids = {4: [(2, 3), (3, 2), (2, 1)], 64: [(5, 7), (6, 6), (3, 4)], 12: [(3, 4), (3, 4), (2, 2)]}
     entry = [torch.zeros(1, 9, 8), {"pooled_output": None, "conditioning_llama3": torch.ones(1, 4, 9, 8), "layers": 4}]
-    for channels, of in sizes.items():
-        latents = [{"samples": torch.rand(1, channels, *size)} for size in of]
+    for channels, shapes in sizes.items():
+        latents = [{"samples": torch.rand(1, channels, *size)} for size in shapes]
         data = latents_to_data(latents, [[entry]], 1)
         assert [sample.grid[1:] for sample in data.samples] == grids[channels]
         assert [sample.tokens for sample in data.samples] == [h * w for h, w in grids[channels]]
@@ -338,8 +340,8 @@ def test_latents_of_other_channels_keep_their_own_whole_grids_and_what_core_put_
 
 def test_minimax_h3_counts_channels_and_frames_as_its_vae_does():
     vae = other_encoders.hollow_vae(*GEOMETRY["MiniMax H3"][:2])
-    of_vae, of_model = latent_policy(vae), MINIMAX_LATENTS
-    assert (of_model.channels, of_model.pixels_per_token) == (of_vae.channels, of_vae.pixels_per_token)
+    vae_policy, model_policy = latent_policy(vae), MINIMAX_LATENTS
+    assert (model_policy.channels, model_policy.pixels_per_token) == (vae_policy.channels, vae_policy.pixels_per_token)
     for frames in range(1, 200):
-        assert of_model.latent_frames(frames) == of_vae.latent_frames(frames)
-        assert of_model.whole_frames(frames) == of_vae.whole_frames(frames)
+        assert model_policy.latent_frames(frames) == vae_policy.latent_frames(frames)
+        assert model_policy.whole_frames(frames) == vae_policy.whole_frames(frames)

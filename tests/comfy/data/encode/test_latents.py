@@ -31,8 +31,8 @@ def test_core_make_training_dataset_gives_one_conditioning_per_latent(tiny_vae, 
         loaded = [sample.load() for sample in data.samples]
     assert [(s.grid, s.tokens, s.text_length) for s in data.samples] == [((1, 4, 6), 24, 256), ((1, 6, 4), 24, 256)]
     assert data.notes == ()
-    for tensors, given, ((cond, extra),) in zip(loaded, latents, positive, strict=True):
-        assert torch.equal(tensors.latent, given["samples"][0]) and torch.equal(tensors.text, cond)
+    for tensors, source, ((cond, extra),) in zip(loaded, latents, positive, strict=True):
+        assert torch.equal(tensors.latent, source["samples"][0]) and torch.equal(tensors.text, cond)
         assert torch.equal(tensors.conditioning["pooled_output"], extra["pooled_output"])
         for tensor in (tensors.latent, tensors.text, tensors.conditioning["pooled_output"]):
             assert not tensor.is_inference()
@@ -72,11 +72,11 @@ def test_each_picture_takes_its_own_conditioning(shapes, positive, expected):
 
 @pytest.mark.parametrize("axis", [1, 2])
 def test_a_text_embedding_with_one_axis_too_many_is_taken_without_it(axis):
-    text, more = entry(1)
-    data = latents_to_data([latent(1, 16, 8, 8)], [[[text.unsqueeze(axis), more]]], 1)
+    text, extra = entry(1)
+    data = latents_to_data([latent(1, 16, 8, 8)], [[[text.unsqueeze(axis), extra]]], 1)
     assert torch.equal(data.samples[0].load().text, text)
     with pytest.raises(ValueError, match=r"The conditioning of latent 1 has the shape \(1, 2, 2, 64\); it must be"):
-        latents_to_data([latent(1, 16, 8, 8)], [[[torch.zeros(1, 2, 2, 64), more]]], 1)
+        latents_to_data([latent(1, 16, 8, 8)], [[[torch.zeros(1, 2, 2, 64), extra]]], 1)
 
 
 def test_a_clip_keeps_its_frames():
@@ -86,25 +86,25 @@ def test_a_clip_keeps_its_frames():
 
 
 def test_an_odd_side_is_cut_to_whole_tokens_and_named():
-    given = latent(1, 16, 9, 13)
-    data = latents_to_data([given, latent(1, 16, 8, 12)], [[entry(1)], [entry(2)]], 1)
+    source = latent(1, 16, 9, 13)
+    data = latents_to_data([source, latent(1, 16, 8, 12)], [[entry(1)], [entry(2)]], 1)
     assert data.samples[0].grid == (1, 4, 6)
-    assert torch.equal(data.samples[0].load().latent, given["samples"][0, :, :8, :12])
+    assert torch.equal(data.samples[0].load().latent, source["samples"][0, :, :8, :12])
     assert data.notes == ("These have an odd number of latent cells along a side, so one row is cut off: latent 1.",)
 
 
 def test_more_token_counts_than_graphs_are_cut_in_the_middle_and_said():
-    given = [latent(1, 16, 8, 12, seed=1), latent(1, 16, 16, 20, seed=2)]
+    source = [latent(1, 16, 8, 12, seed=1), latent(1, 16, 16, 20, seed=2)]
     positive = [[entry(1)], [entry(2)]]
-    free = latents_to_data(given, positive, 2)
+    free = latents_to_data(source, positive, 2)
     assert [s.tokens for s in free.samples] == [24, 80] and free.notes == ()
 
-    data = latents_to_data(given, positive, 1)
+    data = latents_to_data(source, positive, 1)
     small, large = data.samples
     assert small.tokens == large.tokens == 24
     _, height, width = large.grid
     top, left = (8 - height) // 2 * 2, (10 - width) // 2 * 2
-    middle = given[1]["samples"][0, :, top : top + height * 2, left : left + width * 2]
+    middle = source[1]["samples"][0, :, top : top + height * 2, left : left + width * 2]
     assert torch.equal(large.load().latent, middle)
     assert data.notes == (
         f"Cropped to keep within max_graphs (24 tokens, ragged edge): latent 2 (from 10 x 8 to {width} x {height} "
@@ -119,12 +119,12 @@ def test_captions_of_several_lengths_are_left_to_the_model():
 
 
 def test_every_length_that_a_sample_s_captions_may_have_is_planned_and_told():
-    (one, *_), key = latents_to_data([latent(16, 8, 8)], [[entry(1)]], 1).samples, (16, ())
-    varied = replace(one, text_length=20, text_lengths=tuple(range(12, 21)))
-    data = replace(latents_to_data([latent(16, 8, 8)], [[entry(1)]], 1), samples=(one, varied))
+    (sample, *_), key = latents_to_data([latent(16, 8, 8)], [[entry(1)]], 1).samples, (16, ())
+    varied = replace(sample, text_length=20, text_lengths=tuple(range(12, 21)))
+    data = replace(latents_to_data([latent(16, 8, 8)], [[entry(1)]], 1), samples=(sample, varied))
     assert data.graph_keys() == [(*key, length) for length in (*range(12, 21), 256)]
-    assert list(length_notes([one])) == []
-    assert list(length_notes([replace(one, text_lengths=(7, 9))])) == [
+    assert list(length_notes([sample])) == []
+    assert list(length_notes([replace(sample, text_lengths=(7, 9))])) == [
         "The captions have 2 different lengths (7, 9 tokens), and each is compiled separately."
     ]
     assert list(length_notes(data.samples)) == [
@@ -169,11 +169,11 @@ def test_the_fingerprint_follows_every_tensor_and_the_order():
         return latents_to_data([first, second], positive, 1).fingerprint
 
     a, b = latent(16, 8, 8, seed=1), latent(16, 8, 8, seed=2)
-    one, two = [entry(1)], [entry(2)]
-    pooled = [[one[0][0], {"pooled_output": torch.zeros(1, 4)}]]
-    names = {name(a, b, [one, two]), name(b, a, [one, two]), name(a, b, [two, one]), name(a, b, [pooled, two])}
+    text, two = [entry(1)], [entry(2)]
+    pooled = [[text[0][0], {"pooled_output": torch.zeros(1, 4)}]]
+    names = {name(a, b, [text, two]), name(b, a, [text, two]), name(a, b, [two, text]), name(a, b, [pooled, two])}
     assert len(names) == 4
-    assert name(a, b, [one, two]) in names
+    assert name(a, b, [text, two]) in names
 
 
 @pytest.mark.parametrize(

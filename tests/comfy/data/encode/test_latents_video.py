@@ -40,21 +40,25 @@ def test_a_clip_with_its_start_picture_is_cut_together(wan_vae):
         latents, positive = [], []
         for frames in (large, small):
             _, height, width, _ = frames.shape
-            (seen,) = nodes.CLIPVisionEncode().encode(vision, frames[:1], "center")
-            made, _, _ = WanImageToVideo.execute([entry()], [], wan_vae, width, height, 5, 1, frames[:1], seen).result
+            (vision_output,) = nodes.CLIPVisionEncode().encode(vision, frames[:1], "center")
+            conditioned, _, _ = WanImageToVideo.execute(
+                [entry()], [], wan_vae, width, height, 5, 1, frames[:1], vision_output
+            ).result
             latents.append({"samples": wan_vae.encode(frames)})
-            positive.append(made)
+            positive.append(conditioned)
         data = latents_to_data(latents, positive, 1)
     assert [s.grid for s in data.samples] == [(2, 3, 4), (2, 3, 4)] and {s.tokens for s in data.samples} == {24}
-    for sample, tensors, latent, made in zip(data.samples, loaded(data), latents, positive, strict=True):
+    for sample, tensors, latent, conditioned in zip(data.samples, loaded(data), latents, positive, strict=True):
         left = (latent["samples"].shape[-1] - 8) // 4 * 2
         cut = (..., slice(left, left + 8))
         assert torch.equal(tensors.latent, latent["samples"][0][cut])
         for name in ("concat_latent_image", "concat_mask"):
-            assert torch.equal(tensors.conditioning[name], made[0][1][name][cut]), name
+            assert torch.equal(tensors.conditioning[name], conditioned[0][1][name][cut]), name
             assert grad_ready(tensors.conditioning[name])
-        seen = tensors.conditioning["clip_vision_output"].penultimate_hidden_states
-        assert torch.equal(seen, made[0][1]["clip_vision_output"].penultimate_hidden_states) and grad_ready(seen)
+        vision_output = tensors.conditioning["clip_vision_output"].penultimate_hidden_states
+        assert torch.equal(
+            vision_output, conditioned[0][1]["clip_vision_output"].penultimate_hidden_states
+        ) and grad_ready(vision_output)
         assert sample.conditioning == {"concat_latent_image", "concat_mask", "clip_vision_output"}
     assert len(data.notes) == 1 and data.notes[0].startswith("Cropped to keep within max_graphs (24 tokens")
 
@@ -63,8 +67,8 @@ def test_what_clip_vision_saw_is_part_of_the_fingerprint():
     from tessera.data.encode.clip_vision import vision_output
 
     names = {
-        latents_to_data([{"samples": noise(1, 16, 2, 4, 4)}], [[entry(clip_vision_output=seen)]], 1).fingerprint
-        for seen in (None, vision_output(torch.zeros(1, 3, 4)), vision_output(torch.ones(1, 3, 4)))
+        latents_to_data([{"samples": noise(1, 16, 2, 4, 4)}], [[entry(clip_vision_output=vision)]], 1).fingerprint
+        for vision in (None, vision_output(torch.zeros(1, 3, 4)), vision_output(torch.ones(1, 3, 4)))
     }
     assert len(names) == 3
 
@@ -81,12 +85,12 @@ def test_reference_latents_of_core_are_the_references_of_a_sample(wan_vae, tiny_
     (sample,), (tensors,) = data.samples, loaded(data)
     assert sample.references == (24, 8) and sample.tokens == 9
     assert data.graph_keys() == [(9, (24, 8), sample.text_length)]
-    given = positive[0][1]["reference_latents"]
+    references = positive[0][1]["reference_latents"]
     first, second = tensors.conditioning["reference_latents"]
-    assert torch.equal(first, given[0]) and torch.equal(second, given[1][..., :8, :4])
+    assert torch.equal(first, references[0]) and torch.equal(second, references[1][..., :8, :4])
     assert first.shape == (1, 16, 1, 8, 12) and grad_ready(first) and grad_ready(second)
     assert data.notes == ("Reference latents of an odd number of cells are cut to whole tokens: latent 1.",)
-    assert given[1].shape[-2:] == (9, 5)  # the user's conditioning is as it was
+    assert references[1].shape[-2:] == (9, 5)  # the user's conditioning is as it was
 
 
 @pytest.mark.parametrize("frames", [(), (1,)])
@@ -115,7 +119,7 @@ def test_a_reference_of_its_latents_sides_is_cropped_with_it_and_others_are_name
 def test_references_of_more_shapes_than_graphs_are_named():
     latents = [{"samples": noise(1, 16, 8, 8)}] * 3
     sides = ((8, 8), (8, 12), (8, 12))
-    texts = [[entry(reference_latents=[noise(1, 16, *of)])] for of in sides]
+    texts = [[entry(reference_latents=[noise(1, 16, *side)])] for side in sides]
     (note,) = latents_to_data(latents, texts, 1).notes
     assert note == (
         "With their reference latents (16, 24 tokens) the latents make 2 graphs, each compiled; encode the control "
@@ -139,9 +143,9 @@ def test_core_wan22_image_to_video_latent_gives_a_clean_first_frame():
 
     vae = load_wan22_vae()
     with torch.inference_mode():
-        (led,) = Wan22ImageToVideoLatent.execute(vae, 64, 96, 9, 2, noise(1, 96, 64, 3)).result
-        plain = {"samples": led["samples"]}
-        data = latents_to_data([led, plain], [[entry()]], 1)
+        (start_latent,) = Wan22ImageToVideoLatent.execute(vae, 64, 96, 9, 2, noise(1, 96, 64, 3)).result
+        plain = {"samples": start_latent["samples"]}
+        data = latents_to_data([start_latent, plain], [[entry()]], 1)
     assert [sample.clean_frames for sample in data.samples] == [1, 1, 0, 0]
     assert data.samples[0].grid == (3, 3, 2) and data.notes == ()
     assert data.fingerprint != latents_to_data([plain, plain], [[entry()]], 1).fingerprint

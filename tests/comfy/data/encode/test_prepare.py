@@ -114,24 +114,24 @@ def test_each_picture_and_each_distinct_caption_is_encoded_once_and_an_unchanged
         raise AssertionError("a model was loaded")
 
     monkeypatch.setattr(comfy.model_management, "load_models_gpu", load)
-    again = run(folder, tiny_vae, tiny_clip, tmp_path)
+    repeated = run(folder, tiny_vae, tiny_clip, tmp_path)
     assert (vae_calls.since_last(), clip_calls.since_last()) == (0, 0)
-    assert again.data.fingerprint == first.data.fingerprint
-    assert torch.equal(first.data.samples[1].load().latent, again.data.samples[1].load().latent)
+    assert repeated.data.fingerprint == first.data.fingerprint
+    assert torch.equal(first.data.samples[1].load().latent, repeated.data.samples[1].load().latent)
 
 
 def test_a_changed_caption_encodes_that_caption_and_a_changed_picture_that_picture(
     folder, tiny_vae, tiny_clip, counts, tmp_path
 ):
     vae_calls, clip_calls = counts
-    before = run(folder, tiny_vae, tiny_clip, tmp_path).data
+    original = run(folder, tiny_vae, tiny_clip, tmp_path).data
     vae_calls.since_last(), clip_calls.since_last()
 
     (folder / "b.txt").write_text("a large house")
     after = run(folder, tiny_vae, tiny_clip, tmp_path).data
     assert (vae_calls.since_last(), clip_calls.since_last()) == (0, 1)
-    assert after.fingerprint != before.fingerprint
-    assert not torch.equal(after.samples[1].load().text, before.samples[1].load().text)
+    assert after.fingerprint != original.fingerprint
+    assert not torch.equal(after.samples[1].load().text, original.samples[1].load().text)
 
     # The same size and the same second: only the bytes tell.
     stat = (folder / "c.png").stat()
@@ -148,7 +148,7 @@ def test_changed_weights_or_a_lora_on_the_clip_encode_again_with_that_model_only
     import tiny
 
     vae_calls, clip_calls = counts
-    before = run(folder, tiny_vae, tiny_clip, tmp_path).data
+    original = run(folder, tiny_vae, tiny_clip, tmp_path).data
     vae_calls.since_last(), clip_calls.since_last()
 
     patched = tiny_clip.clone()
@@ -161,7 +161,7 @@ def test_changed_weights_or_a_lora_on_the_clip_encode_again_with_that_model_only
     patched_calls = Counted(monkeypatch, patched, "encode_from_tokens")
     with_lora = run(folder, tiny_vae, patched, tmp_path).data
     assert (vae_calls.since_last(), patched_calls.since_last()) == (0, 3)
-    pooled = [data.samples[0].load().conditioning["pooled_output"] for data in (before, with_lora)]
+    pooled = [data.samples[0].load().conditioning["pooled_output"] for data in (original, with_lora)]
     assert not torch.equal(*pooled)
     # The patched weights lie in the model now, yet the CLIP without the LoRA is still known.
     run(folder, tiny_vae, tiny_clip, tmp_path)
@@ -179,7 +179,7 @@ def test_a_clip_that_ends_at_another_layer_encodes_the_captions_again(
     folder, tiny_vae, tiny_clip, counts, tmp_path, monkeypatch
 ):
     vae_calls, _ = counts
-    before = run(folder, tiny_vae, tiny_clip, tmp_path).data.samples[0].load()
+    original = run(folder, tiny_vae, tiny_clip, tmp_path).data.samples[0].load()
     vae_calls.since_last()
     earlier = tiny_clip.clone()
     earlier.clip_layer(-2)
@@ -187,7 +187,7 @@ def test_a_clip_that_ends_at_another_layer_encodes_the_captions_again(
     after = run(folder, tiny_vae, earlier, tmp_path).data.samples[0].load()
     assert (vae_calls.since_last(), clip_calls.since_last()) == (0, 3)
     ((cond, _),) = earlier.encode_from_tokens_scheduled(earlier.tokenize("a red fox"))
-    assert torch.equal(after.text, cond) and not torch.equal(after.text, before.text)
+    assert torch.equal(after.text, cond) and not torch.equal(after.text, original.text)
 
 
 def test_broken_cache_files_are_made_again_and_a_vanished_one_is_told(folder, tiny_vae, tiny_clip, counts, tmp_path):
@@ -216,7 +216,7 @@ def test_cancel_ends_between_two_pictures_and_keeps_what_is_encoded(
         pass
 
     vae_calls, clip_calls = counts
-    told = []
+    progress_calls = []
 
     def interrupted():
         if len(vae_calls.calls) == 2:
@@ -226,10 +226,10 @@ def test_cancel_ends_between_two_pictures_and_keeps_what_is_encoded(
         run(folder, tiny_vae, tiny_clip, tmp_path, interrupted=interrupted)
     vae_calls.since_last()
     monkeypatch.setattr(cache, "time", SimpleNamespace(monotonic=count(0, 3).__next__))
-    run(folder, tiny_vae, tiny_clip, tmp_path, progress=lambda *args: told.append(args))
+    run(folder, tiny_vae, tiny_clip, tmp_path, progress=lambda *args: progress_calls.append(args))
     assert (vae_calls.since_last(), clip_calls.since_last()) == (2, 3)
-    assert (1, 2, "Encoding pictures: 1 of 2, about 3 s left") in told
-    assert told[-1] == (3, 3, "Encoding captions: 3 of 3")
+    assert (1, 2, "Encoding pictures: 1 of 2, about 3 s left") in progress_calls
+    assert progress_calls[-1] == (3, 3, "Encoding captions: 3 of 3")
 
 
 def test_a_caption_beyond_the_longest_length_is_cut_and_named(folder, tiny_vae, tiny_clip, tmp_path):
@@ -241,13 +241,13 @@ def test_a_caption_beyond_the_longest_length_is_cut_and_named(folder, tiny_vae, 
     assert {sample.text_length for sample in prepared.data.samples} == {256}
     assert prepared.notes[0] in summary(prepared)
     said = prepared.data.made_with
-    assert said["max_text_length"] == 256 and [of["repeats"] for of in said["folders"]] == [2]
+    assert said["max_text_length"] == 256 and [folder_entry["repeats"] for folder_entry in said["folders"]] == [2]
 
 
 def test_a_picture_that_changes_between_planning_and_encoding_is_refused_and_not_cached(
     folder, tiny_vae, tiny_clip, tmp_path
 ):
-    def progress(done, total, text):
+    def progress(count, total, text):
         if text.startswith("Encoding pictures: 0"):
             Image.new("RGB", SIZES["c"], (200, 30, 30)).save(folder / "c.png")
 
@@ -263,14 +263,16 @@ def test_captions_are_tokenised_once_each_with_progress_and_can_be_cancelled(
     class Cancelled(BaseException):
         pass
 
-    told = []
+    messages = []
 
     def interrupted():
-        if told and told[-1] == (1, 3, "Reading captions: 1 of 3"):
+        if messages and messages[-1] == (1, 3, "Reading captions: 1 of 3"):
             raise Cancelled
 
     with pytest.raises(Cancelled):
-        run(folder, tiny_vae, tiny_clip, tmp_path, interrupted=interrupted, progress=lambda *args: told.append(args))
+        run(
+            folder, tiny_vae, tiny_clip, tmp_path, interrupted=interrupted, progress=lambda *args: messages.append(args)
+        )
     assert not (tmp_path / "cache").exists()
     calls = Counted(monkeypatch, tiny_clip.tokenizer.t5xxl, "tokenizer")
     run(folder, tiny_vae, tiny_clip, tmp_path)
@@ -291,15 +293,15 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_encoded(
     run(folder, tiny_vae, tiny_clip, tmp_path)  # all there: nothing is needed
 
 
-@pytest.mark.parametrize("where", ["device", "host"])
+@pytest.mark.parametrize("site", ["device", "host"])
 def test_a_picture_that_the_vae_could_only_encode_in_tiles_is_refused_and_not_cached(
-    where, folder, tiny_vae, tiny_clip, tmp_path, monkeypatch
+    site, folder, tiny_vae, tiny_clip, tmp_path, monkeypatch
 ):
     model, whole, tiles = tiny_vae.first_stage_model, tiny_vae.first_stage_model.encode, []
 
     def encode(pixels):
         if pixels.shape[-1] > pixels.shape[-2]:
-            if where == "host":
+            if site == "host":
                 return torch.empty(2**58)  # the allocator's own error
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return whole(pixels)
@@ -331,14 +333,14 @@ def test_the_order_and_the_repeats_change_the_fingerprint(folder, tiny_vae, tiny
 
 def test_the_buckets_suit_what_is_shown_most_often(folder, tiny_vae, tiny_clip, tmp_path):
     pictures = scan_images(folder).entries
-    often = [replace(one, repeats=40, options=FolderOptions(sample_ratio=0.5)) for one in pictures]
-    given = {"pixels_per_token": 16, **{name: OPTIONS[name] for name in ("megapixels", "max_graphs", "fit")}}
+    often = [replace(entry, repeats=40, options=FolderOptions(sample_ratio=0.5)) for entry in pictures]
+    options = {"pixels_per_token": 16, **{name: OPTIONS[name] for name in ("megapixels", "max_graphs", "fit")}}
     crops = set()
     for place in range(len(pictures)):
         entries = (*pictures[:place], often[place], *pictures[place + 1 :])
         prepared = run(Dataset(entries), tiny_vae, tiny_clip, tmp_path)
         weights = [20 if index == place else 1 for index in range(len(pictures))]
-        assert prepared.plan == plan_buckets(prepared.sizes, weights=weights, **given)
+        assert prepared.plan == plan_buckets(prepared.sizes, weights=weights, **options)
         crops.add(prepared.plan.mean_crop)
     assert len(crops) > 1
 
@@ -349,18 +351,20 @@ def test_a_part_of_a_folder_names_other_data_and_encodes_nothing_anew(folder, ti
 
     pictures = scan_images(folder).entries
     whole = prepared(Dataset(pictures))
-    [of.since_last() for of in counts]
+    [counter.since_last() for counter in counts]
     half = tuple(replace(entry, options=FolderOptions(sample_ratio=0.5)) for entry in pictures)
-    cut_at = [tuple(replace(one, folder=int(i >= at)) for i, one in enumerate(half)) for at in (1, 2, len(half))]
+    cut_at = [
+        tuple(replace(item, folder=int(i >= boundary)) for i, item in enumerate(half)) for boundary in (1, 2, len(half))
+    ]
     parts = [prepared(Dataset(entries)) for entries in cut_at]
-    assert len({whole.data.fingerprint, *(one.data.fingerprint for one in parts)}) == 4
+    assert len({whole.data.fingerprint, *(item.data.fingerprint for item in parts)}) == 4
     apart = Dataset(tuple(replace(entry, folder=i) for i, entry in enumerate(pictures)))
     assert prepared(apart).data.fingerprint == whole.data.fingerprint
-    assert [of.since_last() for of in counts] == [0, 0] and parts[0].plan == whole.plan
-    assert [(one.sample_ratio, one.folder) for one in parts[0].data.samples] == [(0.5, 0)] + [(0.5, 1)] * 3
+    assert [counter.since_last() for counter in counts] == [0, 0] and parts[0].plan == whole.plan
+    assert [(item.sample_ratio, item.folder) for item in parts[0].data.samples] == [(0.5, 0)] + [(0.5, 1)] * 3
     # Of one picture and of three, at least one and half of them; of all four, two.
-    shown = [summary(one).splitlines()[0].partition("One epoch shows ")[2].partition(",")[0] for one in parts]
-    assert shown == ["3", "2", "2"]
+    epoch_sizes = [summary(item).splitlines()[0].partition("One epoch shows ")[2].partition(",")[0] for item in parts]
+    assert epoch_sizes == ["3", "2", "2"]
 
 
 def test_a_ragged_edge_keeps_the_same_number_of_tokens_of_every_picture(folder, tiny_vae, tiny_clip, tmp_path):
@@ -438,10 +442,10 @@ def test_weights_are_known_by_every_byte_whether_or_not_they_are_patched_in(tiny
     patched = second.clone()
     key = "t5xxl.transformer.encoder.block.0.layer.0.SelfAttention.q.weight"
     weight = second.cond_stage_model.state_dict()[key]
-    before = weight.clone()
+    original = weight.clone()
     patched.add_patches({key: ("diff", (torch.ones(weight.shape),))})
     comfy.model_management.load_models_gpu([patched.patcher])
-    assert not torch.equal(second.cond_stage_model.state_dict()[key], before)
+    assert not torch.equal(second.cond_stage_model.state_dict()[key], original)
     assert weights_fingerprint(first.patcher) == weights_fingerprint(second.patcher)
     assert weights_fingerprint(first.patcher) != weights_fingerprint(patched.patcher)
     third = tiny.load_clip(tiny_files["clip_l"], tiny_files["t5"])

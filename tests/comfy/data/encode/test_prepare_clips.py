@@ -104,22 +104,22 @@ def test_clips_and_pictures_hold_what_core_encodes_of_their_frames(films, stills
         tensors = sample.load()
         frames, height, width = sample.grid
         with torch.inference_mode():
-            if (of := expected[sample.name]) is None:
+            if (span := expected[sample.name]) is None:
                 box, target = crop_box((70, 90), placement.grid, 16)
                 pixels = load_image(stills / sample.name, box, *target)
             else:
-                pixels = frames_of(films / of[0], placement.grid, of[1], of[2], 16)
+                pixels = frames_of(films / span[0], placement.grid, span[1], span[2], 16)
             (latent,) = wan_vae.encode(pixels)
             (((cond, _),),) = [wan_clip.encode_from_tokens_scheduled(wan_clip.tokenize(_caption(sample.name)))]
         assert torch.equal(tensors.latent, latent) and latent.shape == (16, frames, height * 2, width * 2)
-        assert frames == (1 if of is None else (of[2] - 1) // 4 + 1)
+        assert frames == (1 if span is None else (span[2] - 1) // 4 + 1)
         assert torch.equal(tensors.text, cond) and sample.text_length == 512
         assert tensors.conditioning == {} and sample.conditioning == frozenset()
         assert not tensors.latent.is_inference()
     # One count for all pictures, and that times three for all clips: nothing else is compiled.
-    one, three = sorted({sample.tokens for sample in samples})
-    assert {(s.tokens // s.grid[0], s.grid[0]) for s in samples} == {(one, 1), (three // 3, 3)}
-    assert prepared.data.graph_keys() == [(one, (), 512), (three, (), 512)]
+    single, three = sorted({sample.tokens for sample in samples})
+    assert {(s.tokens // s.grid[0], s.grid[0]) for s in samples} == {(single, 1), (three // 3, 3)}
+    assert prepared.data.graph_keys() == [(single, (), 512), (three, (), 512)]
     assert prepared.notes == (
         "Clips of 1, 3 latent frames need 2 token counts, and each is compiled. Clips of one length need only one.",
     )
@@ -127,7 +127,7 @@ def test_clips_and_pictures_hold_what_core_encodes_of_their_frames(films, stills
     assert (
         text.startswith("Pictures: 5, Clips: 4. One epoch shows 17, repeats included.") and "3 latent frames of" in text
     )
-    shapes = f"tokens of video + text: {one} + 512, {three} + 512"
+    shapes = f"tokens of video + text: {single} + 512, {three} + 512"
     assert f"The clips and pictures have 2 shapes ({shapes}); the model is compiled for each." in text
 
 
@@ -141,11 +141,11 @@ def test_each_clip_is_encoded_once_and_again_when_its_frames_change(films, wan_v
 
     def counts(dataset, **changes):
         encoded.clear(), captions.clear()
-        made = run(dataset, wan_vae, wan_clip, tmp_path, **changes).data.fingerprint
-        return made, len(encoded), len(captions)
+        name = run(dataset, wan_vae, wan_clip, tmp_path, **changes).data.fingerprint
+        return name, len(encoded), len(captions)
 
-    first, *made = counts(films_of(films, 9))
-    assert made == [2, 2]
+    first, *rest = counts(films_of(films, 9))
+    assert rest == [2, 2]
     shutil.copy(films / "a.mp4", films / "copy.mp4")
     (films / "copy.txt").write_text("a striped film")
     assert counts(films_of(films, 9))[1:] == (0, 0)
@@ -180,13 +180,13 @@ def test_hdr_films_are_named(films, wan_vae, wan_clip, tmp_path, curve):
     assert "HDR video is read as SDR, so it looks pale: c.mp4; save it as SDR (BT.709) for true colours." in notes
 
 
-def core_image_to_video(vae, frames, seen=None):
+def core_image_to_video(vae, frames, vision=None):
     """The conditioning of core's WanImageToVideo with the first frame as the start picture."""
     from comfy_extras.nodes_wan import WanImageToVideo
 
     length, height, width, _ = frames.shape
     positive, _, _ = WanImageToVideo.execute(
-        [[torch.zeros(1, 1, 4), {}]], [], vae, width, height, length, 1, frames[:1], seen
+        [[torch.zeros(1, 1, 4), {}]], [], vae, width, height, length, 1, frames[:1], vision
     ).result
     return positive[0][1]
 
@@ -205,8 +205,8 @@ def test_a_wan_21_start_picture_is_encoded_as_core_wan_image_to_video_does(
         path, count = films / sample.name.split(",")[0], int(sample.name.split()[-1])
         with torch.inference_mode():
             frames = frames_of(path, placement.grid, 0, count, 16)
-            (seen,) = nodes.CLIPVisionEncode().encode(clip_vision, frames[:1], "center")
-            expected = core_image_to_video(wan_vae, frames, seen if sees else None)
+            (vision_output,) = nodes.CLIPVisionEncode().encode(clip_vision, frames[:1], "center")
+            expected = core_image_to_video(wan_vae, frames, vision_output if sees else None)
             latent = wan_vae.encode(frames)
         conditioning = sample.load().conditioning
         assert conditioning.keys() == expected.keys() == names
@@ -215,35 +215,39 @@ def test_a_wan_21_start_picture_is_encoded_as_core_wan_image_to_video_does(
             assert torch.equal(conditioning[name], expected[name]), name
         if sees:
             output = conditioning["clip_vision_output"]
-            assert type(output) is type(seen)
-            assert torch.equal(output.penultimate_hidden_states, seen.penultimate_hidden_states)
+            assert type(output) is type(vision_output)
+            assert torch.equal(output.penultimate_hidden_states, vision_output.penultimate_hidden_states)
 
 
 def test_start_pictures_are_encoded_once_and_follow_the_vision_model(
     films, wan_vae, wan_clip, clip_vision, tmp_path, monkeypatch
 ):
-    encoded, seen = calls_of(monkeypatch, wan_vae, "encode"), calls_of(monkeypatch, clip_vision, "encode_image")
+    encoded, vision_calls = calls_of(monkeypatch, wan_vae, "encode"), calls_of(monkeypatch, clip_vision, "encode_image")
     plain = run(films_of(films, 9), wan_vae, wan_clip, tmp_path).data.fingerprint
-    assert (len(encoded), len(seen)) == (2, 0)
+    assert (len(encoded), len(vision_calls)) == (2, 0)
     options = {"image_to_video": True, "clip_vision": clip_vision}
     longer = run(films_of(films, 9), wan_vae, wan_clip, tmp_path, **options)
-    led = longer.data.fingerprint
-    assert (len(encoded), len(seen)) == (4, 2)
+    led_name = longer.data.fingerprint
+    assert (len(encoded), len(vision_calls)) == (4, 2)
     run(films_of(films, 9), wan_vae, wan_clip, tmp_path, **options)
-    assert (len(encoded), len(seen)) == (4, 2)
+    assert (len(encoded), len(vision_calls)) == (4, 2)
     # Shorter clips have less grey after the same start, which has been seen unless their plan cuts it otherwise.
     shorter = run(films_of(films, 5), wan_vae, wan_clip, tmp_path, **options)
     recut = sum(
-        (one.grid.height, one.grid.width) != (other.grid.height, other.grid.width)
-        for one, other in zip(longer.plan.placements, shorter.plan.placements, strict=True)
+        (longer_place.grid.height, longer_place.grid.width) != (other.grid.height, other.grid.width)
+        for longer_place, other in zip(longer.plan.placements, shorter.plan.placements, strict=True)
     )
-    assert (len(encoded), len(seen)) == (8, 2 + recut)
+    assert (len(encoded), len(vision_calls)) == (8, 2 + recut)
     other = load_clip_vision(1280)
     with torch.no_grad():
         other.model.vision_model.embeddings.class_embedding += 1
     assert run(films_of(films, 9), wan_vae, wan_clip, tmp_path, image_to_video=True, clip_vision=other)
     assert len(encoded) == 8
-    names = {plain, led, run(films_of(films, 9), wan_vae, wan_clip, tmp_path, image_to_video=True).data.fingerprint}
+    names = {
+        plain,
+        led_name,
+        run(films_of(films, 9), wan_vae, wan_clip, tmp_path, image_to_video=True).data.fingerprint,
+    }
     assert len(names) == 3
 
 
@@ -251,14 +255,15 @@ def test_wan_22_5b_takes_its_start_picture_as_a_clean_first_frame(
     films, stills, wan22_vae, wan_clip, clip_vision, tmp_path
 ):
     dataset = films_of(films, 9) + scan_images(stills)
-    plain, led = (
-        run(dataset, wan22_vae, wan_clip, tmp_path, megapixels=0.012, image_to_video=on) for on in (False, True)
+    plain, with_start = (
+        run(dataset, wan22_vae, wan_clip, tmp_path, megapixels=0.012, image_to_video=image_to_video)
+        for image_to_video in (False, True)
     )
     assert [sample.clean_frames for sample in plain.data.samples] == [0, 0, 0]
-    assert [sample.clean_frames for sample in led.data.samples] == [1, 1, 0]
-    assert plain.data.fingerprint != led.data.fingerprint
-    assert led.notes[-1] == "These are single frames, so they train without a start picture: c.png."
-    for sample, placement in zip(led.data.samples, led.plan.placements, strict=True):
+    assert [sample.clean_frames for sample in with_start.data.samples] == [1, 1, 0]
+    assert plain.data.fingerprint != with_start.data.fingerprint
+    assert with_start.notes[-1] == "These are single frames, so they train without a start picture: c.png."
+    for sample, placement in zip(with_start.data.samples, with_start.plan.placements, strict=True):
         frames, height, width = sample.grid
         tensors = sample.load()
         assert tensors.latent.shape == (48, frames, height * 2, width * 2) and tensors.conditioning == {}
@@ -266,8 +271,10 @@ def test_wan_22_5b_takes_its_start_picture_as_a_clean_first_frame(
             with torch.inference_mode():
                 pixels = frames_of(films / sample.name.split(",")[0], placement.grid, 0, 9, 32)
                 assert torch.equal(tensors.latent, wan22_vae.encode(pixels)[0])
-    seen = run(dataset, wan22_vae, wan_clip, tmp_path, megapixels=0.012, image_to_video=True, clip_vision=clip_vision)
-    assert seen.data.fingerprint == led.data.fingerprint
+    with_vision = run(
+        dataset, wan22_vae, wan_clip, tmp_path, megapixels=0.012, image_to_video=True, clip_vision=clip_vision
+    )
+    assert with_vision.data.fingerprint == with_start.data.fingerprint
 
 
 def test_a_clip_that_the_vae_could_only_encode_in_tiles_is_refused(films, wan_vae, wan_clip, tmp_path, monkeypatch):
@@ -303,18 +310,18 @@ def test_films_that_are_too_short_for_one_length_are_noted_and_for_all_are_refus
         run(films_of(films, 33, 49), wan_vae, wan_clip, tmp_path)
     with pytest.raises(ValueError, match=r"Shorter than the 29 frames asked for: a.mp4 \(25 frames\); put 25 into"):
         run(films_of(films, 29, fps=0), wan_vae, wan_clip, tmp_path)
-    both = films_of(films, 33) + films_of(films, 49, fps=8)
+    two_rates = films_of(films, 33) + films_of(films, 49, fps=8)
     with pytest.raises(
         ValueError,
         match=r"Shorter than the 33 frames asked for at 16 frames per second: a.mp4 \(25 frames\), b.webm \(30 "
         r"frames\); put 25 into .* folder. Shorter than the 49 frames asked for at 8 frames per second: a.mp4 \(12 "
         r"frames\), b.webm \(15 frames\); put 9 into",
     ):
-        run(both, wan_vae, wan_clip, tmp_path)
+        run(two_rates, wan_vae, wan_clip, tmp_path)
     slow = run(films_of(films, 5, fps=24), wan_vae, wan_clip, tmp_path)
     assert any(note.startswith("These have fewer frames per second") for note in slow.notes)
-    every = run(films_of(films, 1, method="chunk"), wan_vae, wan_clip, tmp_path, megapixels=0.001)
-    assert "chunk with 1 in target_frames takes every frame of every clip as a picture." in every.notes
+    all_frames = run(films_of(films, 1, method="chunk"), wan_vae, wan_clip, tmp_path, megapixels=0.001)
+    assert "chunk with 1 in target_frames takes every frame of every clip as a picture." in all_frames.notes
 
 
 @pytest.mark.parametrize(
@@ -346,8 +353,10 @@ def test_what_does_not_go_together_is_told_before_anything_is_encoded(
     change = dict(change)
     encoded = [calls_of(monkeypatch, vae, "encode") for vae in (wan_vae, tiny_vae)]
     vae = tiny_vae if change.pop("vae", None) else wan_vae
-    named = change.pop("clip", None)
-    clip = wan_clip if named is None else tiny_clip if named == "flux" else tiny.load_qwen_clip(tiny_files["qwen"])
+    clip_name = change.pop("clip", None)
+    clip = (
+        wan_clip if clip_name is None else tiny_clip if clip_name == "flux" else tiny.load_qwen_clip(tiny_files["qwen"])
+    )
     dataset = Dataset(()) if change.pop("empty", False) else films_of(films, *change.pop("frames", (9,)))
     if change.get("clip_vision") is load_clip_vision:
         change["clip_vision"] = load_clip_vision(32)

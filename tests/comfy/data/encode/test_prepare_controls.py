@@ -69,8 +69,8 @@ def control_pixels(folder, sample):
     pictures = []
     for (path, size), tokens in zip(control_sizes(folder, sample), sample.references, strict=True):
         grids = [Grid(rows, tokens // rows) for rows in range(1, tokens + 1) if tokens % rows == 0]
-        seen = {grid: min(ratio := size[1] * grid.height / size[0] / grid.width, 1 / ratio) for grid in grids}
-        box, target = crop_box(size, max(grids, key=seen.__getitem__), 16)
+        ratios = {grid: min(ratio := size[1] * grid.height / size[0] / grid.width, 1 / ratio) for grid in grids}
+        box, target = crop_box(size, max(grids, key=ratios.__getitem__), 16)
         pictures.append(load_image(path, box, *target))
     return pictures
 
@@ -85,20 +85,20 @@ def test_control_pictures_are_reference_latents_of_whole_grids_as_core_encodes_t
     assert [sample.references for sample in prepared.data.samples] == [(tokens,), (tokens, tokens), (tokens,)]
     for sample in prepared.data.samples:
         tensors = sample.load()
-        given = tensors.conditioning["reference_latents"]
+        actual = tensors.conditioning["reference_latents"]
         conditioning = [[tensors.text, {}]]
         with torch.inference_mode():
             for pixels in control_pixels(folder, sample):
                 latent = {"samples": vae.encode(pixels)}
                 (conditioning,) = ReferenceLatent.execute(conditioning, latent).result
         expected = conditioning[0][1]["reference_latents"]
-        assert len(given) == len(expected) == len(sample.references)
-        for one, other in zip(given, expected, strict=True):
-            assert torch.equal(one, other) and not one.is_inference()
+        assert len(actual) == len(expected) == len(sample.references)
+        for reference, other in zip(actual, expected, strict=True):
+            assert torch.equal(reference, other) and not reference.is_inference()
         assert "reference_latents" in sample.conditioning == frozenset(tensors.conditioning)
     text = prepared.data.samples[0].text_length
-    one = prepared.data.samples[0].tokens
-    assert prepared.data.graph_keys()[0] == (one, (tokens,), text)
+    reference = prepared.data.samples[0].tokens
+    assert prepared.data.graph_keys()[0] == (reference, (tokens,), text)
     counts = ", ".join(
         f"{n} + {' + '.join(map(str, references))} + {length}"
         for n, references, length in sorted({(s.tokens, s.references, s.text_length) for s in prepared.data.samples})
@@ -131,8 +131,8 @@ def test_qwen_captions_see_the_control_pictures_as_core_text_encode_qwen_image_e
     for sample in run(folder, models["qwen"], tmp_path).data.samples:
         tensors = sample.load()
         with torch.inference_mode():
-            shown = control_pixels(folder, sample)
-            images = {f"image{index + 1}": pixels for index, pixels in enumerate(shown)}
+            pictures = control_pixels(folder, sample)
+            images = {f"image{index + 1}": pixels for index, pixels in enumerate(pictures)}
             ((cond, _),) = TextEncodeQwenImageEditPlus.execute(clip, f"make (it) {sample.name[0]}", **images).result[0]
         assert torch.equal(tensors.text, cond)
         assert sample.text_length >= cond.shape[1] and sample.text_length in (256, 512)
@@ -158,20 +158,22 @@ def test_the_first_edit_model_has_its_own_caption_and_takes_one_control_picture(
     for sample in first.samples:
         tensors = sample.load()
         with torch.inference_mode():
-            (shown,) = control_pixels(folder, sample)
+            (pixels,) = control_pixels(folder, sample)
             text = f"make (it) {sample.name[0]}"
-            (((cond, _),),) = nodes_qwen.TextEncodeQwenImageEdit.execute(models["qwen"][1], text, image=shown).result
+            (((cond, _),),) = nodes_qwen.TextEncodeQwenImageEdit.execute(models["qwen"][1], text, image=pixels).result
         assert torch.equal(tensors.text, cond)
 
 
 @pytest.mark.parametrize("name", ["flux", "flux2"])
 def test_other_edit_models_read_the_caption_alone(folder, models, tmp_path, name):
     _, clip = models[name]
-    with_controls, without = (run(folder, models[name], tmp_path, controls=on).data.samples for on in (True, False))
-    for one, other in zip(with_controls, without, strict=True):
-        assert torch.equal(one.load().text, other.load().text) and other.references == ()
+    with_controls, blind = (
+        run(folder, models[name], tmp_path, controls=controls).data.samples for controls in (True, False)
+    )
+    for sample, other in zip(with_controls, blind, strict=True):
+        assert torch.equal(sample.load().text, other.load().text) and other.references == ()
         if name == "flux2":
-            assert one.text_length == 512 and one.load().conditioning["attention_mask"].shape == (1, 512)
+            assert sample.text_length == 512 and sample.load().conditioning["attention_mask"].shape == (1, 512)
 
 
 def test_a_changed_control_picture_encodes_it_and_its_caption_again(folder, models, tmp_path, monkeypatch):
@@ -180,19 +182,19 @@ def test_a_changed_control_picture_encodes_it_and_its_caption_again(folder, mode
     encode, read = vae.encode, clip.encode_from_tokens
     monkeypatch.setattr(vae, "encode", lambda pixels: encoded.append(1) or encode(pixels))
     monkeypatch.setattr(clip, "encode_from_tokens", lambda *args, **kw: captions.append(1) or read(*args, **kw))
-    before = run(folder, models["qwen"], tmp_path).data.fingerprint
+    fingerprint = run(folder, models["qwen"], tmp_path).data.fingerprint
     assert (len(encoded), len(captions)) == (7, 3)
-    assert run(folder, models["qwen"], tmp_path).data.fingerprint == before
+    assert run(folder, models["qwen"], tmp_path).data.fingerprint == fingerprint
     assert (len(encoded), len(captions)) == (7, 3)
     write_picture(folder.parent / "before" / "a.png", 96, 64, 99)
     after = run(folder, models["qwen"], tmp_path).data.fingerprint
-    assert (len(encoded), len(captions)) == (8, 4) and after != before
+    assert (len(encoded), len(captions)) == (8, 4) and after != fingerprint
     run(folder, models["qwen"], tmp_path, control_megapixels=0.0075)
     assert len(encoded) == 12 and len(captions) == 7
     # A control picture of the size of its result is one and the same file, encoded once.
     write_picture(folder.parent / "before" / "c.png", *SIZES["c"], 2)
-    same = run(folder, models["qwen"], tmp_path, fit="whole grids", megapixels=0.0075, control_megapixels=0.0075)
-    latents = same.data.samples[2].load()
+    same_grids = run(folder, models["qwen"], tmp_path, fit="whole grids", megapixels=0.0075, control_megapixels=0.0075)
+    latents = same_grids.data.samples[2].load()
     assert torch.equal(latents.latent[None], latents.conditioning["reference_latents"][0])
 
 

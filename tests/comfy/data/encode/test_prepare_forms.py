@@ -49,8 +49,8 @@ def run(dataset, vae, clip, tmp_path, **changes):
 
 def windows(size, placement, places):
     """The boxes of the largest windows at these places, and the size in pixels that they are scaled to."""
-    made = [crop_box(size, placement.grid, 16, 1.0, (place, place)) for place in places]
-    return [box for box, _ in made], made[0][1]
+    crops = [crop_box(size, placement.grid, 16, 1.0, (place, place)) for place in places]
+    return [box for box, _ in crops], crops[0][1]
 
 
 def test_each_form_is_the_vae_of_its_own_pixels_and_its_mask_the_mean_of_its_own(folder, tiny_vae, tiny_clip, tmp_path):
@@ -83,18 +83,18 @@ def test_each_form_is_the_vae_of_its_own_pixels_and_its_mask_the_mean_of_its_own
     assert len({latent.numpy().tobytes() for latent in latents}) == 4
     assert torch.equal(wide.load().latent, latents[0])
     assert any("pictures or clips have masks" in note for note in prepared.notes)
-    forms = sum(one.image_variants for one in prepared.data.samples)
+    forms = sum(sample.image_variants for sample in prepared.data.samples)
     assert f"2 pictures or clips are encoded mirrored or in several crops, {forms} versions in total." in prepared.notes
-    (told,) = [note for note in prepared.notes if note.startswith("These captions say left or right,")]
-    assert "a.png, b.png" in told
+    (warning,) = [note for note in prepared.notes if note.startswith("These captions say left or right,")]
+    assert "a.png, b.png" in warning
     plain = run(scan_images(folder), tiny_vae, tiny_clip, tmp_path).data
     assert plain.fingerprint != prepared.data.fingerprint
     assert plain.samples[0].load().weights is None and plain.samples[0].image_variants == 1
     assert plain.graph_keys() == prepared.data.graph_keys()
     # Each form is drawn as often as the others, and again in the same order.
-    drawn = [choose_variant(wide, 5, (step, 0), 0).image for step in range(2000)]
-    assert drawn == [choose_variant(wide, 5, (step, 0), 0).image for step in range(2000)]
-    assert all(abs(drawn.count(form) - 500) < 4 * (2000 * 0.25 * 0.75) ** 0.5 for form in range(4))
+    forms_drawn = [choose_variant(wide, 5, (step, 0), 0).image for step in range(2000)]
+    assert forms_drawn == [choose_variant(wide, 5, (step, 0), 0).image for step in range(2000)]
+    assert all(abs(forms_drawn.count(form) - 500) < 4 * (2000 * 0.25 * 0.75) ** 0.5 for form in range(4))
 
 
 def test_control_pictures_and_what_the_text_encoder_sees_of_them_go_along(folder, tiny_files, tmp_path):
@@ -145,15 +145,15 @@ def test_one_mask_serves_all_frames_of_a_clip_which_is_mirrored_whole(tiny_files
 
 
 def test_a_zoom_without_pixels_to_spare_is_said_to_do_nothing_and_not_asked_for(folder, tiny_vae, tiny_clip, tmp_path):
-    def told(zoom, megapixels):
+    def notes_of(zoom, megapixels):
         dataset = scan_images(folder, options=FolderOptions(crops=2, crop_zoom=zoom))
         notes = run(dataset, tiny_vae, tiny_clip, tmp_path, megapixels=megapixels).notes
         return [note for note in notes if "crop_zoom" in note]
 
-    (small,) = told(1.5, 0.02)
+    (small,) = notes_of(1.5, 0.02)
     assert small.startswith("crop_zoom has no effect on a.png, b.png, which are too small to zoom into")
-    assert not told(1.5, 0.001)
-    (unzoomed,) = told(1.0, 0.006)
+    assert not notes_of(1.5, 0.001)
+    (unzoomed,) = notes_of(1.0, 0.006)
     assert unzoomed.startswith("These are hardly cropped, so several crops would be the same: ")
 
 
@@ -168,8 +168,8 @@ def test_crops_that_a_mask_leaves_nothing_of_are_left_out_and_a_picture_of_none_
     sample = prepared.data.samples[0]
     (_, right), target = windows((64, 160), prepared.plan.placements[0], (0.0, 1.0))
     assert sample.image_variants == 1
-    lost = "Some crops or mirrored versions are left out, because the mask covers all of them: a.png (1)."
-    assert lost in prepared.notes and not [note for note in prepared.notes if "crop: a.png" in note]
+    message = "Some crops or mirrored versions are left out, because the mask covers all of them: a.png (1)."
+    assert message in prepared.notes and not [note for note in prepared.notes if "crop: a.png" in note]
     with torch.inference_mode():
         expected = tiny_vae.encode(load_image(folder / "a.png", right, *target))[0]
     assert torch.equal(sample.load().latent, expected)
@@ -242,8 +242,8 @@ def test_class_captions_are_encoded_as_core_does_in_the_length_of_their_own(fold
         assert torch.equal(tensors.class_prompt.conditioning["pooled_output"], extra["pooled_output"])
         assert cond.shape[1] < 512  # core pads to 256 at least, training to 512
     assert sample.load(SampleVariant(0, None, class_caption=True)).class_prompt is None  # the empty prompt
-    without = run(scan_images(folder, trigger_words="ohwx", captions=options), tiny_vae, tiny_clip, tmp_path).data
-    assert without.fingerprint != prepared.data.fingerprint and not without.samples[0].class_caption
+    without_class = run(scan_images(folder, trigger_words="ohwx", captions=options), tiny_vae, tiny_clip, tmp_path).data
+    assert without_class.fingerprint != prepared.data.fingerprint and not without_class.samples[0].class_caption
 
 
 def test_the_empty_prompt_is_encoded_where_it_is_preserved(folder, tiny_vae, tiny_clip, tmp_path):
@@ -260,37 +260,42 @@ def test_the_empty_caption_is_encoded_on_request_and_leaves_all_else_as_it_was(
     (folder / "a.txt").write_text("a house " * 150)
     dataset = scan_images(folder)
     plain = run(dataset, tiny_vae, tiny_clip, tmp_path)
-    before = {path: path.read_bytes() for path in (tmp_path / "cache").rglob("*") if path.is_file()}
-    asked = run(dataset, tiny_vae, tiny_clip, tmp_path, encode_empty_caption=True)
-    assert asked.data.fingerprint == plain.data.fingerprint and asked.notes == plain.notes
-    assert all(path.read_bytes() == content for path, content in before.items())
+    contents = {path: path.read_bytes() for path in (tmp_path / "cache").rglob("*") if path.is_file()}
+    with_empty = run(dataset, tiny_vae, tiny_clip, tmp_path, encode_empty_caption=True)
+    assert with_empty.data.fingerprint == plain.data.fingerprint and with_empty.notes == plain.notes
+    assert all(path.read_bytes() == content for path, content in contents.items())
     tokens = tiny_clip.tokenize("")
     with torch.inference_mode():
         ((cond, extra),) = tiny_clip.encode_from_tokens_scheduled(tokens)
     lengths = set()
-    for one, other in zip(asked.data.samples, plain.data.samples, strict=True):
-        assert one == replace(other, empty_length=one.empty_length) and other.empty_length == 0
-        read = one.load(SampleVariant(empty_caption=True))
-        assert one.load().empty_prompt is None and torch.equal(read.text, other.load().text)
-        assert read.empty_prompt.text.shape[1] == one.empty_length == one.text_length  # FLUX.1 sees its pads
+    for item, other in zip(with_empty.data.samples, plain.data.samples, strict=True):
+        assert item == replace(other, empty_length=item.empty_length) and other.empty_length == 0
+        read = item.load(SampleVariant(empty_caption=True))
+        assert item.load().empty_prompt is None and torch.equal(read.text, other.load().text)
+        assert read.empty_prompt.text.shape[1] == item.empty_length == item.text_length  # FLUX.1 sees its pads
         assert torch.equal(read.empty_prompt.conditioning["pooled_output"], extra["pooled_output"])
-        if one.text_length == cond.shape[1]:
+        if item.text_length == cond.shape[1]:
             assert torch.equal(read.empty_prompt.text, cond)
-        lengths.add(one.empty_length)
+        lengths.add(item.empty_length)
     assert lengths == {256, 512}
     dropped = scan_images(folder, captions=CaptionOptions(caption_dropout=0.5))
-    kept, more = (run(dropped, tiny_vae, tiny_clip, tmp_path, encode_empty_caption=on).data for on in (False, True))
-    assert kept.fingerprint == more.fingerprint and kept.samples == more.samples
-    assert all(sample.empty_length for sample in kept.samples)
-    on = train(tiny_flux, asked.data, tmp_path, steps=2, objective={"guidance_loss_scale": 1.7, "guidance": 3.5})
-    off = train(tiny_flux, asked.data, tmp_path, steps=2, objective={"guidance": 3.5})
-    assert on.loss[0] != off.loss[0]
+    default, encoded = (
+        run(dropped, tiny_vae, tiny_clip, tmp_path, encode_empty_caption=guided_run).data
+        for guided_run in (False, True)
+    )
+    assert default.fingerprint == encoded.fingerprint and default.samples == encoded.samples
+    assert all(sample.empty_length for sample in default.samples)
+    guided_run = train(
+        tiny_flux, with_empty.data, tmp_path, steps=2, objective={"guidance_loss_scale": 1.7, "guidance": 3.5}
+    )
+    plain_run = train(tiny_flux, with_empty.data, tmp_path, steps=2, objective={"guidance": 3.5})
+    assert guided_run.loss[0] != plain_run.loss[0]
 
 
 def test_prepared_class_captions_train(folder, tiny_vae, tiny_clip, tiny_flux, tmp_path):
     dataset = scan_images(folder, trigger_words="ohwx", options=FolderOptions(class_word="man", flip="horizontal"))
     data = run(dataset, tiny_vae, tiny_clip, tmp_path).data
-    on = train(tiny_flux, data, tmp_path, steps=2, objective={"preservation_weight": 1.0})
-    off = train(tiny_flux, data, tmp_path, steps=2)
+    preserved = train(tiny_flux, data, tmp_path, steps=2, objective={"preservation_weight": 1.0})
+    plain = train(tiny_flux, data, tmp_path, steps=2)
     # The LoRA starts at zero, where the class caption's output is that of the model: only the second step differs.
-    assert on.loss[0] == off.loss[0] and on.loss[1] > off.loss[1]
+    assert preserved.loss[0] == plain.loss[0] and preserved.loss[1] > plain.loss[1]

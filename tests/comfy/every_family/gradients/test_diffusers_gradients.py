@@ -36,31 +36,31 @@ def rows_of(kit: Diffusers, model: Any) -> Rows:
     for name, (out, width) in linear_shapes(model.model).items():
         starts[name], end = end, end + out
         numbered[f"{name}.weight"] = torch.arange(end - out, end).double()[:, None].repeat(1, width)
-    found = {}
-    for theirs, rows in kit.rows(model, numbered).items():
+    rows_by_layer = {}
+    for diffusers_name, rows in kit.rows(model, numbered).items():
         if rows.any():  # zeros stand for what is no Linear
-            ours = max((name for name in starts if starts[name] <= rows.min()), key=starts.__getitem__)
-            found[theirs.removesuffix(".weight")] = ours, rows[:, 0].long() - starts[ours]
-    return found
+            native_name = max((name for name in starts if starts[name] <= rows.min()), key=starts.__getitem__)
+            rows_by_layer[diffusers_name.removesuffix(".weight")] = native_name, rows[:, 0].long() - starts[native_name]
+    return rows_by_layer
 
 
 def add_lora(transformer: Any, rows: Rows, masters: Mapping[str, Tensor]) -> None:
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="|".join(map(re.escape, rows)))
     transformer.add_adapter(config)
-    for theirs, (ours, index) in rows.items():
-        layer = transformer.get_submodule(theirs)
-        layer.lora_A["default"].weight.data = masters[f"{ours}.down"].detach().double()
-        layer.lora_B["default"].weight.data = masters[f"{ours}.up"].detach().double()[index]
+    for diffusers_name, (native_name, index) in rows.items():
+        layer = transformer.get_submodule(diffusers_name)
+        layer.lora_A["default"].weight.data = masters[f"{native_name}.down"].detach().double()
+        layer.lora_B["default"].weight.data = masters[f"{native_name}.up"].detach().double()[index]
 
 
 def gradients_of(transformer: Any, rows: Rows, masters: Mapping[str, Tensor]) -> Gradients:
     """By the names of our LoRA's state."""
-    found = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in masters.items()}
-    for theirs, (ours, index) in rows.items():
-        layer = transformer.get_submodule(theirs)
-        found[f"{ours}.down"] += gradient(layer.lora_A["default"].weight)
-        found[f"{ours}.up"][index] += gradient(layer.lora_B["default"].weight)
-    return found
+    gradients = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in masters.items()}
+    for diffusers_name, (native_name, index) in rows.items():
+        layer = transformer.get_submodule(diffusers_name)
+        gradients[f"{native_name}.down"] += gradient(layer.lora_A["default"].weight)
+        gradients[f"{native_name}.up"][index] += gradient(layer.lora_B["default"].weight)
+    return gradients
 
 
 def in_diffusers() -> Iterator[Any]:
@@ -78,8 +78,12 @@ def test_gradients_equal_those_of_diffusers_and_peft(case_file, tmp_path, case, 
     trainer = tiny.make_trainer(computing_in(model, torch.float64), data, tmp_path, **options)
     tiny.fill_up_matrices(trainer)
     masters = trainer.network.master_weights()
-    rows = {theirs: (ours, index) for theirs, (ours, index) in rows.items() if f"{ours}.down" in masters}
-    assert {f"{ours}.{side}" for ours, _ in rows.values() for side in ("down", "up")} == masters.keys()
+    rows = {
+        diffusers_name: (native_name, index)
+        for diffusers_name, (native_name, index) in rows.items()
+        if f"{native_name}.down" in masters
+    }
+    assert {f"{native_name}.{side}" for native_name, _ in rows.values() for side in ("down", "up")} == masters.keys()
     add_lora(transformer, rows, masters)
     kit.as_core(transformer)
 
@@ -89,10 +93,10 @@ def test_gradients_equal_those_of_diffusers_and_peft(case_file, tmp_path, case, 
     expected_loss = written_out_loss(case, trainer.settings, data.samples, velocity)
     expected_loss.backward()
     loss = trainer.train_step.forward_backward([tiny.micro_batch(*range(len(data.samples)))])
-    found = lora_gradients(trainer)
+    actual = lora_gradients(trainer)
     assert float(loss) == pytest.approx(float(expected_loss.detach()), rel=1e-6)
     for name, value in gradients_of(transformer, rows, masters).items():
-        assert (found[name] - value).norm() <= BOUND * value.norm(), name
+        assert (actual[name] - value).norm() <= BOUND * value.norm(), name
     trainer.close()
 
 

@@ -29,9 +29,9 @@ def check_on_flash_attn(check_gradients: Any, monkeypatch: pytest.MonkeyPatch) -
 
     def check(case: Any, backend: str | None = None) -> list[str]:
         batch, counts = list(case.gradients().items())[-1]
-        with installed("2") as found:
+        with installed("2") as packages:
             flash_package(torch.device("cpu"), torch.float32)
-            calls = found["2"].calls
+            calls = packages["2"].calls
             calls.clear()
             monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", refuse)
             monkeypatch.setattr(ragged_attention, "_kernel", refuse)
@@ -63,7 +63,7 @@ def test_blocks_on_flash_attn_are_compiled_whole(check_on_flash_attn, case):
 def test_a_run_names_the_package_that_it_takes(case_file, tmp_path):
     case, watcher = CASES["flux-dev"], Watcher()
     data = training_data(*case.batches()["shapes"]())
-    with installed("4", "2") as found:
+    with installed("4", "2") as packages:
         train(case.load(case_file(case)), data, tmp_path, watcher, memory={"attention": "flash-attn"}, steps=1)
     assert "attention runs on FlashAttention 4." in watcher.notes
-    assert found["4"].calls and not found["2"].calls
+    assert packages["4"].calls and not packages["2"].calls

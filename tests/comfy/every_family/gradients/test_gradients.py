@@ -28,8 +28,8 @@ def in_every_mode(*axes: str, fast: bool = False, in_turn: bool = False) -> Iter
             for count in counts:
                 number += 1
                 for mode, swap in [ways[number % len(ways)]] if in_turn else ways:
-                    told = f"{case.name}-{batch}-{count}-{mode}-{'swapped' if swap else 'resident'}"
-                    yield pytest.param(case, batch, count, mode, swap, id=told, marks=marks)
+                    case_id = f"{case.name}-{batch}-{count}-{mode}-{'swapped' if swap else 'resident'}"
+                    yield pytest.param(case, batch, count, mode, swap, id=case_id, marks=marks)
                     marks = [mark for mark in marks if mark.name != "fast"]
 
 
@@ -78,5 +78,5 @@ def test_gradients_reach_every_linear_of_the_model(check_gradients, case, mode, 
     """Those that all blocks share, and those around the blocks, too."""
     batch, counts = list(case.gradients().items())[-1]
     network = NetworkOptions(rank=2, alpha=2.0, include=("*",))
-    found = check_gradients(case, batch, max(counts), mode=mode, swap=swap, network=network)
-    assert len(found) == 2 * case.linears
+    gradients = check_gradients(case, batch, max(counts), mode=mode, swap=swap, network=network)
+    assert len(gradients) == 2 * case.linears

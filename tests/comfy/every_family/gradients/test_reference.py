@@ -24,18 +24,18 @@ def in_main_batches() -> list[Any]:
 def test_the_reference_equals_comfyuis_forward(case_file, case, batch):
     model, tensors = case.load(case_file(case)), load_file(case_file(case))
     for sample, sigma in zip(case.batches()[batch](), SIGMAS, strict=False):
-        theirs = case.core_velocity(model, sample, sigma, GUIDANCE)
-        ours = case.reference_velocity(tensors, sample, sample.load().latent, sigma, GUIDANCE)
-        assert relative_error(ours, theirs) < 1e-5
+        reference = case.core_velocity(model, sample, sigma, GUIDANCE)
+        actual = case.reference_velocity(tensors, sample, sample.load().latent, sigma, GUIDANCE)
+        assert relative_error(actual, reference) < 1e-5
 
 
 @every_case("reference")
 def test_heads_are_taken_apart_as_comfyui_does(case_file, case):
     file = case_file(case, **case.wide)
     sample = case.batches()["shapes"]()[0]
-    theirs = case.core_velocity(case.load(file), sample, 0.6, GUIDANCE)
-    ours = case.reference_velocity(load_file(file), sample, sample.load().latent, 0.6, GUIDANCE)
-    assert relative_error(ours, theirs) < 1e-5
+    reference = case.core_velocity(case.load(file), sample, 0.6, GUIDANCE)
+    actual = case.reference_velocity(load_file(file), sample, sample.load().latent, 0.6, GUIDANCE)
+    assert relative_error(actual, reference) < 1e-5
 
 
 def velocity(case: FamilyCase, tensors: Any, dtype: torch.dtype = torch.float64, lora: Any = None) -> Tensor:

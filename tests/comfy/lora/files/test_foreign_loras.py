@@ -53,7 +53,7 @@ def write(model, path):
     return LoraSource.from_file(path, "start_from"), tensors
 
 
-def of_core(model, path):
+def core_deltas(model, path):
     """ComfyUI's patched weights less the weights, by layer."""
     loaded, _ = comfy.sd.load_lora_for_models(model, None, comfy.utils.load_torch_file(str(path)), 1.0, 0.0)
     return {name: delta for name, delta in patched_deltas(model, loaded).items() if not name.endswith("bias")}
@@ -61,17 +61,17 @@ def of_core(model, path):
 
 def assert_best_of(lora, expected, rank):
     """Every delta W is as near to the expected one as the best of its rank, which fp64's SVD gives."""
-    found, cut = lora.modules(), []
-    assert expected.keys() <= found.keys()
-    for name, module in found.items():
-        made = (module.scaled_up @ module.down).double()
+    modules, cut = lora.modules(), []
+    assert expected.keys() <= modules.keys()
+    for name, module in modules.items():
+        delta = (module.scaled_up @ module.down).double()
         if name not in expected:
-            assert made.abs().max() < 1e-20, name
+            assert delta.abs().max() < 1e-20, name
             continue
         size = expected[name].norm()
         left, sizes, right = torch.linalg.svd(expected[name], full_matrices=False)
         least = (expected[name] - left[:, :rank] * sizes[:rank] @ right[:rank]).norm()
-        assert size > 0.1 and (expected[name] - made).norm() < 1.01 * least + 2e-5 * size, name
+        assert size > 0.1 and (expected[name] - delta).norm() < 1.01 * least + 2e-5 * size, name
         cut.append(least > 0.01 * size)
     assert sum(cut) > (len(cut) // 2 if rank < 100 else -1)
 
@@ -80,7 +80,7 @@ def assert_best_of(lora, expected, rank):
 def test_a_lora_begins_from_the_best_of_its_rank_of_what_comfyui_makes_of_each_form(rank, tiny_flux, tmp_path):
     assert len(layers(tiny_flux)) == len(FORMS) == len(FOREIGN) - 2
     source, _ = write(tiny_flux, tmp_path / "forms.safetensors")
-    expected = of_core(tiny_flux, tmp_path / "forms.safetensors")
+    expected = core_deltas(tiny_flux, tmp_path / "forms.safetensors")
     assert len(expected) == len(FORMS) + 1
     watcher = Watcher()
     options = {"network": {"rank": rank, "alpha": 2.0, "start_from": source}, **NO_STEP}
@@ -99,11 +99,11 @@ def test_what_depends_on_the_weight_is_taken_of_the_one_that_training_stands_on(
     shapes = linear_shapes(tiny_flux.model)
     names = {f"diffusion_model.{name}": shapes[name] for name in (*layers(tiny_flux), FUSED)}
     base = {key: 0.1 * tensor for key, tensor in foreign("diff", names).items()}
-    under, _ = comfy.sd.load_lora_for_models(tiny_flux, None, base, 0.5, 0.0)
-    below = patched_deltas(tiny_flux, under)
-    both = of_core(under, tmp_path / "forms.safetensors")
-    expected = {name: both[name] - below[name] for name in both}
-    alone = of_core(tiny_flux, tmp_path / "forms.safetensors")
+    with_base, _ = comfy.sd.load_lora_for_models(tiny_flux, None, base, 0.5, 0.0)
+    base_deltas = patched_deltas(tiny_flux, with_base)
+    all_deltas = core_deltas(with_base, tmp_path / "forms.safetensors")
+    expected = {name: all_deltas[name] - base_deltas[name] for name in all_deltas}
+    alone = core_deltas(tiny_flux, tmp_path / "forms.safetensors")
     changed = {name for name in expected if (expected[name] - alone[name]).norm() > 1e-3 * alone[name].norm()}
     assert len(changed) == 14  # DoRA's lengths, GLoRA, OFT, BOFT, a whole weight
     network = {"rank": 128, "start_from": source, "base_lora": LoraSource.from_lora(base), "base_strength": 0.5}
@@ -142,9 +142,9 @@ def test_a_base_lora_is_put_under_as_comfyui_s_loader_does_it(form, tiny_flux, t
     assert notes == ["Trained on top of base.safetensors at strength 0.5; the saved LoRA has only what is new."]
     file = comfy.utils.load_torch_file(str(tmp_path / "base.safetensors"))
     loaded, _ = comfy.sd.load_lora_for_models(tiny_flux, None, file, 0.5, 0.0)
-    expected, found = patched_deltas(tiny_flux, loaded), patched_deltas(tiny_flux, clone)
-    assert expected.keys() == found.keys() and len(expected) == 4
-    assert all(torch.equal(found[name], expected[name]) and expected[name].any() for name in expected)
+    expected, actual = patched_deltas(tiny_flux, loaded), patched_deltas(tiny_flux, clone)
+    assert expected.keys() == actual.keys() and len(expected) == 4
+    assert all(torch.equal(actual[name], expected[name]) and expected[name].any() for name in expected)
 
 
 PROJ = "diffusion_model.double_blocks.0.img_attn.proj"
@@ -158,7 +158,7 @@ def broken(form, **changes):
 
 
 @pytest.mark.parametrize(
-    ("tensors", "told"),
+    ("tensors", "message"),
     [
         (broken(FAILS), "ComfyUI cannot apply it to 128 x 128 .lokr_t2 3 x 3 x 1 x 1, lokr_w1_a 4 x 3"),
         (broken("boft", alpha=None), "a boft without alpha, which ComfyUI does not apply"),
@@ -181,12 +181,12 @@ def broken(form, **changes):
         (broken("lora", config={"rank": 4}), "proj.config is a dict and no tensor"),
     ],
 )
-def test_what_comfyui_cannot_apply_is_one_sentence_that_names_the_input(tensors, told, tiny_flux, caplog):
+def test_what_comfyui_cannot_apply_is_one_sentence_that_names_the_input(tensors, message, tiny_flux, caplog):
     family, source = family_of(tiny_flux), LoraSource.from_lora(tensors)
     targets = ["double_blocks.0.img_attn.proj"]
-    with pytest.raises(ValueError, match=rf"start_from: LORA_MODEL does not fit .*{told}"):
+    with pytest.raises(ValueError, match=rf"start_from: LORA_MODEL does not fit .*{message}"):
         read_warm_start(NetworkOptions(start_from=source), family, tiny_flux.model, targets)
-    with pytest.raises(ValueError, match=rf"base_lora: LORA_MODEL does not fit .*{told}"):
+    with pytest.raises(ValueError, match=rf"base_lora: LORA_MODEL does not fit .*{message}"):
         apply_base_lora(tiny_flux.clone(), NetworkOptions(base_lora=source), family)
 
 
@@ -207,8 +207,10 @@ class LaterAdapter(WeightAdapterBase):
 def test_an_adapter_that_comfyui_adds_later_is_named(option, tiny_flux, monkeypatch):
     monkeypatch.setattr(comfy.weight_adapter, "adapters", [*comfy.weight_adapter.adapters, LaterAdapter])
     network = NetworkOptions(**{option: LoraSource.from_lora({f"{PROJ}.later": torch.ones(128, 128)})})
-    told = f"{option}: LORA_MODEL does not fit .*img_attn.proj.weight: ComfyUI reads it as a LaterAdapter, which this"
-    with pytest.raises(ValueError, match=told):
+    message = (
+        f"{option}: LORA_MODEL does not fit .*img_attn.proj.weight: ComfyUI reads it as a LaterAdapter, which this"
+    )
+    with pytest.raises(ValueError, match=message):
         if option == "start_from":
             read_warm_start(network, family_of(tiny_flux), tiny_flux.model, ["double_blocks.0.img_attn.proj"])
         else:
@@ -226,7 +228,7 @@ EIGHT = (None,) * 8
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (("diff", (torch.ones(2, 2), {"pad_weight": True})), "a full difference with settings"),
         (("later", (torch.ones(2, 2),)), "a patch of another kind"),
@@ -239,17 +241,17 @@ EIGHT = (None,) * 8
         ),
     ],
 )
-def test_content_that_a_later_comfyui_may_give_is_named(content, told):
+def test_content_that_a_later_comfyui_may_give_is_named(content, message):
     with pytest.raises(
-        DoesNotFit, match=f"img_in: ComfyUI reads it as {told}.*, which this version of Tessera does no"
+        DoesNotFit, match=f"img_in: ComfyUI reads it as {message}.*, which this version of Tessera does no"
     ):
         Patch(content).check_known("img_in")
 
 
 def test_what_a_later_comfyui_leaves_empty_changes_nothing():
-    given = later(LoKrAdapter(set(), (torch.ones(2, 2), torch.ones(2, 2), *EIGHT)), row_offset=None)
-    Patch(given).check_known("img_in")
-    assert Patch(given).tensors().keys() == {"lokr_w1", "lokr_w2"} and Patch(given).shape() == (4, 4)
+    adapter = later(LoKrAdapter(set(), (torch.ones(2, 2), torch.ones(2, 2), *EIGHT)), row_offset=None)
+    Patch(adapter).check_known("img_in")
+    assert Patch(adapter).tensors().keys() == {"lokr_w1", "lokr_w2"} and Patch(adapter).shape() == (4, 4)
 
 
 def test_comfyui_itself_leaves_the_weight_as_it_is_by_them(tiny_flux, caplog):
@@ -291,16 +293,16 @@ def test_one_weight_is_read_at_a_time_and_only_where_the_update_depends_on_it(ti
     adapters = {
         name: LoraAdapter(AdapterSpec("lora", 4, 4.0), *shapes[name]) for name in (*start.modules, *start.dense)
     }
-    before = []
+    refs = []
 
     def read(name):
-        assert all(weight() is None for weight in before)
+        assert all(weight() is None for weight in refs)
         weight = torch.eye(*shapes[name])
-        before.append(weakref.ref(weight))
+        refs.append(weakref.ref(weight))
         return weight
 
     start.load_into(adapters, read)
-    assert len(before) == 14 and all(adapter.up.any() for adapter in adapters.values())
+    assert len(refs) == 14 and all(adapter.up.any() for adapter in adapters.values())
 
 
 def test_a_model_with_a_control_lora_is_refused_before_anything_is_loaded(tiny_flux):

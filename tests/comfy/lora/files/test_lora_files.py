@@ -61,10 +61,10 @@ def test_the_lora_of_cores_trainer_is_saved_whole(tiny_flux, tmp_path: Path, cap
     expected = patched_deltas(tiny_flux, loaded_in_comfyui(tiny_flux, plain, caplog))
     assert len(expected) > 60
     save_lora(tmp_path / "a.safetensors", plain, layout, "fp32")
-    found = patched_deltas(tiny_flux, loaded_in_comfyui(tiny_flux, load_file(tmp_path / "a.safetensors"), caplog))
-    assert found.keys() == expected.keys()
+    actual = patched_deltas(tiny_flux, loaded_in_comfyui(tiny_flux, load_file(tmp_path / "a.safetensors"), caplog))
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(actual[name], value, rtol=1e-5, atol=1e-6)
 
 
 def test_save_lora_numbers_its_files_and_tells_the_frontend(modules):
@@ -73,9 +73,15 @@ def test_save_lora_numbers_its_files_and_tells_the_frontend(modules):
         outputs = [TesseraSaveLora.execute(lora, "loras/mine", "comfyui", "bf16") for _ in range(2)]
     folder = Path(folder_paths.get_output_directory(), "loras")
     assert [output.args[0] for output in outputs] == [str(folder / f"mine_0000{i}.safetensors") for i in (1, 2)]
-    (shown,) = outputs[1].ui["tessera"]
-    assert (shown["filename"], shown["subfolder"], shown["type"]) == ("mine_00002.safetensors", "loras", "output")
-    assert shown["notes"][0] == "ComfyUI reads this file." and shown["notes"][1].startswith("diffusers reads nothing")
+    (ui_entry,) = outputs[1].ui["tessera"]
+    assert (ui_entry["filename"], ui_entry["subfolder"], ui_entry["type"]) == (
+        "mine_00002.safetensors",
+        "loras",
+        "output",
+    )
+    assert ui_entry["notes"][0] == "ComfyUI reads this file." and ui_entry["notes"][1].startswith(
+        "diffusers reads nothing"
+    )
     json.dumps(outputs[1].ui, allow_nan=False)
     with safe_open(folder / "mine_00002.safetensors", "pt") as file:
         assert file.metadata() == {"ss_sd_model_name": "flux.safetensors"}
@@ -90,20 +96,22 @@ def test_a_saved_lora_carries_the_workflow_that_its_user_asks_for(modules, tmp_p
     prompt = {"1": {"class_type": "TesseraImageFolder", "inputs": {"folder": str(tmp_path / "secret" / "faces")}}}
     workflow = {"nodes": [{"id": 1, "widgets_values": ["loras/mine", 'a "quoted" caption']}]}
 
-    def headers(workflow, **asked):
+    def headers(workflow, **options):
         hidden = {io.Hidden.prompt: prompt, io.Hidden.extra_pnginfo: {"workflow": workflow}}
         clone = TesseraSaveLora.PREPARE_CLASS_CLONE({"hidden_inputs": hidden})
-        output = clone.execute(lora, "loras/with_workflow", "kohya", "bf16", **asked)
+        output = clone.execute(lora, "loras/with_workflow", "kohya", "bf16", **options)
         with safe_open(output.args[0], "pt") as file:
             return file.metadata(), output.ui["tessera"][0]["notes"]
 
-    found, notes = headers(workflow, save_workflow=True)
-    assert json.loads(found["workflow"]) == workflow and found["ss_tag"] == "kept"
-    assert "secret" not in json.dumps(found)
+    metadata, notes = headers(workflow, save_workflow=True)
+    assert json.loads(metadata["workflow"]) == workflow and metadata["ss_tag"] == "kept"
+    assert "secret" not in json.dumps(metadata)
     assert not any("save_workflow" in note for note in notes)
     assert headers(workflow)[0] == {"ss_tag": "kept"}
-    found, notes = headers({"nodes": ['"' * 1_000_000]}, save_workflow=True)  # four letters each in the file's header
-    assert found == {"ss_tag": "kept"} and notes[-1].startswith("save_workflow: the workflow is too large")
+    metadata, notes = headers(
+        {"nodes": ['"' * 1_000_000]}, save_workflow=True
+    )  # four letters each in the file's header
+    assert metadata == {"ss_tag": "kept"} and notes[-1].startswith("save_workflow: the workflow is too large")
 
 
 @pytest.mark.parametrize("prefix", ["../mine", "loras/../../mine", "/srv/mine", "C:\\mine", "..\\mine", "~/mine", ""])

@@ -19,9 +19,9 @@ from tiny.lora.lora_files import (
 
 
 def read(model, tensors):
-    found = read_lora(tensors, family_of(model), model.model)
-    assert (found.other_weights, found.text_encoder, found.unknown) == ((), 0, ())
-    return found.modules
+    reading = read_lora(tensors, family_of(model), model.model)
+    assert (reading.other_weights, reading.text_encoder, reading.unknown) == ((), 0, ())
+    return reading.modules
 
 
 def deltas(modules):
@@ -36,15 +36,15 @@ def test_every_format_that_we_write_is_read_back(family, tiny_files, caplog):
     lora = LoraModel.from_modules(updates)
     for layout, dtype, relative in (("kohya", "fp32", 1e-6), ("comfyui", "fp16", 1e-3), ("diffusers", "bf16", 6e-3)):
         tensors = convert(lora, layout, dtype)
-        found = deltas(read(model, tensors))
-        assert_same_deltas(found, updates, relative)
+        actual = deltas(read(model, tensors))
+        assert_same_deltas(actual, updates, relative)
         # Of diffusers' names ComfyUI knows fewer.
         if layout != "diffusers" or family in ("flux", "qwen_image"):
-            theirs = patched_deltas(model, loaded_in_comfyui(model, tensors, caplog))
-            assert all((found[name] - theirs[name]).norm() <= 1e-5 * theirs[name].norm() for name in theirs)
+            reference = patched_deltas(model, loaded_in_comfyui(model, tensors, caplog))
+            assert all((actual[name] - reference[name]).norm() <= 1e-5 * reference[name].norm() for name in reference)
     plain = {key: tensor for key, tensor in lora.items() if not key.endswith(".alpha")}
-    without = {name: LowRank(part.down, part.up, float(part.rank)) for name, part in updates.items()}
-    assert_same_deltas(deltas(read(model, plain)), without, 1e-6)
+    scaled = {name: LowRank(part.down, part.up, float(part.rank)) for name, part in updates.items()}
+    assert_same_deltas(deltas(read(model, plain)), scaled, 1e-6)
 
 
 @pytest.mark.parametrize("prefix", ["transformer.", "base_model.model.", "lycoris_", ""])
@@ -56,8 +56,8 @@ def test_split_layers_of_flux_are_fused_exactly(prefix, tiny_flux, caplog):
     tensors, shapes = {}, {}
     for index, (key, target) in enumerate(table.items()):
         source, offset = (target, None) if isinstance(target, str) else target[:2]
-        there = key.endswith(".weight") and source in native and native[source].dim() == 2
-        if not there or ".to_v" in key or "qkv_mlp_proj" in key or ".attn.to_out.weight" in key or "linear_" in key:
+        is_native = key.endswith(".weight") and source in native and native[source].dim() == 2
+        if not is_native or ".to_v" in key or "qkv_mlp_proj" in key or ".attn.to_out.weight" in key or "linear_" in key:
             continue
         name, rows = key.removesuffix(".weight"), offset[2] if offset else len(native[source])
         update = random_update(rows, native[source].shape[1], index)
@@ -69,13 +69,13 @@ def test_split_layers_of_flux_are_fused_exactly(prefix, tiny_flux, caplog):
         )
         tensors[f"{prefix}{name}.alpha"] = torch.tensor(update.alpha)
         shapes[source] = native[source].shape
-    found = deltas(read(tiny_flux, tensors))
-    assert {f"{name}.weight" for name in found} == shapes.keys() and len(found) >= 30
+    actual = deltas(read(tiny_flux, tensors))
+    assert {f"{name}.weight" for name in actual} == shapes.keys() and len(actual) >= 30
     if prefix == "base_model.model.":
         tensors = {key.replace(prefix, "transformer."): tensor for key, tensor in tensors.items()}
-    theirs = patched_deltas(tiny_flux, loaded_in_comfyui(tiny_flux, tensors, caplog))
-    for name, wanted in theirs.items():
-        assert (found[name] - wanted).norm() <= 1e-5 * wanted.norm(), name
+    reference = patched_deltas(tiny_flux, loaded_in_comfyui(tiny_flux, tensors, caplog))
+    for name, expected in reference.items():
+        assert (actual[name] - expected).norm() <= 1e-5 * expected.norm(), name
     rank = low_rank(read(tiny_flux, tensors)["double_blocks.0.img_attn.qkv"]).rank if prefix == "transformer." else 8
     assert rank == 8  # q's and k's
 
@@ -85,11 +85,11 @@ def test_flat_names_of_a_compiled_model_are_read(compiled, tiny_flux, caplog):
     updates = random_updates(tiny_flux)
     updates = {name: updates[name] for name in ("double_blocks.0.img_attn.qkv", "double_blocks.0.img_mlp.2", "img_in")}
     tensors = LoraModel.from_modules(updates)
-    named = {key.replace("lora_unet_double_blocks_0_", f"lora_unet_{compiled}"): key for key in tensors}
-    named = {key.replace("lora_unet_img_in.", "lora_unet_img_in__orig_mod."): old for key, old in named.items()}
-    assert not named.keys() & tensors.keys()
-    assert_same_deltas(deltas(read(tiny_flux, {key: tensors[old] for key, old in named.items()})), updates, 1e-6)
-    assert normalised({key: tensors[old] for key, old in named.items()}).keys() == tensors.keys()
+    sources = {key.replace("lora_unet_double_blocks_0_", f"lora_unet_{compiled}"): key for key in tensors}
+    sources = {key.replace("lora_unet_img_in.", "lora_unet_img_in__orig_mod."): old for key, old in sources.items()}
+    assert not sources.keys() & tensors.keys()
+    assert_same_deltas(deltas(read(tiny_flux, {key: tensors[old] for key, old in sources.items()})), updates, 1e-6)
+    assert normalised({key: tensors[old] for key, old in sources.items()}).keys() == tensors.keys()
 
 
 def test_pieces_over_one_down_keep_its_rank():
@@ -108,10 +108,10 @@ def test_what_is_not_of_this_model_is_told(tiny_flux, tiny_files):
     tensors["lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_up.weight"] = torch.zeros(3, 2)
     tensors["diffusion_model.single_blocks.0.linear2.diff_b"] = torch.zeros(128)
     tensors["diffusion_model.single_blocks.77.linear2.lora_A.weight"] = torch.zeros(3, 2)
-    found = read_lora(tensors, family_of(tiny_flux), tiny_flux.model)
-    assert list(found.modules) == ["single_blocks.0.linear2"] and found.text_encoder == 1
-    assert found.other_weights == ("single_blocks.0.linear2.bias",)
-    assert found.unknown == ("diffusion_model.single_blocks.77.linear2.lora_A.weight",)
+    reading = read_lora(tensors, family_of(tiny_flux), tiny_flux.model)
+    assert list(reading.modules) == ["single_blocks.0.linear2"] and reading.text_encoder == 1
+    assert reading.other_weights == ("single_blocks.0.linear2.bias",)
+    assert reading.unknown == ("diffusion_model.single_blocks.77.linear2.lora_A.weight",)
     wan = tiny.load_wan(tiny_files["wan"])
     assert read_lora(tensors, family_of(wan), wan.model).modules == {}
 
@@ -122,10 +122,10 @@ def test_other_adapters_come_as_the_tensors_of_their_files(tiny_flux, algorithm)
 
     trained, _ = _setup_lora_adapters(tiny_flux.clone(), {}, algorithm, torch.float32, 4)
     plain = {key: value.detach().clone() for key, value in trained.items()}
-    found = read_lora(plain, family_of(tiny_flux), tiny_flux.model)
+    reading = read_lora(plain, family_of(tiny_flux), tiny_flux.model)
     name = "double_blocks.1.txt_mlp.2"
     prefix = f"diffusion_model.{name}."
-    own = {key.removeprefix(prefix): value for key, value in plain.items() if key.startswith(prefix)}
-    own.pop("diff_b")
-    assert found.modules[name].keys() == own.keys() and len(own) > 1
-    assert all(torch.equal(found.modules[name][suffix], tensor.float()) for suffix, tensor in own.items())
+    tensors = {key.removeprefix(prefix): value for key, value in plain.items() if key.startswith(prefix)}
+    tensors.pop("diff_b")
+    assert reading.modules[name].keys() == tensors.keys() and len(tensors) > 1
+    assert all(torch.equal(reading.modules[name][suffix], tensor.float()) for suffix, tensor in tensors.items())

@@ -63,7 +63,7 @@ NESTED = Spelling(
 
 
 @pytest.mark.parametrize(
-    ("name", "there"),
+    ("name", "is_same"),
     [
         (NESTED.name, True),
         ("lycoris_diffusion_model_double_blocks_0_img_attn_qkv", True),
@@ -74,12 +74,12 @@ NESTED = Spelling(
         ("model." * 300 + "double_blocks.0.img_attn.qkv", False),
     ],
 )
-def test_wrappers_nest_and_another_prefix_is_another_module(name, there, tiny_flux):
+def test_wrappers_nest_and_another_prefix_is_another_module(name, is_same, tiny_flux):
     update = random_update(384, 128, 1)
     tensors = tensors_of(NESTED._replace(name=name), update)
     read = read_lora(tensors, family_of(tiny_flux), tiny_flux.model)
-    assert list(read.modules) == (["double_blocks.0.img_attn.qkv"] if there else [])
-    assert (read.other_layers, len(read.unknown)) == (((), 0) if there else ((name,), 2))
+    assert list(read.modules) == (["double_blocks.0.img_attn.qkv"] if is_same else [])
+    assert (read.other_layers, len(read.unknown)) == (((), 0) if is_same else ((name,), 2))
 
 
 def test_a_module_whose_name_ends_like_one_of_the_main_model_is_left_alone(models):

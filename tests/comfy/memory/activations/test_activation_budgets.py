@@ -39,15 +39,15 @@ def test_an_eager_budget_is_the_part_of_the_products_that_is_not_computed_again(
         return ops.counts["mm"] + ops.counts["addmm"], attentions
 
     (least, attentions), whole = products("none"), products("full")
-    blocks, again = 4, whole[0] - least
-    assert attentions == blocks and whole[1] == 2 * blocks and again > 10 * blocks
+    blocks, recomputed = 4, whole[0] - least
+    assert attentions == blocks and whole[1] == 2 * blocks and recomputed > 10 * blocks
     assert products("selective", 0.0) == whole
     assert products("selective", 1.0) == (least, attentions)
     assert products("selective", LEAST_BUDGET) == (whole[0], attentions)  # full, but for attention's second run
     for budget in (0.25, 0.75):
-        found, kept = products("selective", budget)
+        actual, attention_count = products("selective", budget)
         # Of each block's products so many as are whole.
-        assert 0 <= found - least - (1 - budget) * again < blocks and kept == attentions
+        assert 0 <= actual - least - (1 - budget) * recomputed < blocks and attention_count == attentions
 
 
 def parallel_block(x, wide, narrow):
@@ -61,10 +61,10 @@ def parallel_block(x, wide, narrow):
 def attentions_of_backward(budget: float) -> int:
     """Attentions that the backward of a compiled block computes again."""
     torch._dynamo.reset()
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
 
     def recorded(graph: Any, inputs: Any) -> Any:
-        found.update(str(node.target) for node in graph.graph.nodes)
+        counts.update(str(node.target) for node in graph.graph.nodes)
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(
@@ -77,8 +77,8 @@ def attentions_of_backward(budget: float) -> int:
     x = torch.randn(1, 48, width, requires_grad=True)
     run = selective_compiled(torch.compile(parallel_block, backend=backend, fullgraph=True), budget)
     run(x, *(weight.requires_grad_() for weight in weights)).sum().backward()
-    assert any("attention" in name and "backward" in name for name in found)
-    return sum(n for name, n in found.items() if "attention" in name and "backward" not in name)
+    assert any("attention" in name and "backward" in name for name in counts)
+    return sum(n for name, n in counts.items() if "attention" in name and "backward" not in name)
 
 
 def test_the_gpus_attention_is_not_computed_again_at_the_least_budget() -> None:
@@ -90,12 +90,12 @@ def test_the_gpus_attention_is_not_computed_again_at_the_least_budget() -> None:
         heads = (x @ weight for x in (q, k, v))
         return torch.ops.aten._scaled_dot_product_flash_attention(*heads)[0] * 2
 
-    found = {}
+    counts = {}
     for name, run in (("full", full(attend)), ("least", selective_eager(attend, LEAST_BUDGET))):
         with Ops() as ops:
             run(q, k, v).sum().backward()
-        found[name] = [ops.counts[f"_scaled_dot_product_flash_attention{way}"] for way in ("", "_backward")]
-    assert found == {"full": [2, 1], "least": [1, 1]}
+        counts[name] = [ops.counts[f"_scaled_dot_product_flash_attention{way}"] for way in ("", "_backward")]
+    assert counts == {"full": [2, 1], "least": [1, 1]}
     with ResultBytes() as results:
         attend(q, k, v)
     # The result in bf16, its log-sum-exp in fp32, and three numbers of the random state.

@@ -26,8 +26,8 @@ def deep_flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(path: Path, folder: Path, *, steps: int = STEPS, **options: Any) -> Any:
-    given = {"checkpointing": "full", **options}
-    return swapping.trained(tiny.load_flux(path), swapping.three_pictures(), folder, steps=steps, **given)
+    memory = {"checkpointing": "full", **options}
+    return swapping.trained(tiny.load_flux(path), swapping.three_pictures(), folder, steps=steps, **memory)
 
 
 CASES = [(None, batch, swap) for batch in (1, 3) for swap in (0, 4)] + [("aot_eager", 3, 4), ("aot_eager", 1, 0)]
@@ -36,17 +36,17 @@ CASES = [(None, batch, swap) for batch in (1, 3) for swap in (0, 4)] + [("aot_ea
 @pytest.mark.parametrize(("backend", "batch", "swap"), CASES)
 def test_offloaded_equals_kept_bit_for_bit_with_counted_bytes(deep_flux, tmp_path, backend, batch, swap) -> None:
     torch._dynamo.reset()
-    kept = trained(deep_flux, tmp_path / "kept", backend=backend, batch=batch)
+    resident = trained(deep_flux, tmp_path / "kept", backend=backend, batch=batch)
     graphs = Graphs()
-    off = trained(
+    offloaded = trained(
         deep_flux, tmp_path / "off", backend=backend, batch=batch, blocks_to_swap=swap, offload_activations=True
     )
     # A run compiles its own graphs, one for each kind of block.
-    assert graphs() == kept.placed.execution.runner.planned_graphs == (2 if backend else 0)
-    assert_same_run(off, kept)
+    assert graphs() == resident.placed.execution.runner.planned_graphs == (2 if backend else 0)
+    assert_same_run(offloaded, resident)
     # Two double blocks and two of the three single ones: the last stays. Each keeps its stream of all tokens, fp32.
     a_block = batch * (TOKENS + TEXT) * HIDDEN * 4
-    offload = off.placed.execution.runner.checkpointing.offload
+    offload = offloaded.placed.execution.runner.checkpointing.offload
     assert offload.bytes_out == offload.bytes_in == STEPS * 4 * a_block
     # Picture and text of a double block are a buffer each; the second step makes none.
     assert offload.buffers == 2 * 2 + 2
@@ -54,25 +54,25 @@ def test_offloaded_equals_kept_bit_for_bit_with_counted_bytes(deep_flux, tmp_pat
 
 
 def test_what_is_wanted_back_is_asked_for_one_block_ahead(deep_flux: Path, tmp_path: Path, monkeypatch) -> None:
-    asked: list[tuple[str, int]] = []
+    requests: list[tuple[str, int]] = []
     fetch, unpack = ActivationOffload._fetch, ActivationOffload._unpack
 
-    def spy_fetch(self: Any, kept: Any) -> Any:
-        if kept.fetched is None:
-            asked.append(("copy", kept.turn))
-        return fetch(self, kept)
+    def spy_fetch(self: Any, saved: Any) -> Any:
+        if saved.fetched is None:
+            requests.append(("copy", saved.turn))
+        return fetch(self, saved)
 
-    def spy_unpack(self: Any, kept: Any) -> Any:
-        if not isinstance(kept, torch.Tensor):
-            asked.append(("need", kept.turn))
-        return unpack(self, kept)
+    def spy_unpack(self: Any, saved: Any) -> Any:
+        if not isinstance(saved, torch.Tensor):
+            requests.append(("need", saved.turn))
+        return unpack(self, saved)
 
     monkeypatch.setattr(ActivationOffload, "_fetch", spy_fetch)
     monkeypatch.setattr(ActivationOffload, "_unpack", spy_unpack)
     trained(deep_flux, tmp_path, steps=1, offload_activations=True)
     for turn in (1, 2, 3):
-        assert asked.index(("copy", turn)) < asked.index(("need", turn))
-        assert asked.index(("copy", turn)) > asked.index(("need", turn + 1))
+        assert requests.index(("copy", turn)) < requests.index(("need", turn))
+        assert requests.index(("copy", turn)) > requests.index(("need", turn + 1))
 
 
 @pytest.mark.parametrize("goes_on", ["eager", "with less", None])
@@ -155,9 +155,9 @@ def test_a_buffer_is_filled_with_strides_and_bytes_as_they_were() -> None:
 
 
 def test_tensors_of_two_blocks_may_be_on_their_way_out_and_those_before_are_let_go() -> None:
-    offload, held = ActivationOffload(torch.device("cpu")), []
+    offload, storing = ActivationOffload(torch.device("cpu")), []
     run = offload.wrap(lambda block, x: torch.utils.checkpoint.checkpoint(torch.exp, x, use_reentrant=False))
     for _ in range(5):
         run(object(), torch.randn(4, requires_grad=True))
-        held.append({turn for turn, *_ in offload._storing})
-    assert held == [{1}, {1, 2}, {2, 3}, {3, 4}, {4, 5}]
+        storing.append({turn for turn, *_ in offload._storing})
+    assert storing == [{1}, {1, 2}, {2, 3}, {3, 4}, {4, 5}]

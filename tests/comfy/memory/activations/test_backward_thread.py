@@ -82,13 +82,13 @@ def test_a_backward_on_a_thread_of_its_own_is_the_same_run(
 
     plain, graphs = trained("plain")
     threads = BackwardThreads(monkeypatch)
-    found, graphs_of_threads = trained("threads")
+    threaded, graphs_of_threads = trained("threads")
     assert threads.count == STEPS
-    assert_same_run(found, plain)
-    assert found.train_step.copies == plain.train_step.copies and bool(found.train_step.copies) == bool(swap)
+    assert_same_run(threaded, plain)
+    assert threaded.train_step.copies == plain.train_step.copies and bool(threaded.train_step.copies) == bool(swap)
     assert graphs_of_threads == graphs == plain.placed.execution.runner.planned_graphs == (2 if backend else 0)
-    for one, other in zip(
-        found.placed.execution.runner.report.regions, plain.placed.execution.runner.report.regions, strict=True
+    for region, other in zip(
+        threaded.placed.execution.runner.report.regions, plain.placed.execution.runner.report.regions, strict=True
     ):
-        assert (one.compiled_calls, one.eager_calls) == (other.compiled_calls, other.eager_calls)
-        assert [(e.graphs, e.recompiles) for e in one.events] == [(e.graphs, e.recompiles) for e in other.events]
+        assert (region.compiled_calls, region.eager_calls) == (other.compiled_calls, other.eager_calls)
+        assert [(e.graphs, e.recompiles) for e in region.events] == [(e.graphs, e.recompiles) for e in other.events]

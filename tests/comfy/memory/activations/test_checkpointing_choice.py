@@ -48,15 +48,13 @@ def test_a_saved_workflow_keeps_its_value(saved):
     assert executed(TesseraMemory, checkpointing=saved, attention="auto").result[0] == MemoryOptions(saved)
 
 
-@pytest.mark.parametrize(("bytes_", "chosen"), [(2**40, "none"), (1, "full")])
-def test_with_nothing_connected_the_fastest_that_fits_is_taken_and_told(
-    bytes_, chosen, tiny_flux, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize(("bytes_", "mode"), [(2**40, "none"), (1, "full")])
+def test_with_nothing_connected_the_fastest_that_fits_is_taken_and_told(bytes_, mode, tiny_flux, tmp_path, monkeypatch):
     free(monkeypatch, bytes_)
     result, notes = run(tiny_flux, tmp_path, steps=1)
-    (plan,) = (note for note in notes if f"checkpointing {chosen}" in note)
-    assert ON_CPU in plan and plan.startswith("Everything fits " if chosen == "none" else "Needs ")
-    assert result.summary["checkpointing"] == chosen and result.summary["memory_plan"] == plan
+    (plan,) = (note for note in notes if f"checkpointing {mode}" in note)
+    assert ON_CPU in plan and plan.startswith("Everything fits " if mode == "none" else "Needs ")
+    assert result.summary["checkpointing"] == mode and result.summary["memory_plan"] == plan
     assert result.summary["blocks_swapped"] == 0
 
 
@@ -128,9 +126,9 @@ def test_a_run_that_goes_on_takes_its_budget_again_and_a_state_without_one_the_a
     second, notes = run(tiny_flux, tmp_path, steps=2)
     assert "Resumed at step 1." in notes and not any("continues with" in note for note in notes)
     assert "saving only attention's results" in second.summary["memory_plan"]
-    asked, none = MemoryOptions(activation_budget=0.3), {"checkpointing": "none"}
-    assert auto.chosen_before({"checkpointing": "selective"}, asked) == Way("selective", 0.3)
-    assert auto.chosen_before({}, asked) is None and auto.chosen_before(none, asked) == Way("none", 0.0)
+    options, none = MemoryOptions(activation_budget=0.3), {"checkpointing": "none"}
+    assert auto.chosen_before({"checkpointing": "selective"}, options) == Way("selective", 0.3)
+    assert auto.chosen_before({}, options) is None and auto.chosen_before(none, options) == Way("none", 0.0)
 
 
 def test_blocks_that_are_placed_anew_run_with_the_planned_budget(tiny_flux, tmp_path, monkeypatch):
@@ -173,5 +171,5 @@ def test_a_step_that_runs_out_of_memory_goes_on_with_less_and_the_state_holds_th
 
     trainer.train_step.losses.batch_loss = runs_out
     trainer.run()
-    chosen = trainer.placed.memory.options.checkpointing
-    assert chosen in ("selective", "full") and trainer.train_step.retries.environment["checkpointing"] == chosen
+    mode = trainer.placed.memory.options.checkpointing
+    assert mode in ("selective", "full") and trainer.train_step.retries.environment["checkpointing"] == mode

@@ -67,14 +67,14 @@ def test_layers_that_lose_little_multiply_in_low_precision(files: Any, tmp_path:
     trainer = trainer_on(files["even"], tmp_path)
     assert trainer.placed.low_bit.undecided and not trainer.observer.notes
     decided = []
-    looks = {"between_steps": lambda one: decided.append(not one.placed.low_bit.undecided)}
+    looks = {"between_steps": lambda run: decided.append(not run.placed.low_bit.undecided)}
     trainer.watchers.append(SimpleNamespace(**looks, is_due=lambda *_: False))
     trainer.run()
     assert decided == [True] * 3  # also before the first step, when validation looks on
     assert not trainer.placed.low_bit.undecided and trainer.placed.low_bit.decision() == {"asked": "int8", "full": []}
     errors = trainer.placed.low_bit.errors
-    measured = {place: both for place, both in errors.items() if "mod" not in place[1]}  # which see one token
-    assert len(measured) == 10 and all(0.001 < error < LIMIT / 2 for both in measured.values() for error in both)
+    measured = {place: sides for place, sides in errors.items() if "mod" not in place[1]}  # which see one token
+    assert len(measured) == 10 and all(0.001 < error < LIMIT / 2 for sides in measured.values() for error in sides)
     assert trainer.observer.notes == [
         "low_bit_matmul is int8: 16 of the 16 layers of the blocks multiply in int8, where they see 32 tokens or more."
     ]
@@ -108,11 +108,11 @@ def test_swapped_and_compiled_runs_decide_and_train_alike(files: Any, tmp_path: 
     graphs = Graphs()
     memory = {"blocks_to_swap": 3, "checkpointing": "full"} if backend is None else {"checkpointing": "auto"}
     other = trainer_on(files["outlier"], tmp_path, backend, memory=memory)
-    wanted, errors = weights_of(resident), resident.placed.low_bit.errors
+    expected, errors = weights_of(resident), resident.placed.low_bit.errors
     other.run()
     assert other.placed.low_bit.decision() == {"asked": "int8", "full": [[*LINEAR2, "forward"]]}
     assert other.placed.low_bit.errors == errors
-    assert all(torch.equal(one, two) for one, two in zip(weights_of(other), wanted, strict=True))
+    assert all(torch.equal(weight, two) for weight, two in zip(weights_of(other), expected, strict=True))
     if backend:
         assert graphs() == other.placed.execution.runner.planned_graphs == 2 and graphs.breaks == 0
         structures = other.placed.memory.automatic.measured.structures
@@ -122,22 +122,26 @@ def test_swapped_and_compiled_runs_decide_and_train_alike(files: Any, tmp_path: 
 def test_to_measure_leaves_no_trace_in_what_is_learnt(files: Any, tmp_path: Path) -> None:
     """A run that is given the decision trains as the one that found it, with dropout too."""
     network = NetworkOptions(rank=4, alpha=8.0, dropout=0.3)
-    found = trainer_on(files["outlier"], tmp_path, network=network, gradient_accumulation=3)
-    found.run()
-    kept, losses, weights = found.placed.low_bit.decision(), found.progress.loss, weights_of(found)
-    given = trainer_on(files["outlier"], tmp_path, network=network, gradient_accumulation=3)
-    given.placed.low_bit.full = {(block, layer): tuple(sides) for block, layer, *sides in kept["full"]}
-    given.placed.low_bit.set(given.placed.weights.transformer.blocks())
-    given.run()
-    assert given.progress.loss == losses
-    assert all(torch.equal(one, two) for one, two in zip(weights_of(given), weights, strict=True))
+    measured_run = trainer_on(files["outlier"], tmp_path, network=network, gradient_accumulation=3)
+    measured_run.run()
+    decision, losses, weights = (
+        measured_run.placed.low_bit.decision(),
+        measured_run.progress.loss,
+        weights_of(measured_run),
+    )
+    decided_run = trainer_on(files["outlier"], tmp_path, network=network, gradient_accumulation=3)
+    decided_run.placed.low_bit.full = {(block, layer): tuple(sides) for block, layer, *sides in decision["full"]}
+    decided_run.placed.low_bit.set(decided_run.placed.weights.transformer.blocks())
+    decided_run.run()
+    assert decided_run.progress.loss == losses
+    assert all(torch.equal(weight, two) for weight, two in zip(weights_of(decided_run), weights, strict=True))
 
 
 def test_the_first_four_micro_batches_are_measured(files: Any, tmp_path: Path) -> None:
     trainer = trainer_on(files["even"], tmp_path, steps=6, gradient_accumulation=3)
     trainer.train_step.batches.order.start(0, 0, lambda: None)
-    steps = [((0, micro), one) for micro, one in enumerate(trainer.train_step.batches.for_step(0))]
-    steps += [((1, micro), one) for micro, one in enumerate(trainer.train_step.batches.for_step(1))]
+    steps = [((0, micro), batch) for micro, batch in enumerate(trainer.train_step.batches.for_step(0))]
+    steps += [((1, micro), batch) for micro, batch in enumerate(trainer.train_step.batches.for_step(1))]
     assert trainer.train_step.batches.order.first_of(0, 0, 4) == steps[:4]
     assert trainer.train_step.batches.order.first_of(1, 3, 2) == steps[3:5]
 
@@ -147,18 +151,18 @@ def test_a_resumed_run_takes_the_decision_from_its_state(
 ) -> None:
     whole = trainer_on(files["outlier"], tmp_path / "whole", steps=4)
     whole.run()
-    wanted, losses = weights_of(whole), whole.progress.loss
+    expected, losses = weights_of(whole), whole.progress.loss
     first = trainer_on(files["outlier"], tmp_path / "cut", steps=4, save_every=2)
     first.run()
     state = state_path(first.context.folder.path, 2)
     header = load_state(state).low_bit_matmul
     assert header == {"asked": "int8", "full": [[*LINEAR2, "forward"]]}
 
-    def resumed(asked: str) -> Any:
+    def resumed(option: str) -> Any:
         with monkeypatch.context() as patch:
-            made = LowBitPolicy.__init__
-            patch.setattr(LowBitPolicy, "__init__", lambda self, *given: made(self, *given[:3], header))
-            trainer = trainer_on(files["outlier"], tmp_path / asked, steps=4, memory={"low_bit_matmul": asked})
+            original = LowBitPolicy.__init__
+            patch.setattr(LowBitPolicy, "__init__", lambda self, *arguments: original(self, *arguments[:3], header))
+            trainer = trainer_on(files["outlier"], tmp_path / option, steps=4, memory={"low_bit_matmul": option})
         trainer.resume(state)
         return trainer
 
@@ -167,15 +171,15 @@ def test_a_resumed_run_takes_the_decision_from_its_state(
     monkeypatch.setattr(second.train_step, "measure_low_bit", None)
     second.run()
     assert second.progress.loss == losses
-    assert all(torch.equal(one, two) for one, two in zip(weights_of(second), wanted, strict=True))
+    assert all(torch.equal(weight, two) for weight, two in zip(weights_of(second), expected, strict=True))
     (note,) = list(second.placed.low_bit.notes())
     assert note.endswith("In full: linear2 of single (too inexact in the forward pass when the run started).")
     # Another option decides anew, and where the matmul is missing the run says so and hands the decision on.
     assert resumed("off").placed.low_bit.decision() == {}
     monkeypatch.setattr(placement, "obstacle", lambda *_: "int8 matmuls need an NVIDIA card")
     elsewhere = resumed("int8")
-    told = "low_bit_matmul is int8, but all layers multiply in full: int8 matmuls need an NVIDIA card."
-    assert list(elsewhere.placed.low_bit.notes()) == [told] and elsewhere.placed.low_bit.decision() == header
+    message = "low_bit_matmul is int8, but all layers multiply in full: int8 matmuls need an NVIDIA card."
+    assert list(elsewhere.placed.low_bit.notes()) == [message] and elsewhere.placed.low_bit.decision() == header
     elsewhere.run()
     elsewhere.saver.save()
     assert (
@@ -199,8 +203,8 @@ def test_a_state_with_a_damaged_decision_is_refused(files: Any, tmp_path: Path) 
         return state
 
     place = ["single", "linear2"]
-    both = {"asked": "int8", "full": [[*place, "forward", "backward"]]}
-    assert read_header(rewritten(both)).low_bit_matmul == both
+    header = {"asked": "int8", "full": [[*place, "forward", "backward"]]}
+    assert read_header(rewritten(header)).low_bit_matmul == header
     for damaged in (
         [],
         {"asked": "int8"},
@@ -231,8 +235,8 @@ def test_a_channel_of_a_thousandfold_size_does_not_hide_that_the_others_are_lost
     rounded = (weight / (step := weight.abs().amax() / 127)).round() * step
     meter = ErrorMeter(torch.device("cpu"))
     meter.add(False, x @ rounded.T, x @ weight.T)
-    error, others = meter.errors()[0], torch.arange(96) != 7
-    low, full = (x @ rounded.T)[:, others], (x @ weight.T)[:, others]
+    error, columns = meter.errors()[0], torch.arange(96) != 7
+    low, full = (x @ rounded.T)[:, columns], (x @ weight.T)[:, columns]
     assert (low - full).norm() > 0.8 * full.norm()
     assert error > 0.8
 

@@ -18,7 +18,7 @@ from tiny.native.step import trainer_of
 from tiny.native.stored import build_stored
 
 FILES = {"int8 rotated": "int8", "fp8": "fp8"}
-every_file = pytest.mark.parametrize("how", FILES)
+every_file = pytest.mark.parametrize("storage", FILES)
 CPU = torch.device("cpu")
 
 
@@ -26,7 +26,9 @@ CPU = torch.device("cpu")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("stored")
     sizes: dict[str, Any] = {"depth": 1, "depth_single": 2, "dtype": torch.bfloat16, "denoiser": True}
-    return {how: tiny.write_flux(folder / f"{how}.safetensors", quantised=how, **sizes) for how in FILES}
+    return {
+        storage: tiny.write_flux(folder / f"{storage}.safetensors", quantised=storage, **sizes) for storage in FILES
+    }
 
 
 def trainer_on(path: Path, folder: Path, backend: str | None = None, steps: int = 2, **memory: Any) -> Any:
@@ -60,33 +62,37 @@ def quick_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU torch's own kernel is a plain loop, a hundred times slower than the product in fp32."""
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(40, 64, generator=generator).to(torch.float8_e4m3fn) for _ in range(2))
-    one, scale = torch.ones(()), torch.tensor(0.3)
+    unit_scale, scale = torch.ones(()), torch.tensor(0.3)
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
-        torchs = torch._scaled_mm(left, right.t(), one, scale, out_dtype=dtype)
-        torch.testing.assert_close(scaled_product(left, right.t(), one, scale, dtype), torchs, rtol=limit, atol=limit)
+        torchs = torch._scaled_mm(left, right.t(), unit_scale, scale, out_dtype=dtype)
+        torch.testing.assert_close(
+            scaled_product(left, right.t(), unit_scale, scale, dtype), torchs, rtol=limit, atol=limit
+        )
     monkeypatch.setattr(torch, "_scaled_mm", scaled_product)
 
 
 @pytest.mark.usefixtures("quick_fp8")
 @every_file
-def test_resident_checkpointed_swapped_and_compiled_runs_are_the_same(how: str, files: Any, tmp_path: Path) -> None:
-    low = {"low_bit_matmul": FILES[how]}
-    resident = trained(files[how], tmp_path, **low)
-    assert resident.progress.loss != trained(files[how], tmp_path).progress.loss
+def test_resident_checkpointed_swapped_and_compiled_runs_are_the_same(storage: str, files: Any, tmp_path: Path) -> None:
+    low = {"low_bit_matmul": FILES[storage]}
+    resident = trained(files[storage], tmp_path, **low)
+    assert resident.progress.loss != trained(files[storage], tmp_path).progress.loss
     swapping = {"blocks_to_swap": 3, "checkpointing": "full"}
     for memory in ({"checkpointing": "full"}, {"checkpointing": "selective"}, swapping):
-        found = trained(files[how], tmp_path, **low, **memory)
-        assert_same_run(found, resident)
+        other_run = trained(files[storage], tmp_path, **low, **memory)
+        assert_same_run(other_run, resident)
         slots = (
-            [] if found.placed.weights.swap is None else [slot.numel() for slot in found.placed.weights.swap.ring.slots]
+            []
+            if other_run.placed.weights.swap is None
+            else [slot.numel() for slot in other_run.placed.weights.swap.ring.slots]
         )
     # What streams is the stored form, as in full.
-    full = trained(files[how], tmp_path, **swapping)
+    full = trained(files[storage], tmp_path, **swapping)
     assert slots == [slot.numel() for slot in full.placed.weights.swap.ring.slots] and len(slots) == 2
-    assert found.train_step.copies == full.train_step.copies > 0
+    assert other_run.train_step.copies == full.train_step.copies > 0
     torch._dynamo.reset()
     graphs = Graphs()
-    compiled = trained(files[how], tmp_path, "aot_eager", **low, blocks_to_swap=2)
+    compiled = trained(files[storage], tmp_path, "aot_eager", **low, blocks_to_swap=2)
     assert graphs() == compiled.placed.execution.runner.planned_graphs == 2 and graphs.breaks == 0
     assert compiled.placed.execution.runner.not_compiled is None
     assert_same_run(compiled, resident)
@@ -94,16 +100,16 @@ def test_resident_checkpointed_swapped_and_compiled_runs_are_the_same(how: str, 
 
 @pytest.mark.usefixtures("quick_fp8")
 @every_file
-def test_after_30_steps_the_update_points_where_the_full_one_does(how: str, files: Any, tmp_path: Path) -> None:
+def test_after_30_steps_the_update_points_where_the_full_one_does(storage: str, files: Any, tmp_path: Path) -> None:
     updates = []
-    for option in ("off", FILES[how]):
-        trainer = trainer_on(files[how], tmp_path, steps=30, low_bit_matmul=option)
-        before = {name: p.clone() for name, p in trainer.network.master_weights().items()}
+    for option in ("off", FILES[storage]):
+        trainer = trainer_on(files[storage], tmp_path, steps=30, low_bit_matmul=option)
+        initial = {name: p.clone() for name, p in trainer.network.master_weights().items()}
         trainer.run()
         after = trainer.network.master_weights()
-        updates.append(torch.cat([(after[name] - before[name]).flatten() for name in before]))
+        updates.append(torch.cat([(after[name] - initial[name]).flatten() for name in initial]))
     cosine = float(torch.nn.functional.cosine_similarity(*updates, dim=0))
-    assert {"int8": 0.99, "fp8": 0.97}[FILES[how]] <= cosine < 1 - 1e-6
+    assert {"int8": 0.99, "fp8": 0.97}[FILES[storage]] <= cosine < 1 - 1e-6
 
 
 def test_the_run_says_and_lists_how_its_layers_multiply(files: Any, tmp_path: Path) -> None:
@@ -120,7 +126,7 @@ def test_the_run_says_and_lists_how_its_layers_multiply(files: Any, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("asked", "how", "note"),
+    ("option", "storage", "note"),
     [
         (
             "fp8",
@@ -132,12 +138,12 @@ def test_the_run_says_and_lists_how_its_layers_multiply(files: Any, tmp_path: Pa
         ("auto", "fp8", "low_bit_matmul is auto, but all layers multiply in full: auto has nothing faster on a CPU."),
     ],
 )
-def test_what_cannot_be_is_full_and_said(asked: str, how: str, note: str, files: Any, tmp_path: Path) -> None:
-    trainer = trainer_on(files[how], tmp_path, low_bit_matmul=asked)
+def test_what_cannot_be_is_full_and_said(option: str, storage: str, note: str, files: Any, tmp_path: Path) -> None:
+    trainer = trainer_on(files[storage], tmp_path, low_bit_matmul=option)
     assert list(trainer.placed.low_bit.notes()) == [note]
     assert all(linear.low_bit is None for linear in trainer.placed.weights.transformer.linears().values())
     trainer.run()
-    assert trainer.progress.loss == trainer_run_in_full(files[how], tmp_path)
+    assert trainer.progress.loss == trainer_run_in_full(files[storage], tmp_path)
     assert all(row["forward"] == row["backward"] == "full" for row in trainer.summary()["low_bit_matmul"]["layers"])
 
 
@@ -149,8 +155,8 @@ def trainer_run_in_full(path: Path, folder: Path) -> list[float]:
 
 
 def test_the_report_names_quantize_and_matmuls_of_a_region(files: Any, tmp_path: Path) -> None:
-    def labels(how: str, **memory: Any) -> list[str]:
-        runner = trainer_on(files[how], tmp_path, "aot_eager", **memory).placed.execution.runner
+    def labels(storage: str, **memory: Any) -> list[str]:
+        runner = trainer_on(files[storage], tmp_path, "aot_eager", **memory).placed.execution.runner
         return [region["region"] for region in runner.report.facts()["regions"]][:2]
 
     low = labels("int8 rotated", low_bit_matmul="int8", quantize="fp8")
@@ -159,14 +165,14 @@ def test_the_report_names_quantize_and_matmuls_of_a_region(files: Any, tmp_path:
 
 
 @every_file
-def test_the_plan_reckons_low_bit_matmuls_at_their_rate(how: str, files: Any, tmp_path: Path) -> None:
+def test_the_plan_reckons_low_bit_matmuls_at_their_rate(storage: str, files: Any, tmp_path: Path) -> None:
     """Of a single block of 36 + 40 tokens: two Linears that all of them go through, and one of a single row."""
-    precision, work = FILES[how], []
+    precision, work = FILES[storage], []
     for option in ("off", precision):
         memory = {"low_bit_matmul": option, "checkpointing": "auto", "blocks_to_swap": 1}
-        costs = trainer_on(files[how], tmp_path, **memory).placed.memory.automatic.measured.blocks
-        (one,) = {block.work for block in costs if block.name == "single_blocks.0"}
-        work.append((one.forward.products, one.backward.products))
+        costs = trainer_on(files[storage], tmp_path, **memory).placed.memory.automatic.measured.blocks
+        (block_work,) = {block.work for block in costs if block.name == "single_blocks.0"}
+        work.append((block_work.forward.products, block_work.backward.products))
     linears = 128 * (3 * 128 + 512) + 128 * (128 + 512)
     saved = 2 * 76 * linears * (1 - 1 / RATES[precision])
     assert [full - low for full, low in zip(*work, strict=True)] == pytest.approx([saved, saved], rel=1e-9)
@@ -174,8 +180,8 @@ def test_the_plan_reckons_low_bit_matmuls_at_their_rate(how: str, files: Any, tm
 
 def test_a_card_without_the_matmul_is_named() -> None:
     policy = LowBitPolicy("int8", torch.device("mps"), torch.bfloat16)
-    wanted = "low_bit_matmul is int8, but all layers multiply in full: int8 matmuls need an NVIDIA card."
-    assert list(policy.notes()) == [wanted] and policy.precisions == ()
+    message = "low_bit_matmul is int8, but all layers multiply in full: int8 matmuls need an NVIDIA card."
+    assert list(policy.notes()) == [message] and policy.precisions == ()
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])

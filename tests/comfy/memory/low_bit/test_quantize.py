@@ -41,8 +41,8 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return run
 
 
-def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return ((found.float() - wanted.float()).norm() / wanted.float().norm()).item()
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
 @pytest.mark.parametrize("quantize", BOUNDS)
@@ -50,20 +50,20 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def test_the_linears_of_blocks_are_in_8_bit_and_nothing_else_is(name: str, quantize: str, tiny_files, load) -> None:
     whole = tiny.load_model(name, tiny_files[name]).model.diffusion_model
     model, notes = load(tiny_files[name], quantize)
-    held = 0
+    count = 0
     for path, module in model.model.diffusion_model.named_modules():
         weight = getattr(module, "weight", None)
         if weight is None:
             continue
-        wanted = whole.get_submodule(path).weight
+        expected = whole.get_submodule(path).weight
         inside = any(part.isdigit() for part in path.split("."))
         if isinstance(weight, QuantizedTensor):
-            held += 1
-            assert inside and weight.ndim == 2 and relative(weight.dequantize(), wanted) < BOUNDS[quantize]
+            count += 1
+            assert inside and weight.ndim == 2 and relative(weight.dequantize(), expected) < BOUNDS[quantize]
         else:
-            assert torch.equal(weight, wanted) and not (isinstance(module, torch.nn.Linear) and _is_in_block(path))
-    assert held > 8 and notes[0].startswith(
-        f"quantize: {held} layers of the blocks were converted to {quantize} in 0 s; "
+            assert torch.equal(weight, expected) and not (isinstance(module, torch.nn.Linear) and _is_in_block(path))
+    assert count > 8 and notes[0].startswith(
+        f"quantize: {count} layers of the blocks were converted to {quantize} in 0 s; "
     )
 
 
@@ -96,8 +96,8 @@ def test_training_reads_the_stored_8_bit(quantize: str, tiny_files, load, tmp_pa
     with torch.inference_mode():
         cores = comfy.sd.load_diffusion_model(str(model_file.quantized_file(str(path), quantize)))
     data = training_data(data_sample("a", 64, 64))
-    ours, theirs = (train(m, data, tmp_path / str(i), steps=2).lora for i, m in enumerate((model, cores)))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    our_lora, core_lora = (train(m, data, tmp_path / str(i), steps=2).lora for i, m in enumerate((model, cores)))
+    assert our_lora.keys() == core_lora.keys() and all(torch.equal(our_lora[key], core_lora[key]) for key in our_lora)
 
 
 def test_what_took_long_is_kept_beside_and_read_the_next_time(tiny_files, load, tmp_path, monkeypatch) -> None:
@@ -123,17 +123,17 @@ def test_what_took_long_is_kept_beside_and_read_the_next_time(tiny_files, load, 
         with pytest.raises(AssertionError, match="once more"):  # another file under the old name
             path.write_bytes(tiny.write_flux(tmp_path / "other.safetensors", seed=1).read_bytes())
             load(path, "int8")
-    kept = model_file.quantized_file(str(path), "int8")
-    save_file({"a": torch.zeros(1)}, kept)
+    cache_file = model_file.quantized_file(str(path), "int8")
+    save_file({"a": torch.zeros(1)}, cache_file)
     assert load(path, "int8")[1][-1] == (
         "quantize: not saved, because flux.int8.safetensors already exists and was not made by this node."
     )
-    assert list(load_file(kept)) == ["a"]
-    kept.write_bytes(kept.read_bytes()[:40])
+    assert list(load_file(cache_file)) == ["a"]
+    cache_file.write_bytes(cache_file.read_bytes()[:40])
     assert load(path, "int8")[1][-1] == (
         "quantize: not saved, because flux.int8.safetensors already exists and is damaged; delete it."
     )
-    kept.unlink()
+    cache_file.unlink()
     monkeypatch.setattr(model_file.shutil, "disk_usage", lambda _: type("", (), {"free": 0})())
     note = load(path, "int8")[1][-1]
     assert note == f"quantize: not saved, because {tmp_path.name} doesn't have 0.0 GiB of free disk space."
@@ -168,17 +168,17 @@ def test_only_linears_that_come_out_as_they_were_are_taken(name: str, tmp_path, 
     with torch.inference_mode():
         core = comfy.sd.load_diffusion_model(path).model.diffusion_model
         model, said = model_file.open_quantized(path, {}, "int8", False)
-    held = 0
-    for key, wanted in core.named_parameters():
-        found = model.model.diffusion_model.get_parameter(key)
-        if isinstance(found, QuantizedTensor):
-            held += 1
-            assert relative(found.dequantize(), wanted) < BOUNDS["int8"], key
+    count = 0
+    for key, expected in core.named_parameters():
+        parameter = model.model.diffusion_model.get_parameter(key)
+        if isinstance(parameter, QuantizedTensor):
+            count += 1
+            assert relative(parameter.dequantize(), expected) < BOUNDS["int8"], key
         else:
-            assert torch.equal(found, wanted), key
-    assert said[0].startswith(f"quantize: {held} layers of the blocks were converted to int8") and held > 10
-    others = [sentence for sentence in said if sentence.endswith(f": {model_file.NO_LINEAR}.")]
-    assert len(others) == (name != "krea-2")
+            assert torch.equal(parameter, expected), key
+    assert said[0].startswith(f"quantize: {count} layers of the blocks were converted to int8") and count > 10
+    messages = [sentence for sentence in said if sentence.endswith(f": {model_file.NO_LINEAR}.")]
+    assert len(messages) == (name != "krea-2")
 
 
 def test_convolutions_in_blocks_are_named(load, tmp_path) -> None:
@@ -201,7 +201,7 @@ def test_int8_is_rotated_by_the_largest_matrix_that_fits(columns: int, size: int
 
 def test_memory_is_that_of_8_bit_and_a_slice(load, tmp_path, monkeypatch) -> None:
     path = tiny.write_flux(tmp_path / "flux.safetensors", hidden=1024, depth=1, depth_single=4, dtype=torch.bfloat16)
-    seen: list[int] = []
+    sizes: list[int] = []
     real = model_file.quantize_weights
 
     def watched(*args: Any) -> Any:
@@ -209,15 +209,15 @@ def test_memory_is_that_of_8_bit_and_a_slice(load, tmp_path, monkeypatch) -> Non
             result = real(*args)
         changes = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
         changes.sort(key=lambda event: event.start_ns())
-        seen.extend((max(accumulate(event.nbytes() for event in changes)), result.bytes_after, result.bytes_before))
+        sizes.extend((max(accumulate(event.nbytes() for event in changes)), result.bytes_after, result.bytes_before))
         return result
 
     monkeypatch.setattr(quantize_module, "SLICE", 1 << 18)
     monkeypatch.setattr(model_file, "quantize_weights", watched)
     load(path, "int8")
-    taken, after, before = seen
+    peak, after, before = sizes
     # In fp32: the slice, rotated, scaled, rounded. The bf16 weights stay in the mapped file.
-    assert after < taken < after + 5 * 4 * quantize_module.SLICE < before
+    assert after < peak < after + 5 * 4 * quantize_module.SLICE < before
 
 
 def test_bad_input_is_one_sentence_and_cancel_is_obeyed(tiny_files, load, tmp_path, monkeypatch) -> None:
@@ -225,8 +225,8 @@ def test_bad_input_is_one_sentence_and_cancel_is_obeyed(tiny_files, load, tmp_pa
         ValueError, match="quantize is 'int8' and weight_dtype is 'fp8_e4m3fn', but only one of them can choose"
     ):
         load(tiny_files["flux"], "int8", "fp8_e4m3fn")
-    others = {f"transformer_{name}": tensor for name, tensor in load_file(tiny_files["flux"]).items()}
-    save_file(others, tmp_path / "others.safetensors")
+    transformer_tensors = {f"transformer_{name}": tensor for name, tensor in load_file(tiny_files["flux"]).items()}
+    save_file(transformer_tensors, tmp_path / "others.safetensors")
     with pytest.raises(ValueError, match="quantize is 'fp8', but the names in others.safetensors are not ComfyUI's"):
         load(tmp_path / "others.safetensors", "fp8")
 

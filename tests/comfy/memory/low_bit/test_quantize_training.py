@@ -59,30 +59,30 @@ def metadata_of(trainer: Any) -> dict[str, str]:
 @every_format
 def test_it_trains_as_on_a_model_that_was_loaded_in_it_and_leaves_the_model(quantize, wide_file, tmp_path) -> None:
     model = loaded(wide_file)
-    before = {name: tensor.clone() for name, tensor in model.model.state_dict().items()}
-    found = trained(model, tmp_path, quantize=quantize)
+    initial = {name: tensor.clone() for name, tensor in model.model.state_dict().items()}
+    converted_run = trained(model, tmp_path, quantize=quantize)
     with torch.inference_mode():
         converted = open_quantized(str(wide_file), {}, quantize, False)[0]
-    theirs = trained(converted, tmp_path)
-    assert_same_run(found, theirs)
-    assert found.progress.loss != trained(model, tmp_path).progress.loss
-    written = json.loads(metadata_of(theirs)["tessera"])
-    assert (written["loader_quantize"], written["memory"]["quantize"]) == (quantize, AS_STORED)
-    written = json.loads(metadata_of(found)["tessera"])
-    assert (written["loader_quantize"], written["memory"]["quantize"]) == (AS_STORED, quantize)
-    told = [run.summary().get("quantize") for run in (found, theirs, trained(model, tmp_path))]
+    reference = trained(converted, tmp_path)
+    assert_same_run(converted_run, reference)
+    assert converted_run.progress.loss != trained(model, tmp_path).progress.loss
+    header = json.loads(metadata_of(reference)["tessera"])
+    assert (header["loader_quantize"], header["memory"]["quantize"]) == (quantize, AS_STORED)
+    header = json.loads(metadata_of(converted_run)["tessera"])
+    assert (header["loader_quantize"], header["memory"]["quantize"]) == (AS_STORED, quantize)
+    notes = [run.summary().get("quantize") for run in (converted_run, reference, trained(model, tmp_path))]
     by_training = {"load_diffusion_model": AS_STORED, "training_memory": quantize}
-    assert told == [by_training, {"load_diffusion_model": quantize, "training_memory": AS_STORED}, None]
+    assert notes == [by_training, {"load_diffusion_model": quantize, "training_memory": AS_STORED}, None]
     after = model.model.state_dict()
-    assert before.keys() == after.keys()
-    assert all(after[name].dtype == t.dtype and torch.equal(after[name], t) for name, t in before.items())
+    assert initial.keys() == after.keys()
+    assert all(after[name].dtype == t.dtype and torch.equal(after[name], t) for name, t in initial.items())
     swapped = trained(model, tmp_path, quantize=quantize, blocks_to_swap=2, checkpointing="full")
-    assert_same_run(found, swapped)
-    *_, told = swapped.placed.weights.quantize_notes
-    assert told.startswith("quantize: the swapped blocks take 0.00 GiB of extra RAM, because the MODEL")
+    assert_same_run(converted_run, swapped)
+    *_, notes = swapped.placed.weights.quantize_notes
+    assert notes.startswith("quantize: the swapped blocks take 0.00 GiB of extra RAM, because the MODEL")
     slots = [slot.numel() for slot in swapped.placed.weights.swap.ring.slots]
-    theirs = trained(converted, tmp_path, blocks_to_swap=2, checkpointing="full")
-    assert slots == [slot.numel() for slot in theirs.placed.weights.swap.ring.slots] and len(slots) == 2
+    reference = trained(converted, tmp_path, blocks_to_swap=2, checkpointing="full")
+    assert slots == [slot.numel() for slot in reference.placed.weights.swap.ring.slots] and len(slots) == 2
 
 
 @every_format
@@ -90,12 +90,12 @@ def test_a_lora_on_the_model_is_merged_before_it_is_put_into_8_bit(quantize: str
     name, blocks = "double_blocks.0.img_attn.qkv", frozenset({"double_blocks.0"})
     patched = loaded(wide_file).clone()
     key = f"diffusion_model.{name}.weight"
-    own = patched.model.state_dict()[key]
-    change = torch.randn(own.shape, generator=torch.Generator().manual_seed(0)) * own.float().std()
+    weight = patched.model.state_dict()[key]
+    change = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)) * weight.float().std()
     patched.add_patches({key: ("diff", (change,))})
-    held = FrozenWeights(patched, CPU, torch.bfloat16, frozenset(), quantize, blocks).linear(name).full()
-    wanted = own.float() + change
-    assert ((held - wanted).norm() / wanted.norm()).item() < 0.03
+    actual = FrozenWeights(patched, CPU, torch.bfloat16, frozenset(), quantize, blocks).linear(name).full()
+    expected = weight.float() + change
+    assert ((actual - expected).norm() / expected.norm()).item() < 0.03
     outside = FrozenWeights(patched, CPU, torch.bfloat16, frozenset(), quantize, blocks).linear("img_in")
     assert outside.weight.dtype == torch.bfloat16
 
@@ -116,17 +116,17 @@ def test_the_seconds_that_it_took_are_told(wide_file: Path, tmp_path: Path, monk
 
 
 def test_what_is_held_and_what_is_left_is_told(wide_file: Path, tmp_path: Path) -> None:
-    told = trained(loaded(wide_file), tmp_path, quantize="int8").placed.weights.quantize_notes
-    wanted = "quantize: 16 layers of the blocks were converted to int8 in 0 s for this run; 0.00 GiB became 0.00 GiB."
-    assert told == [wanted]
+    notes = trained(loaded(wide_file), tmp_path, quantize="int8").placed.weights.quantize_notes
+    expected = "quantize: 16 layers of the blocks were converted to int8 in 0 s for this run; 0.00 GiB became 0.00 GiB."
+    assert notes == [expected]
     path = tmp_path / "mixed.safetensors"
     tiny.write_flux(path, depth=1, depth_single=2, quantised="fp8", quantised_inside="single_blocks.1.")
-    found = trained(loaded(path), tmp_path, quantize="int8").placed
-    assert found.weights.quantize_notes[0].startswith(
+    placed = trained(loaded(path), tmp_path, quantize="int8").placed
+    assert placed.weights.quantize_notes[0].startswith(
         "quantize: 13 layers of the blocks were converted to int8 in 0 s for this run"
     )
-    (left,) = found.weights.quantize_notes[1:]
-    assert left.startswith("quantize: single_blocks.1.mod, single_blocks.1.linear1, ") and left.endswith(
+    (note,) = placed.weights.quantize_notes[1:]
+    assert note.startswith("quantize: single_blocks.1.mod, single_blocks.1.linear1, ") and note.endswith(
         "already in 8 bit or less."
     )
     assert trained(loaded(wide_file), tmp_path).placed.weights.quantize_notes == []
@@ -136,12 +136,12 @@ def test_what_is_held_and_what_is_left_is_told(wide_file: Path, tmp_path: Path) 
 def test_a_model_with_comfyuis_own_forward_trains_in_it_and_is_still_compared(quantize: str, tmp_path: Path) -> None:
     (row,) = (row for row in NAMED if str(row) == "z-image")
     losses = {}
-    for held in (AS_STORED, quantize):
-        memory = MemoryOptions(checkpointing="none", quantize=held)
+    for encoding in (AS_STORED, quantize):
+        memory = MemoryOptions(checkpointing="none", quantize=encoding)
         trainer = trainer_of(row, tmp_path, memory=memory)
         tiny.fill_up_matrices(trainer)
         trainer.run()
-        losses[held] = trainer.progress.loss
+        losses[encoding] = trainer.progress.loss
     assert trainer.placed.checks.forward_done and losses[quantize] != losses[AS_STORED]
     assert losses[quantize] == pytest.approx(losses[AS_STORED], rel=0.05)
     inside = [
@@ -162,9 +162,9 @@ def test_a_gguf_file_is_put_into_8_bit_with_its_loras(quantize: str, tmp_path: P
     )
     name, blocks = "double_blocks.0.img_mlp.0", frozenset({"double_blocks.0"})
     stored = FrozenWeights(model, CPU, torch.float32).linear(name).full()
-    held = FrozenWeights(model, CPU, torch.float32, frozenset(), quantize, blocks).linear(name).full()
-    without = FrozenWeights(model_of(flux_state("Q5_0")), CPU, torch.float32).linear(name).full()
-    assert ((held - stored).norm() / stored.norm()).item() < 0.03 < ((stored - without).norm() / stored.norm()).item()
+    actual = FrozenWeights(model, CPU, torch.float32, frozenset(), quantize, blocks).linear(name).full()
+    plain = FrozenWeights(model_of(flux_state("Q5_0")), CPU, torch.float32).linear(name).full()
+    assert ((actual - stored).norm() / stored.norm()).item() < 0.03 < ((stored - plain).norm() / stored.norm()).item()
 
 
 @every_format
@@ -177,7 +177,7 @@ def test_measuring_a_step_puts_nothing_into_8_bit(
     linears = [
         (name, x) for name, block in trainer.placed.weights.transformer.blocks() for x in block.linears().values()
     ]
-    held = {name: sum(x.held_bytes() for block, x in linears if block == name) for name, _ in linears}
+    sizes = {name: sum(x.held_bytes() for block, x in linears if block == name) for name, _ in linears}
     monkeypatch.setattr(frozen, "quantize_weight", None)
     targets = choose_targets(trainer.context.family, trainer.context.patcher.model, trainer.settings.network)
     cost = auto.measure(
@@ -185,7 +185,7 @@ def test_measuring_a_step_puts_nothing_into_8_bit(
     )
     assert cost.structures == tuple(block.structure() for _, block in trainer.placed.weights.transformer.blocks())
     for block in cost.blocks:
-        assert held[block.name] <= block.weights < 1.1 * held[block.name] + 8192  # norms, and the alignment of a slot
+        assert sizes[block.name] <= block.weights < 1.1 * sizes[block.name] + 8192  # norms, and the alignment of a slot
         assert block.forward > 0 and block.backward > 0
 
 
@@ -205,16 +205,16 @@ def test_a_weight_that_is_cast_to_fp8_at_each_use_stays_so(quantize: str, wide_f
 def test_16_bits_of_a_gguf_file_are_put_into_8() -> None:
     model = model_of(flux_state("Q4_0", plain="BF16"))
     weights = FrozenWeights(model, CPU, torch.bfloat16, frozenset(), "int8", frozenset({"txt_in"}))
-    own = model.model.diffusion_model.txt_in.weight
-    assert own.tensor_type == kind_of("BF16") and weights.bytes_as_stored("txt_in") == 2 * 128 * 64
-    named = FrozenWeights(model, CPU, torch.bfloat16, frozenset(), "int8", frozenset({"time_in"}))
-    assert named.linear("time_in.in_layer").weight.dtype == torch.int8
+    weight = model.model.diffusion_model.txt_in.weight
+    assert weight.tensor_type == kind_of("BF16") and weights.bytes_as_stored("txt_in") == 2 * 128 * 64
+    weights_of_one = FrozenWeights(model, CPU, torch.bfloat16, frozenset(), "int8", frozenset({"time_in"}))
+    assert weights_of_one.linear("time_in.in_layer").weight.dtype == torch.int8
 
 
 def test_a_run_with_another_base_learns_otherwise() -> None:
-    made = run_settings()
+    settings = run_settings()
     kinds = {
-        replace(made, memory=MemoryOptions(quantize=quantize)).lineage("data", "model")
+        replace(settings, memory=MemoryOptions(quantize=quantize)).lineage("data", "model")
         for quantize in (AS_STORED, *FORMATS)
     }
-    assert len(kinds) == 3 and made.lineage("data", "model") in kinds
+    assert len(kinds) == 3 and settings.lineage("data", "model") in kinds

@@ -64,11 +64,14 @@ def test_the_speed_of_the_disk_is_that_of_what_the_cache_does_not_hold(monkeypat
 
 def test_only_what_lies_in_a_file_and_may_stay_there_is_measured(tiny_files) -> None:
     weights = list(in_file(tiny_files["flux"]).model.parameters())
-    found = measure_file_bandwidth(weights, "auto", 5 * GB)
-    assert found is not None and 0 < found.disk <= found.cache
-    assert (found.memory, found.room) == (5 * GB, GB)
-    shared = measure_file_bandwidth(weights, "auto", 10 * GB, processes=2)
-    assert shared is not None and (shared.memory, shared.room) == (10 * GB, GB)  # the page cache is there once
+    bandwidth = measure_file_bandwidth(weights, "auto", 5 * GB)
+    assert bandwidth is not None and 0 < bandwidth.disk <= bandwidth.cache
+    assert (bandwidth.memory, bandwidth.room) == (5 * GB, GB)
+    bandwidth_of_two = measure_file_bandwidth(weights, "auto", 10 * GB, processes=2)
+    assert bandwidth_of_two is not None and (bandwidth_of_two.memory, bandwidth_of_two.room) == (
+        10 * GB,
+        GB,
+    )  # the page cache is there once
     assert all(in_cache(piece) for piece in pieces_of(weights))  # they have been read
     assert measure_file_bandwidth(weights, "on", 5 * GB) is None
     assert measure_file_bandwidth([torch.zeros(8)], "auto", 5 * GB) is None
@@ -92,8 +95,8 @@ def test_a_runs_plan_reckons_with_the_file(tiny_files, tmp_path, monkeypatch) ->
         blocks = [replace(b, saved=b.weights, working=0, forward=1e-3, backward=2e-3) for b in measured.blocks]
         whole = measured.other_bytes + sum(block.weights + block.saved for block in blocks)
         machine = replace(measured.machine, free=whole - max(block.weights for block in blocks) // 2)
-        given = StepCost(tuple(blocks), measured.other_bytes, machine)
-        plans[name] = AutomaticMemory(memory, given, trainer.context.family.swap_order).plan
+        step_cost = StepCost(tuple(blocks), measured.other_bytes, machine)
+        plans[name] = AutomaticMemory(memory, step_cost, trainer.context.family.swap_order).plan
         trainer.close()
     for name in ("memory", "file"):
         assert plans[name].checkpointing == "none"

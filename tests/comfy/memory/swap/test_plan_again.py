@@ -35,9 +35,9 @@ class Report:
         self.events: list[int] = []
 
 
-def automatic(before: Way | None = None, **changes: Any) -> AutomaticMemory:
-    asked = MemoryOptions(checkpointing="auto", blocks_to_swap=-1)
-    return AutomaticMemory(asked, replace(MEASURED, **changes), (), before)
+def automatic(previous_way: Way | None = None, **changes: Any) -> AutomaticMemory:
+    options = MemoryOptions(checkpointing="auto", blocks_to_swap=-1)
+    return AutomaticMemory(options, replace(MEASURED, **changes), (), previous_way)
 
 
 def choice(memory: AutomaticMemory) -> tuple[str | None, int]:
@@ -84,8 +84,8 @@ class Peer:
     def bandwidth(self, device: torch.device) -> float:
         return 50.0 * MB
 
-    def all_gather(self, own: Any) -> list[Any]:
-        return [own, self.room if isinstance(own, list) else own]
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value, self.room if isinstance(value, list) else value]
 
 
 @pytest.mark.parametrize(("free", "other"), [(900, 10), (900, 90), (1000, 10), (1000, 90)])
@@ -95,8 +95,8 @@ def test_devices_that_share_blocks_plan_for_the_least_room_and_the_most_in_it_of
     measured = replace(MEASURED, blocks=blocks, other_bytes=50 * MB, machine=machine)
     sharing = SharedBlocks(SINGLE_PROCESS, Peer(free * MB, other * MB), CPU)
     memory, _ = sharing.plan(MemoryOptions(checkpointing="auto", blocks_to_swap=-1), measured, (), None)
-    found = memory.measured
-    assert (found.machine.shards, found.machine.free, found.other_bytes) == (
+    step_cost = memory.measured
+    assert (step_cost.machine.shards, step_cost.machine.free, step_cost.other_bytes) == (
         2,
         min(950, free) * MB,
         max(50, other) * MB,
@@ -111,7 +111,7 @@ def test_a_plan_that_is_about_as_fast_stays():
 
 def test_what_a_state_chose_and_what_ran_out_of_memory_is_not_planned_again():
     assert automatic().may_plan_again
-    assert not automatic(before=Way("full", 0.0)).may_plan_again
+    assert not automatic(previous_way=Way("full", 0.0)).may_plan_again
     stepped = automatic()
     assert stepped.step_down() is not None and not stepped.may_plan_again
     planned = automatic()
@@ -123,8 +123,8 @@ def test_what_a_state_chose_and_what_ran_out_of_memory_is_not_planned_again():
 
 
 def test_the_clock_counts_calls_of_the_measured_size_that_compile_nothing(monkeypatch):
-    clock, report, now = BlockClock(SHAPES, CPU), Report(), iter(range(100))
-    monkeypatch.setattr(clock, "moment", lambda: float(next(now)))
+    clock, report, ticks = BlockClock(SHAPES, CPU), Report(), iter(range(100))
+    monkeypatch.setattr(clock, "moment", lambda: float(next(ticks)))
     for shape in [(1, 8, 4)] * (LEAST - 1) + [(1, 9, 4)] * 5:
         with clock.time("block:", report, (torch.ones(shape),)):
             pass
@@ -134,22 +134,22 @@ def test_the_clock_counts_calls_of_the_measured_size_that_compile_nothing(monkey
         raise ZeroDivisionError
     assert clock.seconds() is None
     with clock.time("block:", report, (torch.ones(1, 8, 4),)):
-        next(now)
+        next(ticks)
     assert clock.seconds() == {"block:": 1.0}  # the median
 
 
 def test_on_a_gpu_events_stand_around_a_call_and_are_read_when_they_are_over(monkeypatch):
-    told: list[str] = []
+    events: list[str] = []
 
     class Event:
         def __init__(self, enable_timing: bool) -> None:
             assert enable_timing
 
         def record(self) -> None:
-            told.append("record")
+            events.append("record")
 
         def synchronize(self) -> None:
-            told.append("synchronize")
+            events.append("synchronize")
 
         def elapsed_time(self, end: Any) -> float:
             return 250.0  # milliseconds
@@ -158,9 +158,9 @@ def test_on_a_gpu_events_stand_around_a_call_and_are_read_when_they_are_over(mon
     clock = BlockClock(SHAPES, CUDA)
     for _ in range(LEAST):
         with clock.time("block:", Report(), (torch.ones(1, 8, 4),)):
-            told.append("call")
-    assert told == ["record", "call", "record"] * LEAST  # nothing waits in between
-    assert clock.seconds() == {"block:": 0.25} and told[-LEAST:] == ["synchronize"] * LEAST
+            events.append("call")
+    assert events == ["record", "call", "record"] * LEAST  # nothing waits in between
+    assert clock.seconds() == {"block:": 0.25} and events[-LEAST:] == ["synchronize"] * LEAST
 
 
 # In a run.
@@ -182,24 +182,24 @@ def trained(path: Path, folder: Path, **memory: Any) -> tuple[Any, list[str]]:
 
 
 def test_a_run_goes_on_with_the_other_plan_and_learns_the_same(deep_flux, tmp_path, monkeypatch):
-    resident, told = trained(deep_flux, tmp_path / "resident", checkpointing="none")
-    assert resident.placed.execution.runner.clock is None and told == []
-    asked: list[tuple[dict[str, float], int, float]] = []
+    resident, notes = trained(deep_flux, tmp_path / "resident", checkpointing="none")
+    assert resident.placed.execution.runner.clock is None and notes == []
+    requests: list[tuple[dict[str, float], int, float]] = []
 
     def plan_again(self: AutomaticMemory, forward: dict[str, float], steps: int, compile_seconds: float) -> bool:
-        asked.append((forward, steps, compile_seconds))
+        requests.append((forward, steps, compile_seconds))
         self.plan = self._plan(replace(self.choices, counts=(3,), checkpointing=("full",)))
         return True
 
     monkeypatch.setattr(AutomaticMemory, "plan_again", plan_again)
-    trainer, told = trained(deep_flux, tmp_path / "again", checkpointing="auto", blocks_to_swap=-1)
-    ((forward, steps, compile_seconds),) = asked
+    trainer, notes = trained(deep_flux, tmp_path / "again", checkpointing="auto", blocks_to_swap=-1)
+    ((forward, steps, compile_seconds),) = requests
     # Two double and six single blocks: each kind was timed thrice without a compile after the second step.
     assert forward.keys() == trainer.placed.memory.automatic.measured.shapes.keys() and steps == 5 - 2
     assert all(0 < seconds < 60 for seconds in forward.values()) and compile_seconds > 0
     (note,) = (
         text
-        for text in told
+        for text in notes
         if text.startswith("Replanned with the measured speed of the compiled blocks. Fits in the computer's memory (")
     )
     assert "3 of 8 blocks stream" in note and "checkpointing full" in note
@@ -209,8 +209,8 @@ def test_a_run_goes_on_with_the_other_plan_and_learns_the_same(deep_flux, tmp_pa
         and trainer.placed.execution.runner.clock is None
     )
     assert trainer.progress.loss == resident.progress.loss and len(resident.progress.loss) == 5
-    theirs = resident.network.master_weights()
-    assert all(torch.equal(weight, theirs[name]) for name, weight in trainer.network.master_weights().items())
+    reference = resident.network.master_weights()
+    assert all(torch.equal(weight, reference[name]) for name, weight in trainer.network.master_weights().items())
 
 
 def test_eager_blocks_were_timed_as_they_run(deep_flux, tmp_path):

@@ -28,9 +28,9 @@ def deep_flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    told: list[str] = []
-    monkeypatch.setattr(SilentObserver, "note", lambda self, text: told.append(text))
-    return told
+    messages: list[str] = []
+    monkeypatch.setattr(SilentObserver, "note", lambda self, text: messages.append(text))
+    return messages
 
 
 def make(path: Path, folder: Path, *, dtype: Any = None, backend: str | None = None, batch: int = 1, **memory: Any):
@@ -43,11 +43,11 @@ def make(path: Path, folder: Path, *, dtype: Any = None, backend: str | None = N
     return trainer
 
 
-def assert_same_run(one: Any, other: Any) -> None:
-    assert one.progress.loss == other.progress.loss and len(one.progress.loss) == STEPS
-    theirs = other.network.master_weights()
-    for name, master in one.network.master_weights().items():
-        assert torch.equal(master, theirs[name]), name
+def assert_same_run(first: Any, other: Any) -> None:
+    assert first.progress.loss == other.progress.loss and len(first.progress.loss) == STEPS
+    reference = other.network.master_weights()
+    for name, master in first.network.master_weights().items():
+        assert torch.equal(master, reference[name]), name
 
 
 def free(monkeypatch: pytest.MonkeyPatch, bytes_: int) -> None:
@@ -63,8 +63,8 @@ def test_with_room_for_all_nothing_streams_and_nothing_is_computed_again(deep_fl
     trainer.run()
     measured = trainer.placed.memory.automatic.measured
     for (name, block), cost in zip(trainer.placed.weights.transformer.blocks(), measured.blocks, strict=True):
-        held = sum(module.held_bytes() for module in frozen_modules(block).values())
-        assert cost.name == name and 0 <= cost.weights - held < 256 * 40  # each tensor starts at a multiple of 256
+        size = sum(module.held_bytes() for module in frozen_modules(block).values())
+        assert cost.name == name and 0 <= cost.weights - size < 256 * 40  # each tensor starts at a multiple of 256
         assert cost.inputs == (TOKENS + TEXT) * HIDDEN * 4
         assert cost.saved > cost.inputs and cost.forward > 0 and cost.backward > 0
     assert trainer.summary()["memory_plan"] == notes[0]
@@ -73,7 +73,7 @@ def test_with_room_for_all_nothing_streams_and_nothing_is_computed_again(deep_fl
 def test_what_a_block_keeps_is_what_autograd_holds_for_it(deep_flux: Path, tmp_path: Path) -> None:
     """Another way of counting: all memory that the graph of a block reaches, by its storages."""
     trainer = make(deep_flux, tmp_path, batch=2)
-    held: dict[str, dict[int, int]] = {}
+    saved: dict[str, dict[int, int]] = {}
     runner = trainer.placed.execution.runner
     weights = {
         b.untyped_storage().data_ptr() for m in trainer.placed.weights.transformer.frozen_modules() for b in m.buffers()
@@ -84,15 +84,15 @@ def test_what_a_block_keeps_is_what_autograd_holds_for_it(deep_flux: Path, tmp_p
     def run(block: Any, *args: Any) -> Any:
         # Leaves, so that the walk over the graph ends at the block's inputs.
         args = tuple(a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args)
-        shared = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor) and not a.requires_grad}
+        inputs = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor) and not a.requires_grad}
         out = runner(block, *args)
         nodes = [t.grad_fn for t in (out if isinstance(out, tuple) else (out,))]
-        found, seen = held.setdefault(names[id(block)], {}), set()
+        sizes, visited = saved.setdefault(names[id(block)], {}), set()
         while nodes:
             node = nodes.pop()
-            if node is None or node in seen:
+            if node is None or node in visited:
                 continue
-            seen.add(node)
+            visited.add(node)
             nodes.extend(parent for parent, _ in node.next_functions)
             for attribute in dir(node):
                 if not attribute.startswith("_saved_"):
@@ -101,35 +101,36 @@ def test_what_a_block_keeps_is_what_autograd_holds_for_it(deep_flux: Path, tmp_p
                 for tensor in value if isinstance(value, (tuple, list)) else [value]:
                     if isinstance(tensor, torch.Tensor) and tensor.dim():
                         storage = tensor.untyped_storage()
-                        if storage.data_ptr() not in weights | shared:
-                            found[storage.data_ptr()] = storage.nbytes()
+                        if storage.data_ptr() not in weights | inputs:
+                            sizes[storage.data_ptr()] = storage.nbytes()
         return out
 
     trainer.placed.execution.runner = run
     samples = [
-        (trainer.context.data.samples[0], trainer.train_step.batches.reader.read(one)) for one in tiny.micro_batch(0, 0)
+        (trainer.context.data.samples[0], trainer.train_step.batches.reader.read(indices))
+        for indices in tiny.micro_batch(0, 0)
     ]
     batch = auto.make_batch(
         trainer.context.patcher, trainer.context.family, samples, trainer.settings.objective, trainer.device, 3, (0, 0)
     )
     trainer.placed.velocity(batch.inputs, (0, 0))
     for cost in trainer.placed.memory.automatic.measured.blocks:
-        assert cost.saved == sum(held[cost.name].values()), cost.name
+        assert cost.saved == sum(saved[cost.name].values()), cost.name
 
 
 def test_measuring_again_counts_the_same_bytes(deep_flux: Path, tmp_path: Path) -> None:
     first, second = (make(deep_flux, tmp_path / str(i)).placed.memory.automatic.measured for i in range(2))
     assert first.other_bytes == second.other_bytes
-    for one, other in zip(first.blocks, second.blocks, strict=True):
-        assert (one.weights, one.inputs, one.saved) == (other.weights, other.inputs, other.saved)
+    for block, other in zip(first.blocks, second.blocks, strict=True):
+        assert (block.weights, block.inputs, block.saved) == (other.weights, other.inputs, other.saved)
 
 
 def test_a_block_stored_in_fp8_keeps_no_more_for_backward_than_its_activations(deep_flux, tmp_path) -> None:
     plain = make(deep_flux, tmp_path / "plain").placed.memory.automatic.measured.blocks
     stored = make(deep_flux, tmp_path / "fp8", dtype=torch.float8_e4m3fn).placed.memory.automatic.measured.blocks
-    for of_fp32, of_fp8 in zip(plain, stored, strict=True):
-        assert of_fp8.weights < of_fp32.weights / 3
-        assert of_fp8.saved == of_fp32.saved
+    for plain_cost, fp8_cost in zip(plain, stored, strict=True):
+        assert fp8_cost.weights < plain_cost.weights / 3
+        assert fp8_cost.saved == plain_cost.saved
 
 
 @pytest.mark.parametrize("part", [0.9, 0.75, 0.65])
@@ -233,12 +234,12 @@ def test_without_automatic_a_run_that_needs_more_ends_with_a_sentence(deep_flux,
 
 
 def test_running_out_while_the_weights_are_placed_steps_down_too(deep_flux, tmp_path, monkeypatch, notes) -> None:
-    made: list[int] = []
+    counts: list[int] = []
 
     class Failing(placed_weights.BlockSwap):  # the first one
         def __init__(self, blocks: Any, *args: Any):
-            made.append(len(blocks))
-            if len(made) == 1:
+            counts.append(len(blocks))
+            if len(counts) == 1:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             super().__init__(blocks, *args)
 
@@ -246,33 +247,33 @@ def test_running_out_while_the_weights_are_placed_steps_down_too(deep_flux, tmp_
     free(monkeypatch, int(0.8 * needed))
     monkeypatch.setattr(placed_weights, "BlockSwap", Failing)
     trainer = make(deep_flux, tmp_path / "failing", checkpointing="full")
-    assert made == sorted(set(made)) and len(trainer.placed.weights.swap.blocks) == made[-1]
+    assert counts == sorted(set(counts)) and len(trainer.placed.weights.swap.blocks) == counts[-1]
     trainer.run()
-    assert len(trainer.progress.loss) == STEPS and trainer.summary()["blocks_swapped"] == made[-1]
+    assert len(trainer.progress.loss) == STEPS and trainer.summary()["blocks_swapped"] == counts[-1]
 
 
-@pytest.mark.parametrize("at", ["first", "later"])
+@pytest.mark.parametrize("moment", ["first", "later"])
 def test_no_room_for_the_optimizer_is_found_before_it_moves_a_weight(
-    deep_flux, tmp_path, notes, monkeypatch, at
+    deep_flux, tmp_path, notes, monkeypatch, moment
 ) -> None:
     """A device that has no room for as much as the step of AdamW takes, once, at the first step or at a later one."""
     trainer = make(deep_flux, tmp_path / "automatic", checkpointing="full")
     (group,) = trainer.network.flat
-    real, failed, asked = torch.empty, [], []
+    real, failed, requests = torch.empty, [], []
     # Two moments in the first step, and a number while it runs.
-    at_step, pieces = (0, 3) if at == "first" else (1, 1)
+    at_step, pieces = (0, 3) if moment == "first" else (1, 1)
 
     def empty(*size: Any, **kwargs: Any) -> torch.Tensor:
         if not failed and trainer.progress.step == at_step and size == (group.master.nbytes,):
-            asked.append(kwargs["dtype"])
-            if len(asked) == pieces:
+            requests.append(kwargs["dtype"])
+            if len(requests) == pieces:
                 failed.append(trainer.progress.step)
                 raise torch.OutOfMemoryError("CUDA out of memory")
         return real(*size, **kwargs)
 
     monkeypatch.setattr(torch, "empty", empty)
     trainer.run()
-    step = 1 if at == "first" else 2
+    step = 1 if moment == "first" else 2
     assert failed == [step - 1]
     assert notes[1].startswith(
         f"Out of memory at step {step}, so training continues with less. Fits in the computer's memory ("

@@ -115,7 +115,7 @@ def dirty(path: Path) -> int:
 @pytest.mark.parametrize("name", [name for name in FILES if "nvfp4" not in name])
 def test_pictures_are_those_of_masters_in_memory(name: str, tmp_path: Path, ram: Any) -> None:
     path = write(name, tmp_path)
-    written = path.read_bytes()
+    content = path.read_bytes()
     family = FILES[name][0]
     ram(64 * GB)
     ordinary = load(name, path, in_file=False)
@@ -135,7 +135,7 @@ def test_pictures_are_those_of_masters_in_memory(name: str, tmp_path: Path, ram:
         with torch.inference_mode():
             mm.unload_all_models()
         assert model.swap.ring.flat_weights == [] and bytes_in_file(weights) == inside
-    assert dirty(path) == 0 and path.read_bytes() == written
+    assert dirty(path) == 0 and path.read_bytes() == content
 
 
 def trained(model: Any, folder: Path, family: str) -> Any:
@@ -164,25 +164,27 @@ def test_training_gives_the_gradients_of_masters_in_memory(name: str, tmp_path: 
     model = load(name, path, in_file=True)
     weights = [parameter for block in blocks_of(model) for parameter in block.module.parameters()]
     inside = bytes_in_file(weights)
-    found = trained(model, tmp_path / "file", family)
-    assert all(isinstance(master, ScatteredBuffer) for master in found.placed.weights.swap.ring.flat_weights)
-    assert found.placed.weights.host.from_file and "stream from the model file" in found.placed.weights.host.notes[0]
+    file_run = trained(model, tmp_path / "file", family)
+    assert all(isinstance(master, ScatteredBuffer) for master in file_run.placed.weights.swap.ring.flat_weights)
+    assert (
+        file_run.placed.weights.host.from_file and "stream from the model file" in file_run.placed.weights.host.notes[0]
+    )
     patched = sum(model.model.state_dict()[key].nbytes for key in model.patches)
-    streamed = bytes_in_file(t for master in found.placed.weights.swap.ring.flat_weights for t in master.tensors)
+    streamed = bytes_in_file(t for master in file_run.placed.weights.swap.ring.flat_weights for t in master.tensors)
     assert streamed >= 0.97 * inside - patched, "only what is patched or cast lies in memory"
-    assert found.progress.loss == want.progress.loss
-    rings = found.placed.weights.swap.ring, want.placed.weights.swap.ring
+    assert file_run.progress.loss == want.progress.loss
+    rings = file_run.placed.weights.swap.ring, want.placed.weights.swap.ring
     assert rings[0].copies == rings[1].copies and rings[0].bytes_copied == rings[1].bytes_copied
-    for (key, pair), other in zip(found.network.pairs.items(), want.network.pairs.values(), strict=True):
-        for mine, theirs in zip(pair, other, strict=True):
-            assert (mine.grad is None and theirs.grad is None) or torch.equal(mine.grad, theirs.grad), key
-            assert torch.equal(mine, theirs), key
+    for (key, pair), other in zip(file_run.network.pairs.items(), want.network.pairs.values(), strict=True):
+        for mine, reference in zip(pair, other, strict=True):
+            assert (mine.grad is None and reference.grad is None) or torch.equal(mine.grad, reference.grad), key
+            assert torch.equal(mine, reference), key
     # ComfyUI takes the memory and the run goes on; at its end the MODEL still lies in the file.
     mm.unload_all_models()
-    assert not found.placed.weights.resident.resident and found.placed.weights.swap.held_bytes() == 0
-    found.settings = type(found.settings)(**{**vars(found.settings), "steps": 3})
-    found.run()
-    found.close()
+    assert not file_run.placed.weights.resident.resident and file_run.placed.weights.swap.held_bytes() == 0
+    file_run.settings = type(file_run.settings)(**{**vars(file_run.settings), "steps": 3})
+    file_run.run()
+    file_run.close()
     assert bytes_in_file(weights) == inside and dirty(path) == 0
 
 
@@ -198,8 +200,8 @@ def test_a_checkpoint_is_saved_from_the_file(tmp_path: Path, ram: Any) -> None:
     ram(64 * GB)
     want = {key: t.clone() for key, t in saved(load("flux with a LoRA", path, in_file=False)).items()}
     ram(1)
-    found = saved(load("flux with a LoRA", path, in_file=True))
-    assert found.keys() == want.keys() and all(torch.equal(found[key], want[key]) for key in want)
+    actual = saved(load("flux with a LoRA", path, in_file=True))
+    assert actual.keys() == want.keys() and all(torch.equal(actual[key], want[key]) for key in want)
 
 
 # What decides.
@@ -217,8 +219,8 @@ def test_a_checkpoint_is_saved_from_the_file(tmp_path: Path, ram: Any) -> None:
     ],
 )
 def test_blocks_stream_from_the_file_where_memory_is_short(mode, inside, available, streams, said) -> None:
-    found, sentence = stream_from_file(mode, inside * GB, 20 * GB, int(available * GB))
-    assert found is streams and (sentence is None if said is None else said in sentence)
+    actual, sentence = stream_from_file(mode, inside * GB, 20 * GB, int(available * GB))
+    assert actual is streams and (sentence is None if said is None else said in sentence)
 
 
 @pytest.fixture
@@ -237,7 +239,7 @@ def node(monkeypatch: pytest.MonkeyPatch, tiny_files: dict[str, Path]) -> Callab
 def test_load_diffusion_model_goes_by_the_free_memory(node: Any, ram: Any) -> None:
     ram(1)
     size = bytes_in_file(node(blocks_to_swap=4)[0].model.parameters())
-    for free, inputs, kept, streams, said in (
+    for free, inputs, file_bytes, streams, said in (
         (64 * GB, {}, 0, False, "Block swap: 4 of 4 blocks"),
         (4 * GB + size - 1, {}, size, False, "Block swap: 4 of 4 blocks"),  # only what streams has room
         (4 * GB, {}, size, True, "so they stream from the model file"),
@@ -246,15 +248,15 @@ def test_load_diffusion_model_goes_by_the_free_memory(node: Any, ram: Any) -> No
     ):
         ram(free)
         model, notes = node(**{"blocks_to_swap": 4, **inputs})
-        assert bytes_in_file(model.model.parameters()) == kept and model.swap.from_file is streams
+        assert bytes_in_file(model.model.parameters()) == file_bytes and model.swap.from_file is streams
         assert said in notes, notes
     ram(4 * GB)
     model, _ = node(blocks_to_swap=0)
     assert not bytes_in_file(model.model.parameters())
 
 
-@pytest.mark.parametrize("where", ["in the file", "in memory, for a preview", "in flat buffers"])
-def test_a_lora_on_a_compiled_model_is_in_every_block_wherever_it_lies(node: Any, ram: Any, where: str) -> None:
+@pytest.mark.parametrize("location", ["in the file", "in memory, for a preview", "in flat buffers"])
+def test_a_lora_on_a_compiled_model_is_in_every_block_wherever_it_lies(node: Any, ram: Any, location: str) -> None:
     """The loader's weights are of inference mode, and compiling exchanges those for others over the same memory."""
     ram(64 * GB)
     plain, _ = node(blocks_to_swap=0)
@@ -262,16 +264,16 @@ def test_a_lora_on_a_compiled_model_is_in_every_block_wherever_it_lies(node: Any
     bare, want = sample(plain, "flux"), sample(with_lora(plain, lora, 0.7), "flux")
     assert not torch.equal(bare, want)
     mm.unload_all_models()
-    ram(1 if where == "in the file" else 64 * GB)
+    ram(1 if location == "in the file" else 64 * GB)
     model, _ = node(blocks_to_swap=4)
     weights = [parameter for block in blocks_of(model) for parameter in block.module.parameters()]
     assert all(weight.is_inference() for weight in weights)
     on_top = with_lora(compiled(model)[0], lora, 0.7)
-    with host_copies_retained(model) if where == "in memory, for a preview" else nullcontext():
+    with host_copies_retained(model) if location == "in memory, for a preview" else nullcontext():
         for _ in range(2):
             assert torch.equal(sample(on_top, "flux"), want)
             masters = model.swap.ring.flat_weights
-            assert all(isinstance(master, ScatteredBuffer) is (where != "in flat buffers") for master in masters)
+            assert all(isinstance(master, ScatteredBuffer) is (location != "in flat buffers") for master in masters)
             assert model.swap.ring.copies > 0 and torch.equal(sample(model, "flux"), bare)
             with torch.inference_mode():
                 mm.unload_all_models()
@@ -307,9 +309,9 @@ def test_a_model_under_dynamic_vram_streams_from_its_file_too(tiny_files: dict[s
     mm.unload_all_models()
 
 
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("is_known", [True, False])
 def test_linears_that_dynamic_vram_makes_without_memory_stay_in_the_file(
-    known: bool, node: Any, ram: Any, monkeypatch: Any
+    is_known: bool, node: Any, ram: Any, monkeypatch: Any
 ) -> None:
     """They are copied where ComfyUI loads them in another way than is known, which is told."""
     want = sample(node()[0], "flux")
@@ -320,14 +322,14 @@ def test_linears_that_dynamic_vram_makes_without_memory_stay_in_the_file(
 
     monkeypatch.setattr(comfy.memory_management, "aimdo_enabled", True)
     monkeypatch.setattr(comfy.utils, "load_safetensors", load_safetensors)
-    if not known:
+    if not is_known:
         monkeypatch.setattr(mapped_file, "lazy_loading_code", lambda: None)
     ram(1)
     model, notes = node(blocks_to_swap=4)
     monkeypatch.setattr(comfy.memory_management, "aimdo_enabled", False)
     inside, whole = bytes_in_file(model.model.parameters()), mm.module_size(model.model.diffusion_model)
-    assert inside == whole if known else inside < whole / 2
-    assert ("can't be read from the file as needed: they take 0.01 GB of RAM" in notes) is not known
+    assert inside == whole if is_known else inside < whole / 2
+    assert ("can't be read from the file as needed: they take 0.01 GB of RAM" in notes) is not is_known
     assert torch.equal(sample(model, "flux"), want)
     mm.unload_all_models()
 
@@ -347,7 +349,7 @@ def test_weights_that_left_the_file_for_the_device_are_put_back(tmp_path: Path) 
         return [maps.holds(parts_of(owner.weight)[0]) for owner in owners]
 
     assert lies_there(plain, quantised, bias) == [True] * 3 and "diffusion_model.img_in.weight" in rest
-    before = {key: t.clone() for key, t in model.state_dict().items()}
+    initial = {key: t.clone() for key, t in model.state_dict().items()}
     for key in ("img_in.weight", "txt_in.weight", "double_blocks.0.img_attn.proj.weight"):
         rest.copy_out(f"diffusion_model.{key}")
     assert lies_there(plain, quantised, bias) == [False] * 3
@@ -355,7 +357,7 @@ def test_weights_that_left_the_file_for_the_device_are_put_back(tmp_path: Path) 
     assert lies_there(plain, quantised, bias) == [False] * 3
     rest.restore({"diffusion_model.txt_in.weight"}, device_type="cpu")
     assert lies_there(plain, quantised, bias) == [True, True, False]
-    assert all(torch.equal(t, before[key]) for key, t in model.state_dict().items())
+    assert all(torch.equal(t, initial[key]) for key, t in model.state_dict().items())
     rest.drop_replaced(set())  # no patch is on it: another node has put it there
     rest.restore(set())
     assert lies_there(plain, quantised, bias) == [True, True, False]
@@ -420,14 +422,14 @@ def test_a_hook_never_writes_into_the_file_of_a_model_that_does_not_stream_from_
 def test_quantised_weights_leave_the_file_too_where_there_is_memory(tmp_path: Path, ram: Any) -> None:
     with KeepMapped():
         model = tiny.load_flux(tiny.write_flux(tmp_path / "flux.safetensors", dtype=torch.bfloat16, fp8=True)).model
-    before = {key: t.clone() for key, t in model.state_dict().items()}
+    initial = {key: t.clone() for key, t in model.state_dict().items()}
     size = bytes_in_file(model.parameters())
     assert size > bytes_in_file(p for p in model.parameters() if type(p.data) is torch.Tensor)
-    for free, left in ((4 * GB + size - 1, size), (4 * GB + size, 0)):
+    for free, remaining in ((4 * GB + size - 1, size), (4 * GB + size, 0)):
         ram(free)
         copy_into_ram(model)
-        assert bytes_in_file(model.parameters()) == left
-    assert all(torch.equal(t, before[key]) for key, t in model.state_dict().items())
+        assert bytes_in_file(model.parameters()) == remaining
+    assert all(torch.equal(t, initial[key]) for key, t in model.state_dict().items())
 
 
 def test_processes_that_train_together_share_the_pages_of_the_file(
@@ -514,7 +516,7 @@ print(json.dumps(found))
 
 def test_next_to_nothing_of_the_model_lies_in_memory(tmp_path: Path) -> None:
     file = tiny.write_flux(tmp_path / "flux.safetensors", hidden=256, depth=6, depth_single=30)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(ROOT), str(tmp_path), str(file)],
         capture_output=True,
         text=True,
@@ -522,10 +524,10 @@ def test_next_to_nothing_of_the_model_lies_in_memory(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": "", "MALLOC_MMAP_THRESHOLD_": str(2**16)},
         cwd=tmp_path,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert process.returncode == 0, process.stderr[-3000:]
     size = file.stat().st_size
     assert 150 * MB < size < 300 * MB
-    for work, found in json.loads(done.stdout.splitlines()[-1]).items():
-        assert found["slots"] < size / 8
+    for work, measured in json.loads(process.stdout.splitlines()[-1]).items():
+        assert measured["slots"] < size / 8
         # The slots, and stages of the same size; the LoRA with its gradients and the optimizer's state; activations.
-        assert found["peak"] < 2 * found["slots"] + 6 * found["lora"] + size / 10, (work, found, size)
+        assert measured["peak"] < 2 * measured["slots"] + 6 * measured["lora"] + size / 10, (work, measured, size)

@@ -75,7 +75,7 @@ print(json.dumps({
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's account of a process")
 def test_the_host_holds_the_weights_once_while_they_move_into_the_masters(tmp_path: Path) -> None:
     file = tiny.write_flux(tmp_path / "flux.safetensors", hidden=256, depth=12, depth_single=60, dtype=torch.bfloat16)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(ROOT), str(tmp_path), str(file)],
         capture_output=True,
         text=True,
@@ -83,12 +83,12 @@ def test_the_host_holds_the_weights_once_while_they_move_into_the_masters(tmp_pa
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": "", "MALLOC_MMAP_THRESHOLD_": str(2**16)},
         cwd=tmp_path,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    size = found["size"]
-    assert 150 * MB < size < 300 * MB and found["slots"] < size / 15
+    assert process.returncode == 0, process.stderr[-3000:]
+    measured = json.loads(process.stdout.splitlines()[-1])
+    size = measured["size"]
+    assert 150 * MB < size < 300 * MB and measured["slots"] < size / 15
     for moment in ("held", "loading", "attaching", "after", "again"):
-        assert found[moment] < 1.1 * size, (moment, found)
+        assert measured[moment] < 1.1 * size, (moment, measured)
 
 
 FORMATS = {
@@ -102,11 +102,11 @@ FORMATS = {
 @pytest.mark.parametrize("stored", FORMATS)
 def test_training_on_a_swapped_model_takes_over_its_masters_and_gives_them_back(stored: str, tmp_path: Path) -> None:
     """Sampled before, the MODEL has masters of its own; training has others, and the weights are there once."""
-    written, kept = FORMATS[stored]
-    file = tiny.write_flux(tmp_path / "flux.safetensors", depth=3, depth_single=7, **written)
-    made = Since()
+    file_options, load_options = FORMATS[stored]
+    file = tiny.write_flux(tmp_path / "flux.safetensors", depth=3, depth_single=7, **file_options)
+    measure = Since()
     with torch.inference_mode():
-        model, _ = swap(tiny.load_flux(file, kept), SwapSettings(10))
+        model, _ = swap(tiny.load_flux(file, load_options), SwapSettings(10))
         matrices = [f"diffusion_model.single_blocks.{i}.linear1.weight" for i in range(7)] if "LoRA" in stored else []
         weights = [comfy.utils.get_attr(model.model, key) for key in matrices]
         model.add_patches(
@@ -116,7 +116,7 @@ def test_training_on_a_swapped_model_takes_over_its_masters_and_gives_them_back(
         del weights
         picture = sample(model, "flux")
         comfy.model_management.unload_all_models()
-    size = size_of(made())
+    size = size_of(measure())
     data = tiny.make_data([(4, 4)], [16])
     trainer = tiny.make_trainer(
         model, data, tmp_path, steps=1, memory=MemoryOptions(checkpointing="full", blocks_to_swap=10)
@@ -127,12 +127,12 @@ def test_training_on_a_swapped_model_takes_over_its_masters_and_gives_them_back(
     # The master weights and their gradients, which are there from the start on.
     lora = sum(group.master.nbytes + group.gradient.nbytes for group in trainer.network.flat)
     beside = trainer.placed.weights.swap.held_bytes() + lora
-    assert size_of(made()) - size - beside - patched < max(blocks) / 4
+    assert size_of(measure()) - size - beside - patched < max(blocks) / 4
     assert sum(blocks) > size / 2
     trainer.run()
     trainer.close()
     del trainer
-    assert size_of(made()) - size < max(blocks) / 4
+    assert size_of(measure()) - size < max(blocks) / 4
     assert torch.equal(sample(model, "flux"), picture)
     comfy.model_management.unload_all_models()
-    assert size_of(made()) - size < max(blocks) / 4
+    assert size_of(measure()) - size < max(blocks) / 4

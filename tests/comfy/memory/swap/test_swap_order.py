@@ -32,7 +32,7 @@ def deep_flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_flux(tmp_path_factory.mktemp("deep") / "flux.safetensors", depth=3, depth_single=3)
 
 
-def made(path: Path, folder: Path, **memory: Any) -> Any:
+def start_trainer(path: Path, folder: Path, **memory: Any) -> Any:
     trainer = tiny.make_trainer(
         tiny.load_flux(path),
         tiny.make_data([(4, 4), (2, 8)], [16, 16]),
@@ -46,26 +46,26 @@ def made(path: Path, folder: Path, **memory: Any) -> Any:
 
 
 def trained(path: Path, folder: Path, **memory: Any) -> Any:
-    trainer = made(path, folder, **memory)
+    trainer = start_trainer(path, folder, **memory)
     trainer.run()
     return trainer
 
 
 @pytest.fixture(scope="module")
 def resident(deep_flux: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made: dict[str, Any] = {}
+    runs: dict[str, Any] = {}
 
-    def of(checkpointing: str) -> Any:
-        if checkpointing not in made:
-            made[checkpointing] = trained(deep_flux, tmp_path_factory.mktemp("plain"), checkpointing=checkpointing)
-        return made[checkpointing]
+    def resident_run(checkpointing: str) -> Any:
+        if checkpointing not in runs:
+            runs[checkpointing] = trained(deep_flux, tmp_path_factory.mktemp("plain"), checkpointing=checkpointing)
+        return runs[checkpointing]
 
-    return of
+    return resident_run
 
 
-def same(one: Any, other: Any) -> bool:
-    pairs = zip(one.network.pairs.values(), other.network.pairs.values(), strict=True)
-    return one.progress.loss == other.progress.loss and all(
+def same_run(first: Any, other: Any) -> bool:
+    pairs = zip(first.network.pairs.values(), other.network.pairs.values(), strict=True)
+    return first.progress.loss == other.progress.loss and all(
         equal(a, b) for pair in pairs for a, b in zip(*pair, strict=True)
     )
 
@@ -79,17 +79,17 @@ def test_training(deep_flux, resident, tmp_path, monkeypatch, kind, checkpointin
     want = resident(checkpointing)
     memory = {"checkpointing": checkpointing, "offload_activations": offload}
     with streams(monkeypatch, kind == "staged") as device:
-        found = trained(deep_flux, tmp_path, blocks_to_swap=5, prefetch_blocks=prefetch, **memory)
-    assert same(found, want)
-    assert device.deferred >= found.placed.weights.swap.ring.copies > 5
+        run = trained(deep_flux, tmp_path, blocks_to_swap=5, prefetch_blocks=prefetch, **memory)
+    assert same_run(run, want)
+    assert device.deferred >= run.placed.weights.swap.ring.copies > 5
     waits = device.sites - SETTLE
     assert waits <= WAITS[kind] | (WAITS["offload"] if offload else set())
     if prefetch == 3:
         assert waits >= WAITS[kind]
     assert not offload or waits >= WAITS["offload"]
-    told = [text for text in found.observer.notes if text.startswith("offload_activations")]
+    notes = [text for text in run.observer.notes if text.startswith("offload_activations")]
     # There is no page-locked memory here; it is told once for all steps.
-    assert [text.split(": ")[1][:4] for text in told] == (["0.00"] if offload else [])
+    assert [text.split(": ")[1][:4] for text in notes] == (["0.00"] if offload else [])
 
 
 @pytest.mark.parametrize("site", sorted({*WAITS["plain"], *WAITS["staged"], *WAITS["offload"]}))
@@ -98,12 +98,12 @@ def test_no_wait_can_be_left_out(deep_flux, resident, tmp_path, monkeypatch, sit
     memory = {"checkpointing": "full", "blocks_to_swap": 5, "offload_activations": site in WAITS["offload"]}
     with streams(monkeypatch, site in WAITS["staged"], without=site):
         try:
-            found = trained(deep_flux, tmp_path, prefetch_blocks=3, **memory)
+            run = trained(deep_flux, tmp_path, prefetch_blocks=3, **memory)
         except Exception as error:  # also where a loss that is no number ends the run
             noticed = any(words in str(error) for words in ("not a number", "NaN", "from that of ComfyUI"))
             assert type(error).__name__ == "WrongOrder" or noticed, error
         else:
-            assert not same(found, want)
+            assert not same_run(run, want)
 
 
 def test_a_backward_that_breaks_off_lets_go_of_nothing_that_a_copy_is_on_its_way_to(
@@ -138,7 +138,7 @@ def test_a_backward_that_breaks_off_lets_go_of_nothing_that_a_copy_is_on_its_way
         trainer.train_step.losses.batch_loss, trainer.placed.rebuild = watched, rebuild
         trainer.run()
     assert hooks and trainer.placed.weights.swap is not None  # it went on with less
-    assert same(trainer, resident("full")) and device.deferred > 0
+    assert same_run(trainer, resident("full")) and device.deferred > 0
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -152,7 +152,7 @@ def test_a_run_that_breaks_off_ends_its_copies_before_it_lets_go_of_their_memory
     expected = nullcontext() if waits else pytest.raises(WrongOrder, match="memory is let go")
     with expected, streams(monkeypatch, site.startswith("CudaLink"), without=None if waits else site) as device:
         memory = {"blocks_to_swap": 5, "offload_activations": site.startswith("ActivationOffload")}
-        trainer = made(deep_flux, tmp_path, prefetch_blocks=3, **memory)
+        trainer = start_trainer(deep_flux, tmp_path, prefetch_blocks=3, **memory)
         linears = trainer.placed.weights.transformer.blocks()[2][1].linears().values()
         next(linear for linear in linears if linear.adapter is not None).adapter.up.register_hook(fail)
         with suppress(TrainingStopped):
@@ -174,9 +174,9 @@ def test_sampling_with_a_lora(tiny_flux: Any, monkeypatch: Any, prefetch: int, s
     models = [swapped, with_lora(swapped, lora, 0.7)]
     with streams(monkeypatch, True, without=site) as device:
         try:
-            got = [equal(sample(models[i], "flux"), wants[i]) for i in (1, 0, 1)]
+            results = [equal(sample(models[i], "flux"), wants[i]) for i in (1, 0, 1)]
         except AssertionError as error:
             assert type(error).__name__ == "WrongOrder"
-            got = [False]
+            results = [False]
         comfy.model_management.unload_all_models()
-    assert all(got) is (site is None) and (site is not None or device.deferred > 0)
+    assert all(results) is (site is None) and (site is not None or device.deferred > 0)

@@ -144,12 +144,12 @@ def test_the_last_swapped_clone_that_is_collected_ends_the_swap(tiny_flux: Any) 
     picture(model)
     mm.load_models_gpu([model])
     slots = [weakref.ref(slot) for slot in model.swap.ring.slots]
-    held = model.loaded_size()
+    loaded = model.loaded_size()
     slot_bytes = model.swap.slot_bytes()
     del model
     gc.collect()
     assert all(slot() is None for slot in slots)
-    assert tiny_flux.loaded_size() == held - slot_bytes
+    assert tiny_flux.loaded_size() == loaded - slot_bytes
     assert_no_traces(tiny_flux)
     assert torch.equal(picture(tiny_flux), bare)
 
@@ -172,15 +172,15 @@ def test_two_patchers_that_swap_other_blocks_take_turns_and_share_masters(tiny_f
     bare = picture(tiny_flux)
     first = swapped(tiny_flux, "double_blocks.0", "single_blocks.0")
     second = with_lora(swapped(tiny_flux, "single_blocks.0", "single_blocks.1"))
-    shared = tiny_flux.model.diffusion_model.single_blocks[0].linear1
+    linear = tiny_flux.model.diffusion_model.single_blocks[0].linear1
     home = None
     for _ in range(2):
         assert torch.equal(picture(first), bare)
         assert second.swap.held_bytes() == 0
-        home = home or shared.weight.untyped_storage().data_ptr()
+        home = home or linear.weight.untyped_storage().data_ptr()
         assert torch.equal(picture(second), want)
         assert first.swap.held_bytes() == 0
-        assert shared.weight.untyped_storage().data_ptr() == home  # no second copy
+        assert linear.weight.untyped_storage().data_ptr() == home  # no second copy
     # Without ComfyUI in between as well.
     first.partially_load(first.load_device, 1e32)
     second.partially_load(second.load_device, 1e32)
@@ -209,17 +209,17 @@ def test_the_resident_rest_may_be_loaded_in_part(tiny_flux: Any, monkeypatch: An
 
 
 @pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("less", [0.25, 0.9, 1.2])
-def test_between_two_pictures_the_room_may_become_less_by_a_part_of_the_slots(tiny_flux: Any, whole, less) -> None:
+@pytest.mark.parametrize("fraction", [0.25, 0.9, 1.2])
+def test_between_two_pictures_the_room_may_become_less_by_a_part_of_the_slots(tiny_flux: Any, whole, fraction) -> None:
     want = picture(with_lora(tiny_flux))
     mm.unload_all_models()
     model = swapped(with_lora(tiny_flux), *BLOCKS[2:])
     size, slots = model.model_size(), model.swap.slot_bytes()
     with memory_for_weights(size + slots if whole else size - (size - slots) // 3):
         torch.testing.assert_close(picture(model), want, rtol=0, atol=1e-4)
-        had = model.loaded_size()
-    assert (had == size) is whole
-    room = had - int(less * slots)
+        loaded = model.loaded_size()
+    assert (loaded == size) is whole
+    room = loaded - int(fraction * slots)
     with memory_for_weights(room):
         torch.testing.assert_close(picture(model), want, rtol=0, atol=1e-4)
     assert slots <= model.loaded_size() <= room
@@ -244,9 +244,9 @@ def test_what_comfyui_asks_back_is_freed_from_the_rest_first_and_then_all(tiny_f
     want = picture(with_lora(tiny_flux))
     model = with_lora(swapped(tiny_flux, "double_blocks.1", "single_blocks.0"))
     mm.load_models_gpu([model])
-    before = model.loaded_size()
-    freed = model.partially_unload(model.offload_device, before // 4)
-    assert freed >= before // 4 and model.loaded_size() == before - freed
+    loaded = model.loaded_size()
+    freed = model.partially_unload(model.offload_device, loaded // 4)
+    assert freed >= loaded // 4 and model.loaded_size() == loaded - freed
     assert model.swap.attached
     assert torch.equal(picture(model), want)
     assert_true_sizes(model)
@@ -272,10 +272,10 @@ def object_patched_forward(model: Any) -> Any:
     """A block's forward is replaced by a function that closes over the block."""
     clone = model.clone()
     block = clone.model.diffusion_model.double_blocks[0]
-    own = type(block).forward
+    original_forward = type(block).forward
 
     def doubled(*args: Any, **kwargs: Any) -> Any:
-        img, txt = own(block, *args, **kwargs)
+        img, txt = original_forward(block, *args, **kwargs)
         return 2 * img, txt
 
     clone.add_object_patch("diffusion_model.double_blocks.0.forward", doubled)
@@ -285,17 +285,17 @@ def object_patched_forward(model: Any) -> Any:
 def object_patched_linear_forward(model: Any) -> Any:
     clone = model.clone()
     linear = clone.model.get_submodule(QKV)
-    own = type(linear).forward
-    clone.add_object_patch(f"{QKV}.forward", lambda x: 1.5 * own(linear, x))
+    original_forward = type(linear).forward
+    clone.add_object_patch(f"{QKV}.forward", lambda x: 1.5 * original_forward(linear, x))
     return clone
 
 
 def object_patched_module(model: Any) -> Any:
     clone = model.clone()
-    own = clone.model.get_submodule(QKV)
+    original = clone.model.get_submodule(QKV)
     with torch.inference_mode(False):
-        other = copy.deepcopy(own)
-        other.weight = torch.nn.Parameter(own.weight.data * 1.5, requires_grad=False)
+        other = copy.deepcopy(original)
+        other.weight = torch.nn.Parameter(original.weight.data * 1.5, requires_grad=False)
     clone.add_object_patch(QKV, other)
     return clone
 
@@ -333,13 +333,13 @@ def injected_forward(model: Any) -> Any:
     block = clone.model.diffusion_model.single_blocks[1]
 
     def inject(_: Any) -> None:
-        found = block.forward
-        block.forward = lambda *args, **kwargs: 0.5 * found(*args, **kwargs)
-        block.found = found
+        original_forward = block.forward
+        block.forward = lambda *args, **kwargs: 0.5 * original_forward(*args, **kwargs)
+        block.original_forward = original_forward
 
     def eject(_: Any) -> None:
-        block.forward = block.found
-        del block.found
+        block.forward = block.original_forward
+        del block.original_forward
 
     clone.set_injections("test", [PatcherInjection(inject, eject)])
     return clone
@@ -414,7 +414,7 @@ def test_a_model_that_was_patched_before_it_is_swapped_keeps_its_patches(tiny_fl
         assert torch.equal(picture(changed), want)
 
 
-def hooked_picture(model: Any, lora: dict[str, torch.Tensor], *, both: bool = True) -> torch.Tensor:
+def hooked_picture(model: Any, lora: dict[str, torch.Tensor], *, both_prompts: bool = True) -> torch.Tensor:
     """A picture with a LoRA whose strength changes on the way, on the positive prompt and another on the negative."""
 
     def hooks(strength: float) -> Any:
@@ -428,36 +428,38 @@ def hooked_picture(model: Any, lora: dict[str, torch.Tensor], *, both: bool = Tr
     with torch.inference_mode():
         positive = comfy.hooks.set_hooks_for_conditioning(conditioning("flux", 16, 0), hooks(0.8))
         negative = conditioning("flux", 16, 1)
-        if both:
+        if both_prompts:
             negative = comfy.hooks.set_hooks_for_conditioning(negative, hooks(0.4))
     return sample_prompts(model, positive, negative, torch.zeros(1, 16, 8, 8), steps=4, cfg=2.0)
 
 
-@pytest.mark.parametrize("both", [True, False], ids=["on both prompts", "on one prompt"])
+@pytest.mark.parametrize("both_prompts", [True, False], ids=["on both prompts", "on one prompt"])
 @pytest.mark.parametrize("baked", [False, True], ids=["alone", "over a LoRA"])
 def test_hook_loras_change_by_prompt_and_step_and_never_reach_the_masters(
-    tiny_flux: Any, both: bool, baked: bool
+    tiny_flux: Any, both_prompts: bool, baked: bool
 ) -> None:
     lora = lora_of(tiny_flux, 3)
     base = with_lora(tiny_flux) if baked else tiny_flux
     unhooked = picture(base)
-    want = hooked_picture(base, lora, both=both)
+    want = hooked_picture(base, lora, both_prompts=both_prompts)
     mm.unload_all_models()
     masters = {key: t.clone() for key, t in tiny_flux.model.state_dict().items()}
     model = swapped(base)
-    assert torch.equal(hooked_picture(model, lora, both=both), want)
+    assert torch.equal(hooked_picture(model, lora, both_prompts=both_prompts), want)
     assert torch.equal(picture(model), unhooked)
-    assert torch.equal(hooked_picture(model, lora, both=both), want)
+    assert torch.equal(hooked_picture(model, lora, both_prompts=both_prompts), want)
     after = tiny_flux.model.state_dict()
     assert all(torch.equal(after[key], masters[key]) for key in masters if key in model.swap.keys)
     mm.unload_all_models()
     assert all(torch.equal(t, masters[key]) for key, t in tiny_flux.model.state_dict().items())
 
 
-@pytest.mark.parametrize(("both", "call"), [(True, 1), (True, 6), (False, 2), (False, 6)])
-def test_room_that_is_made_amid_sampling_leaves_the_hooks_as_they_are(tiny_flux, monkeypatch, both, call) -> None:
+@pytest.mark.parametrize(("both_prompts", "call"), [(True, 1), (True, 6), (False, 2), (False, 6)])
+def test_room_that_is_made_amid_sampling_leaves_the_hooks_as_they_are(
+    tiny_flux, monkeypatch, both_prompts, call
+) -> None:
     lora = lora_of(tiny_flux, 3)
-    want = hooked_picture(with_lora(tiny_flux), lora, both=both)
+    want = hooked_picture(with_lora(tiny_flux), lora, both_prompts=both_prompts)
     mm.unload_all_models()
     model, calls = swapped(with_lora(tiny_flux), *BLOCKS[2:]), [0]
     monkeypatch.setattr(oom_retry, "LEAST", 2**18)
@@ -473,7 +475,7 @@ def test_room_that_is_made_amid_sampling_leaves_the_hooks_as_they_are(tiny_flux,
 
     monkeypatch.setattr(last, "forward", run)
     # A LoRA under the hooks' is added at each use from there on, so that the last bits differ.
-    torch.testing.assert_close(hooked_picture(model, lora, both=both), want, rtol=0, atol=1e-4)
+    torch.testing.assert_close(hooked_picture(model, lora, both_prompts=both_prompts), want, rtol=0, atol=1e-4)
     assert model.model.lowvram_patch_counter > 0
     mm.unload_all_models()
 
@@ -575,9 +577,9 @@ def saved(model: Any, folder: Path) -> dict[str, torch.Tensor]:
     return comfy.utils.load_torch_file(str(path))
 
 
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[key], other[key]) and one[key].dtype == other[key].dtype for key in one)
+def assert_same(first: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == other.keys()
+    assert all(torch.equal(first[key], other[key]) and first[key].dtype == other[key].dtype for key in first)
 
 
 @pytest.mark.parametrize("file", ["fp32", "scaled fp8"])
@@ -652,8 +654,8 @@ FORMATS = {
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_stored_formats_stream_as_stored(tmp_path: Path, name: str) -> None:
-    settings, kept = FORMATS[name]
-    plain = load(tiny.write_flux(tmp_path / "flux.safetensors", **settings), kept)
+    settings, load_options = FORMATS[name]
+    plain = load(tiny.write_flux(tmp_path / "flux.safetensors", **settings), load_options)
     bare, want = picture(plain), picture(with_lora(plain, 0.1))
     unload()
     inside = blocks_of(plain).values()
@@ -664,12 +666,12 @@ def test_stored_formats_stream_as_stored(tmp_path: Path, name: str) -> None:
     home = parts_of(plain.model.get_submodule(QKV).weight)[0].untyped_storage().data_ptr()
     with torch.inference_mode():
         mm.load_models_gpu([model])
-    for j, (weights, held) in enumerate(zip(model.swap._unpatched, model.swap._slots, strict=True)):
+    for j, (weights, slots) in enumerate(zip(model.swap._unpatched, model.swap._slots, strict=True)):
         model.swap.ring.forward(j)
-        for weight, slot in zip(weights, held, strict=True):
-            for part, there in zip(parts_of(weight), parts_of(slot), strict=True):
-                assert torch.equal(part.float(), there.float())
-                assert there.untyped_storage().data_ptr() == model.swap.ring.slot_of(j).untyped_storage().data_ptr()
+        for weight, slot in zip(weights, slots, strict=True):
+            for part, slot_part in zip(parts_of(weight), parts_of(slot), strict=True):
+                assert torch.equal(part.float(), slot_part.float())
+                assert slot_part.untyped_storage().data_ptr() == model.swap.ring.slot_of(j).untyped_storage().data_ptr()
     assert torch.equal(picture(with_lora(model, 0.1)), want)
     unload()
     assert torch.equal(picture(with_lora(model, 0.1)), want)

@@ -54,13 +54,13 @@ def test_pictures_are_the_same_with_all_blocks_swapped(family: str, tiny_files: 
     settings = CompileSettings(backend="eager")
     compiled, compiled_model = compile_model(swapped, settings)
     assert torch.equal(sample(compiled, family), plain)
-    made = graphs()
-    assert compiled_model.report().counts().graphs == made > 0
+    graph_count = graphs()
+    assert compiled_model.report().counts().graphs == graph_count > 0
     compiled_lora, _ = comfy.sd.load_lora_for_models(compiled, None, lora, 0.7, 0.0)
     assert torch.equal(sample(compiled_lora, family), with_lora)
     resident, _ = compile_model(model, settings)
     assert torch.equal(sample(resident, family), plain)
-    assert graphs() == made
+    assert graphs() == graph_count
 
     comfy.model_management.unload_all_models()
     state = model.model.state_dict()
@@ -76,11 +76,11 @@ CUDA_GRAPHS = {
 }
 
 
-@pytest.mark.parametrize("asked", CUDA_GRAPHS)
-def test_no_block_takes_cuda_graphs_while_some_stream(asked: str, tiny_flux: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("input_", CUDA_GRAPHS)
+def test_no_block_takes_cuda_graphs_while_some_stream(input_: str, tiny_flux: Any, monkeypatch: Any) -> None:
     """Only how each region is to be compiled is looked at: in inductor's place the block itself runs."""
-    monkeypatch.setattr(region_module, "compiled_function", lambda body, name, how: body)
-    values, (backend, mode) = CUDA_GRAPHS[asked]
+    monkeypatch.setattr(region_module, "compiled_function", lambda body, name, compile_options: body)
+    values, (backend, mode) = CUDA_GRAPHS[input_]
     settings = CompileSettings(**values)
     picture = sample(tiny_flux, "flux")
     swapped = swap_model(tiny_flux, dict(list(all_blocks(tiny_flux).items())[1:3]), prefetch=1, pinned=False)
@@ -95,12 +95,12 @@ def test_no_block_takes_cuda_graphs_while_some_stream(asked: str, tiny_flux: Any
     assert {(option.backend, option.mode) for option in options} == {(backend, mode)}
     said = [note for note in compiled_model.notes if "block swap" in note]
     assert said == [
-        f"{asked}: blocks are compiled without CUDA graphs (backend {backend}, mode {mode}), because some stream from "
+        f"{input_}: blocks are compiled without CUDA graphs (backend {backend}, mode {mode}), because some stream from "
         "RAM (block swap)."
     ]
     # On the same model without swap the settings hold as they are.
-    resident, same = compile_model(tiny_flux, settings)
-    assert same is compiled_model and torch.equal(sample(resident, "flux"), picture)
+    resident, second = compile_model(tiny_flux, settings)
+    assert second is compiled_model and torch.equal(sample(resident, "flux"), picture)
     assert [region.options for region in compiled_model.regions.values()][2:] == [settings.options()] * 2
 
 

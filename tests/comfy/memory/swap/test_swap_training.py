@@ -33,15 +33,15 @@ def trained(path: Path, folder: Path, **options: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def resident(deep_flux: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made: dict[Any, Any] = {}
+    runs: dict[Any, Any] = {}
 
-    def of(**settings: Any) -> Any:
+    def resident_run(**settings: Any) -> Any:
         key = tuple(sorted(settings.items()))
-        if key not in made:
-            made[key] = trained(deep_flux, tmp_path_factory.mktemp("resident"), **settings)
-        return made[key]
+        if key not in runs:
+            runs[key] = trained(deep_flux, tmp_path_factory.mktemp("resident"), **settings)
+        return runs[key]
 
-    return of
+    return resident_run
 
 
 @pytest.mark.parametrize(("batch", "checkpointing"), one_in(3, [(3, "selective"), (1, "none"), (1, "full")]))
@@ -73,12 +73,12 @@ class Writes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.into: list[int] = []
+        self.destinations: list[int] = []
         self.out_of: list[int] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.ops.aten.copy_.default:
-            self.into.append(args[0].untyped_storage().data_ptr())
+            self.destinations.append(args[0].untyped_storage().data_ptr())
             self.out_of.append(args[1].untyped_storage().data_ptr())
         return function(*args, **(kwargs or {}))
 
@@ -86,7 +86,7 @@ class Writes(TorchDispatchMode):
 @pytest.mark.usefixtures("unchecked")
 def test_the_masters_are_never_written_and_stay_the_models_own(deep_flux: Path, tmp_path: Path) -> None:
     model = tiny.load_flux(deep_flux)
-    before = {key: tensor.clone() for key, tensor in model.model.state_dict().items()}
+    initial = {key: tensor.clone() for key, tensor in model.model.state_dict().items()}
     data = tiny.make_data([(4, 4)], [16])
     trainer = tiny.make_trainer(
         model, data, tmp_path, steps=2, memory=MemoryOptions(checkpointing="none", blocks_to_swap=6)
@@ -97,17 +97,19 @@ def test_the_masters_are_never_written_and_stay_the_models_own(deep_flux: Path, 
     homes = {master.untyped_storage().data_ptr() for master in trainer.placed.weights.swap.ring.flat_weights}
     slots = {slot.untyped_storage().data_ptr() for slot in trainer.placed.weights.swap.ring.slots}
     # What is written are slots, out of masters, and no master is, not even with what it holds.
-    assert not homes & set(writes.into)
-    assert [(into in slots) for into, out_of in zip(writes.into, writes.out_of, strict=True) if out_of in homes] == [
-        True
-    ] * trainer.placed.weights.swap.ring.copies
+    assert not homes & set(writes.destinations)
+    assert [
+        (destination in slots)
+        for destination, out_of in zip(writes.destinations, writes.out_of, strict=True)
+        if out_of in homes
+    ] == [True] * trainer.placed.weights.swap.ring.copies
     assert all(torch.equal(a, b) for a, b in zip(masters, trainer.placed.weights.swap.ring.flat_weights, strict=True))
     after = model.model.state_dict()
-    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    assert initial.keys() == after.keys() and all(torch.equal(initial[key], after[key]) for key in initial)
     # The host holds the weights once: ComfyUI's modules point into the masters.
     weight = model.model.diffusion_model.single_blocks[1].linear1.weight
-    held = [m.untyped_storage().data_ptr() for m in trainer.placed.weights.swap.ring.flat_weights]
-    assert weight.untyped_storage().data_ptr() in held
+    storages = [m.untyped_storage().data_ptr() for m in trainer.placed.weights.swap.ring.flat_weights]
+    assert weight.untyped_storage().data_ptr() in storages
 
 
 def test_after_a_run_nothing_of_the_model_is_page_locked(deep_flux: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -129,28 +131,28 @@ def test_after_a_run_nothing_of_the_model_is_page_locked(deep_flux: Path, tmp_pa
     assert unlocked == []
     trainer.close()
     assert unlocked == homes
-    held = model.model.diffusion_model.single_blocks[1].linear1.weight
-    assert held.untyped_storage().data_ptr() in homes  # where the weights are all its own, no copy is made
+    weight = model.model.diffusion_model.single_blocks[1].linear1.weight
+    assert weight.untyped_storage().data_ptr() in homes  # where the weights are all its own, no copy is made
 
 
 def test_what_cannot_be_unlocked_is_left_block_after_block(deep_flux: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """On Windows, torch's allocator keeps its memory page-locked until nothing is in it and it is told to give back."""
     from tessera.memory.swap import training
 
-    left: list[int] = []
+    expired: list[int] = []
     model = tiny.load_flux(deep_flux)
-    before = {key: tensor.clone() for key, tensor in model.model.state_dict().items()}
+    initial = {key: tensor.clone() for key, tensor in model.model.state_dict().items()}
     trainer = tiny.make_trainer(
         model, tiny.make_data([(4, 4)], [16]), tmp_path, memory=MemoryOptions(checkpointing="full", blocks_to_swap=6)
     )
     trainer.run()
     homes = [StorageWeakRef(master.untyped_storage()) for master in trainer.placed.weights.swap.ring.flat_weights]
     monkeypatch.setattr(training, "unlock", lambda flat: False)
-    monkeypatch.setattr(training, "give_back", lambda: left.append([home.expired() for home in homes].count(True)))
+    monkeypatch.setattr(training, "give_back", lambda: expired.append([home.expired() for home in homes].count(True)))
     trainer.close()
-    assert left == [1, 2, 3, 4, 5, 6]
+    assert expired == [1, 2, 3, 4, 5, 6]
     after = model.model.state_dict()
-    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    assert initial.keys() == after.keys() and all(torch.equal(initial[key], after[key]) for key in initial)
 
 
 def test_memory_management_can_have_the_slots_back(deep_flux: Path, tmp_path: Path) -> None:
@@ -166,16 +168,16 @@ def test_memory_management_can_have_the_slots_back(deep_flux: Path, tmp_path: Pa
         memory=MemoryOptions(checkpointing="none", blocks_to_swap=4),
     )
     tiny.fill_up_matrices(trainer)
-    held = []
+    sizes = []
 
     class Unloading(type(trainer.observer)):
         def step(self, report: Any) -> None:
             comfy.model_management.unload_all_models()
-            held.append(trainer.placed.weights.swap.held_bytes())
+            sizes.append(trainer.placed.weights.swap.held_bytes())
 
     tiny.observe(trainer, Unloading())
     trainer.run()
-    assert held == [0] * STEPS
+    assert sizes == [0] * STEPS
     assert_same_run(trainer, plain)
 
 

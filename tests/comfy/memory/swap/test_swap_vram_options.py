@@ -85,18 +85,18 @@ print(json.dumps({
 def run(file: Path, option: str) -> dict[str, Any]:
     command = [sys.executable, "-c", SCRIPT, str(TESTS / "support"), str(find_comfyui()), str(file), option]
     paths = os.pathsep.join([str(TESTS / "support"), str(Path(__file__).parent)])
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths})
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths})
+    assert process.returncode == 0, process.stderr[-3000:]
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("option", ["--highvram", "--lowvram"])
 def test_swapped_equals_unswapped_whatever_comfyui_is_started_with(tiny_files: dict[str, Path], option: str) -> None:
-    found = run(tiny_files["flux"], option)
-    assert found["state"] == {"--highvram": "HIGH_VRAM", "--lowvram": "LOW_VRAM"}[option]
-    assert found["equal"] == [True] * 4 and found["differ"]
-    for loaded in found["loaded"]:
+    result = run(tiny_files["flux"], option)
+    assert result["state"] == {"--highvram": "HIGH_VRAM", "--lowvram": "LOW_VRAM"}[option]
+    assert result["equal"] == [True] * 4 and result["differ"]
+    for loaded in result["loaded"]:
         if option == "--highvram":
-            assert loaded == found["rest"] + found["slots"]  # swapped blocks stay on the host even there
+            assert loaded == result["rest"] + result["slots"]  # swapped blocks stay on the host even there
         else:
-            assert found["slots"] < loaded <= found["slots"] + found["rest"] // 2
+            assert result["slots"] < loaded <= result["slots"] + result["rest"] // 2

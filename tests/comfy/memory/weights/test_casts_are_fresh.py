@@ -19,15 +19,15 @@ CASE, STEPS = CASES["flux-dev"], 3
 
 def loss_with_and_without_casts(trainer: Any) -> tuple[float, float]:
     """The loss of a step, and the same where each forward casts the master weights by itself."""
-    kept = {name: adapter.casts for name, adapter in trainer.network.adapters.items()}
-    assert all(casts.keys() == {"down", "up"} for casts in kept.values())
-    found = trainer.train_step.forward_backward([tiny.micro_batch(0)]).item()
+    casts_by_name = {name: adapter.casts for name, adapter in trainer.network.adapters.items()}
+    assert all(casts.keys() == {"down", "up"} for casts in casts_by_name.values())
+    actual = trainer.train_step.forward_backward([tiny.micro_batch(0)]).item()
     for adapter in trainer.network.adapters.values():
         adapter.casts = {}
-    wanted = trainer.train_step.forward_backward([tiny.micro_batch(0)]).item()
+    expected = trainer.train_step.forward_backward([tiny.micro_batch(0)]).item()
     for name, adapter in trainer.network.adapters.items():
-        adapter.casts = kept[name]
-    return found, wanted
+        adapter.casts = casts_by_name[name]
+    return actual, expected
 
 
 class Checks:
@@ -40,9 +40,9 @@ class Checks:
         return True
 
     def between_steps(self, run: Any) -> None:
-        found, wanted = loss_with_and_without_casts(self.trainer)
-        assert found == wanted
-        self.losses.append(found)
+        actual, expected = loss_with_and_without_casts(self.trainer)
+        assert actual == expected
+        self.losses.append(actual)
 
     def summary(self, trainer: Any) -> dict[str, Any]:
         return {}
@@ -54,28 +54,28 @@ def trainer(case_file: Any, tmp_path: Any) -> Any:
     model = computing_in(CASE.load(case_file(CASE, dtype=dtype)), dtype)
     data = training_data(*CASE.batches()["shapes"]())
     options = OptimizerOptions(learning_rate=0.05, ema_decay=0.9)
-    made = tiny.make_trainer(model, data, tmp_path, steps=STEPS, optimizer=options)
-    tiny.fill_up_matrices(made)
-    made.train_step.batches.reader.prefetch(tiny.micro_batch(0))
-    yield made
-    made.close()
+    instance = tiny.make_trainer(model, data, tmp_path, steps=STEPS, optimizer=options)
+    tiny.fill_up_matrices(instance)
+    instance.train_step.batches.reader.prefetch(tiny.micro_batch(0))
+    yield instance
+    instance.close()
 
 
 def test_after_steps_loads_and_swaps(trainer):
     checks = Checks(trainer)
     trainer.watchers.append(checks)
-    before = unpack_state(*pack_state(trainer.learner.state()))
+    snapshot = unpack_state(*pack_state(trainer.learner.state()))
     trainer.run()
     assert len(set(checks.losses)) == STEPS + 1
     with trainer.learner.as_saved():
-        found, wanted = loss_with_and_without_casts(trainer)
-        assert found == wanted and found != checks.losses[-1]
+        actual, expected = loss_with_and_without_casts(trainer)
+        assert actual == expected and actual != checks.losses[-1]
     assert loss_with_and_without_casts(trainer) == (checks.losses[-1],) * 2
     with trainer.network.switched_off():
         assert all(not group.cast.any() for group in trainer.network.flat)  # for a forward that does not write them
-        found, wanted = loss_with_and_without_casts(trainer)
-        assert found == wanted and found not in checks.losses
-    state = TrainingState(step=0, batches=0, loss=[], lineage="", environment={}, parts=[], **before)
+        actual, expected = loss_with_and_without_casts(trainer)
+        assert actual == expected and actual not in checks.losses
+    state = TrainingState(step=0, batches=0, loss=[], lineage="", environment={}, parts=[], **snapshot)
     trainer.learner.load(state)
     trainer.progress.step = 0  # whose noise was that of the first loss
     assert loss_with_and_without_casts(trainer) == (checks.losses[0],) * 2

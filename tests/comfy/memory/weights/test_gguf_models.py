@@ -29,13 +29,13 @@ from tiny.train.training import fill_up_matrices, micro_batch
 @pytest.mark.parametrize(("name", "plain"), [("Q4_0", "F16"), ("Q8_0", "BF16")])
 def test_the_forward_is_the_loader_s_own_with_the_loras_on_it(name, plain, lora):
     model = model_of(flux_state(name, plain))
-    before = memory_of(model)
+    initial = memory_of(model)
     bare, _, _ = both_forwards(model)
-    wanted, ours, transformer = both_forwards(with_lora(model, lora and lora()))
-    assert (ours - wanted).norm() <= 2e-6 * wanted.norm()
-    assert lora is None or (wanted - bare).norm() > 0.02 * bare.norm()
-    assert all(torch.equal(held, before[name]) for name, held in memory_of(model).items())
-    own = model.model.diffusion_model
+    expected, actual, transformer = both_forwards(with_lora(model, lora and lora()))
+    assert (actual - expected).norm() <= 2e-6 * expected.norm()
+    assert lora is None or (expected - bare).norm() > 0.02 * bare.norm()
+    assert all(torch.equal(tensor, initial[name]) for name, tensor in memory_of(model).items())
+    diffusion_model = model.model.diffusion_model
     linears = {n: linear for n, linear in transformer.linears().items() if "_blocks." in n}
     full = {n for n, linear in linears.items() if linear.layout is None}
     assert full == ({"double_blocks.0.img_mlp.0"} if lora is loha else set()) and len(linears) == 2 * 10 + 2 * 3
@@ -43,7 +43,7 @@ def test_the_forward_is_the_loader_s_own_with_the_loras_on_it(name, plain, lora)
     lora_on = {"double_blocks.0.img_mlp.0", "single_blocks.1.linear2", "double_blocks.1.img_attn.qkv"}
     assert beside == (lora_on if lora is plain_lora else set())
     for n in linears.keys() - full:
-        assert linears[n].weight.data_ptr() == own.get_submodule(n).weight.data_ptr()
+        assert linears[n].weight.data_ptr() == diffusion_model.get_submodule(n).weight.data_ptr()
 
 
 def test_a_lora_on_it_is_told_where_it_costs_memory(tmp_path):
@@ -62,17 +62,20 @@ def test_a_lora_on_it_is_told_where_it_costs_memory(tmp_path):
 def test_a_lora_of_it_has_the_keys_of_one_of_the_whole_file_and_comes_near_it(tiny_flux, tmp_path):
     state = flux_state("Q8_0")
     model = model_of(state)
-    before, name = memory_of(model), weights_fingerprint(model)
+    initial, name = memory_of(model), weights_fingerprint(model)
     result = train(model, mixed_data(), tmp_path / "gguf", batch_size=2)
     copy_values(model_of(state), tiny_flux)
     reference = train(tiny_flux, mixed_data(), tmp_path / "fp32", batch_size=2)
     assert result.lora.keys() == reference.lora.keys()
     assert all(result.lora[k].shape == reference.lora[k].shape for k in result.lora)
     assert result.loss == pytest.approx(reference.loss, rel=1e-5) and len(result.loss) == 6
-    for key, held in memory_of(model).items():
-        own = model.model.diffusion_model.get_parameter(key)
-        assert torch.equal(held, before[key])
-        assert key not in state or (own.tensor_type, own.shape) == (state[key].tensor_type, state[key].shape)
+    for key, tensor in memory_of(model).items():
+        parameter = model.model.diffusion_model.get_parameter(key)
+        assert torch.equal(tensor, initial[key])
+        assert key not in state or (parameter.tensor_type, parameter.shape) == (
+            state[key].tensor_type,
+            state[key].shape,
+        )
     assert (
         weights_fingerprint(model_of(flux_state("Q8_0"))) == name != weights_fingerprint(model_of(flux_state("Q4_0")))
     )
@@ -106,16 +109,19 @@ def test_swapped_blocks_are_the_same_run_and_stored_bytes_stream(backend, checkp
         assert runs[swapped].placed.execution.runner.report.counts().graph_breaks == 0
     assert_same_run(runs[3], runs[0])
     ring = runs[3].placed.weights.swap.ring
-    of_blocks = {id(block): block for block in runs[3].placed.weights.swap.blocks}.values()
-    for block, flat in zip(of_blocks, ring.flat_weights, strict=True):
-        held = [m for m in frozen_modules(block).values()]
-        stored = Layout.from_tensors((str(i), b) for i, b in enumerate(b for m in held for b in m.buffers()))
+    blocks = {id(block): block for block in runs[3].placed.weights.swap.blocks}.values()
+    for block, flat in zip(blocks, ring.flat_weights, strict=True):
+        modules = [m for m in frozen_modules(block).values()]
+        stored = Layout.from_tensors((str(i), b) for i, b in enumerate(b for m in modules for b in m.buffers()))
         assert flat.numel() == stored.size
         weights = [linear.shape[0] * linear.shape[1] for linear in block.linears().values()]
         assert stored.size < 1.3 * sum(weights) * 22 / 32 + 2**16  # Q5_0: 22 bytes for 32 values
     runs[3].placed.weights.unload()
     # The host holds the blocks once: the MODEL's own tensors lie in the buffers that streamed.
-    assert all(in_blocks(own) == (own.dtype == torch.uint8) for own in model.model.diffusion_model.parameters())
+    assert all(
+        in_blocks(parameter) == (parameter.dtype == torch.uint8)
+        for parameter in model.model.diffusion_model.parameters()
+    )
 
 
 def test_blocks_of_two_formats_are_two_graphs_and_no_more(tmp_path):
@@ -138,8 +144,8 @@ def test_the_memory_plan_counts_what_is_stored(tmp_path):
             trainer.context.patcher, trainer.context.family, trainer.context.data, targets, trainer.settings
         )
         counted[name] = sum(block.weights for block in cost.blocks)
-        held = [frozen_modules(block).values() for _, block in placed.weights.transformer.blocks()]
-        real = sum(b.nbytes for modules in held for m in modules for b in m._buffers.values() if b is not None)
+        block_modules = [frozen_modules(block).values() for _, block in placed.weights.transformer.blocks()]
+        real = sum(b.nbytes for modules in block_modules for m in modules for b in m._buffers.values() if b is not None)
         assert real <= counted[name] < 1.1 * real
     linears = [x for n, x in placed.weights.transformer.linears().items() if "_blocks." in n]
     values = sum(x.shape[0] * x.shape[1] for x in linears)
@@ -159,9 +165,9 @@ def test_a_model_without_a_forward_of_ours_trains_as_its_values(swapped, tmp_pat
     widened = build(ROW)
     copy_values(native_model(ROW, "Q4_0"), widened)
     fill_up_matrices(trainer)
-    wanted, gradients = written_out(ROW, trainer, plain_model(widened))
+    expected, gradients = written_out(ROW, trainer, plain_model(widened))
     loss = trainer.train_step.forward_backward([micro_batch(0)])
-    assert loss == pytest.approx(wanted, rel=1e-5)
+    assert loss == pytest.approx(expected, rel=1e-5)
     assert difference(lora_gradients(trainer), gradients) <= 1e-5
     trainer.close()
 
@@ -176,10 +182,10 @@ def test_a_format_that_nothing_reads_is_refused_before_anything_is_loaded(tmp_pa
 
 
 def test_block_swap_for_sampling_leaves_it_to_its_loader():
-    wanted = (
+    message = (
         "model is a GGUF file, whose loader moves weights by itself; leave Block Swap out (ComfyUI streams what "
         "doesn't fit; to train, set blocks_to_swap on Training Memory), or load a safetensors file with Load "
         "Diffusion Model (Block Swap) and quantize at int8."
     )
-    with pytest.raises(ValueError, match=f"^{re.escape(wanted)}$"):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         TesseraBlockSwap.execute(model_of(flux_state("Q4_0")), 2, 1, "auto")

@@ -62,8 +62,8 @@ def load_unet(tmp_path_factory):
 @pytest.mark.parametrize("name", SCALES)
 def test_the_forward_is_the_pack_s_own(name, load_unet):
     model = load_unet(flux_state(name, "BF16", hidden=256, depth=1), dequant_dtype="float32")
-    wanted, ours, transformer = both_forwards(model)
-    assert (ours - wanted).norm() <= 2e-6 * wanted.norm()
+    expected, actual, transformer = both_forwards(model)
+    assert (actual - expected).norm() <= 2e-6 * expected.norm()
     stored = [linear for n, linear in transformer.linears().items() if "_blocks." in n and linear.layout is not None]
     assert len(stored) >= 10 + 2  # linear2's width of 1280 is a multiple of 256 too
 
@@ -71,26 +71,26 @@ def test_the_forward_is_the_pack_s_own(name, load_unet):
 @pytest.mark.parametrize("lora", [plain_lora, loha], ids=["LoRA", "LoHa"])
 def test_loras_on_it_stay_in_force(lora, load_unet):
     model = load_unet(flux_state("Q5_1"), dequant_dtype="float32")
-    before = memory_of(model)
+    initial = memory_of(model)
     bare, _, _ = both_forwards(model)
-    wanted, ours, _ = both_forwards(with_lora(model, lora()))
-    assert (ours - wanted).norm() <= 2e-6 * wanted.norm() and (wanted - bare).norm() > 0.02 * bare.norm()
-    assert all(torch.equal(held, before[name]) for name, held in memory_of(model).items())
-    again, _, _ = both_forwards(model)
-    assert torch.equal(again, bare)
+    expected, actual, _ = both_forwards(with_lora(model, lora()))
+    assert (actual - expected).norm() <= 2e-6 * expected.norm() and (expected - bare).norm() > 0.02 * bare.norm()
+    assert all(torch.equal(tensor, initial[name]) for name, tensor in memory_of(model).items())
+    repeated, _, _ = both_forwards(model)
+    assert torch.equal(repeated, bare)
 
 
 def test_its_own_fp16_comes_near(load_unet):
-    wanted, ours, _ = both_forwards(with_lora(load_unet(flux_state("Q4_0")), plain_lora()))
-    assert (ours - wanted).norm() <= HALF * wanted.norm()
+    expected, actual, _ = both_forwards(with_lora(load_unet(flux_state("Q4_0")), plain_lora()))
+    assert (actual - expected).norm() <= HALF * expected.norm()
 
 
 def test_swapped_and_previewed_it_trains_as_resident(load_unet, tiny_vae, tmp_path):
     model = with_lora(load_unet(flux_state("Q4_0")), plain_lora())
-    before = memory_of(model)
+    initial = memory_of(model)
     memory = {"checkpointing": "none"}
     plain = train(model, mixed_data(), tmp_path / "plain", batch_size=2, memory=memory)
-    shown = Preview(Sampling(tiny_vae, conditioning("flux", 16, 0), width=64, height=48, steps=1), 3, True, True)
+    preview = Preview(Sampling(tiny_vae, conditioning("flux", 16, 0), width=64, height=48, steps=1), 3, True, True)
     watcher = Watcher()
     swapped = train_lora(
         RunRequest(
@@ -100,20 +100,20 @@ def test_swapped_and_previewed_it_trains_as_resident(load_unet, tiny_vae, tmp_pa
             tmp_path / "swapped",
             watcher,
             CompileSettings("aot_eager"),
-            [Previewer([shown], model)],
+            [Previewer([preview], model)],
         )
     )
     assert len(watcher.sheets) == 3 and not any("failed" in note for note in watcher.notes), watcher.notes
     assert swapped.loss == plain.loss and swapped.lora.keys() == plain.lora.keys()
     assert all(torch.equal(swapped.lora[key], tensor) for key, tensor in plain.lora.items())
     unload()
-    assert all(torch.equal(held, before[name]) for name, held in memory_of(model).items())
+    assert all(torch.equal(weight, initial[name]) for name, weight in memory_of(model).items())
     with torch.inference_mode():
         trained, _ = comfy.sd.load_lora_for_models(model, None, swapped.lora, 1.0, 0)
         comfy.model_management.load_models_gpu([trained])
-        laid = [w for w in trained.model.diffusion_model.parameters() if getattr(w, "patches", None)]
+        patched = [w for w in trained.model.diffusion_model.parameters() if getattr(w, "patches", None)]
     unload()
-    assert len(laid) == 2 * 8 + 2 * 2 and not any(getattr(w, "patches", None) for w in trained.model.parameters())
+    assert len(patched) == 2 * 8 + 2 * 2 and not any(getattr(w, "patches", None) for w in trained.model.parameters())
 
 
 @pytest.mark.parametrize("mismatch", [False, True])

@@ -51,12 +51,12 @@ def test_the_numbers_are_core_s_and_the_stored_parts_wait_for_backward(make: Any
 
     whole = weight.to(dtype).dequantize().to(dtype)
     x, grad = random(2, 5, IN, seed=3).to(dtype).requires_grad_(), random(2, 5, OUT, seed=4).to(dtype)
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y = frozen.apply(x)
     assert y.dtype == dtype and torch.equal(y, x.detach() @ whole.T)
-    assert {t.data_ptr() for t in kept} == {t.data_ptr() for t in (frozen.weight, *frozen.parts)}
-    assert sum(t.nbytes for t in kept) < 0.8 * OUT * IN
+    assert {t.data_ptr() for t in saved} == {t.data_ptr() for t in (frozen.weight, *frozen.parts)}
+    assert sum(t.nbytes for t in saved) < 0.8 * OUT * IN
     y.backward(grad)
     assert x.grad is not None and torch.equal(x.grad, grad @ whole)
     torch.testing.assert_close(frozen.full(), weight.to(torch.float32).dequantize(), rtol=0, atol=0)

@@ -23,16 +23,16 @@ from torch.utils.flop_counter import FlopCounterMode
 OUT, IN = 144, 192  # neither a multiple of what nvfp4's and mxfp8's scales are cut into
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-layouts = pytest.mark.parametrize("how", QUANTISED)
+layouts = pytest.mark.parametrize("storage", QUANTISED)
 
 
 def random(*shape: int, seed: int = 0, std: float = 1.0) -> torch.Tensor:
     return std * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def layer(how: str, dtype: torch.dtype = torch.float32, out: int = OUT) -> tuple[Any, torch.Tensor]:
+def layer(storage: str, dtype: torch.dtype = torch.float32, out: int = OUT) -> tuple[Any, torch.Tensor]:
     """(FrozenLinear, core's weight in fp32)"""
-    return stored_layer(how, random(out, IN, std=0.1), random(out, seed=1), dtype)
+    return stored_layer(storage, random(out, IN, std=0.1), random(out, seed=1), dtype)
 
 
 def smoothing(frozen: Any) -> torch.Tensor:
@@ -41,15 +41,15 @@ def smoothing(frozen: Any) -> torch.Tensor:
 
 @layouts
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_forward_is_that_of_cores_dequantised_weight(how: str, dtype: torch.dtype) -> None:
-    patcher = core_layer(how, random(OUT, IN, std=0.1), random(OUT, seed=1))
+def test_the_forward_is_that_of_cores_dequantised_weight(storage: str, dtype: torch.dtype) -> None:
+    patcher = core_layer(storage, random(OUT, IN, std=0.1), random(OUT, seed=1))
     frozen = FrozenWeights(patcher, CPU, dtype).linear(LAYER)
     module = patcher.model.get_submodule(f"diffusion_model.{LAYER}")
     x = random(2, 5, IN, seed=2).to(dtype)
     smoothed = x if frozen.pre_quant_scale is None else x * module.pre_quant_scale.to(dtype)
-    wanted = torch.nn.functional.linear(smoothed, module.weight.to(dtype).dequantize(), module.bias.to(dtype))
-    assert frozen.shape == (OUT, IN) and (frozen.pre_quant_scale is None) == (how != "nvfp4 smoothed")
-    assert torch.equal(frozen.apply(x), wanted)
+    expected = torch.nn.functional.linear(smoothed, module.weight.to(dtype).dequantize(), module.bias.to(dtype))
+    assert frozen.shape == (OUT, IN) and (frozen.pre_quant_scale is None) == (storage != "nvfp4 smoothed")
+    assert torch.equal(frozen.apply(x), expected)
 
 
 # How far core's own layer is from that: where it widens the weight not at all. int8 and int4 round x too, to 127 and 7
@@ -57,19 +57,19 @@ def test_the_forward_is_that_of_cores_dequantised_weight(how: str, dtype: torch.
 ROUNDED = {"int8": 0.012, "int8 by rows": 0.012, "int8 rotated": 0.012, "int4 rotated": 0.22}
 
 
-@pytest.mark.parametrize("how", [how for how in QUANTISED if how != "fp8 by rows"])  # core turns its scales wrong
-def test_the_forward_is_that_of_cores_own_layer(how: str) -> None:
-    patcher = core_layer(how, random(OUT, IN, std=0.1), random(OUT, seed=1))
+@pytest.mark.parametrize("storage", [how for how in QUANTISED if how != "fp8 by rows"])  # core turns its scales wrong
+def test_the_forward_is_that_of_cores_own_layer(storage: str) -> None:
+    patcher = core_layer(storage, random(OUT, IN, std=0.1), random(OUT, seed=1))
     x = random(32, IN, seed=2)
     with torch.inference_mode():
-        wanted = patcher.model.get_submodule(f"diffusion_model.{LAYER}")(x)
-    found = FrozenWeights(patcher, CPU, torch.float32).linear(LAYER).apply(x)
-    assert (found - wanted).norm() <= ROUNDED.get(how, 0.0) * wanted.norm()
+        expected = patcher.model.get_submodule(f"diffusion_model.{LAYER}")(x)
+    actual = FrozenWeights(patcher, CPU, torch.float32).linear(LAYER).apply(x)
+    assert (actual - expected).norm() <= ROUNDED.get(storage, 0.0) * expected.norm()
 
 
 @layouts
-def test_gradients_are_those_of_the_dequantised_weight_in_fp64(how: str) -> None:
-    frozen, core = layer(how)
+def test_gradients_are_those_of_the_dequantised_weight_in_fp64(storage: str) -> None:
+    frozen, core = layer(storage)
     whole = (core * smoothing(frozen)).double()
     x, grad = random(2, 5, IN, seed=2).requires_grad_(), random(2, 5, OUT, seed=3)
     frozen.apply(x).backward(grad)
@@ -86,30 +86,30 @@ def test_the_columns_of_a_smoothed_weight_are_as_long_as_they_multiply_where_it_
     weight, smoothing = random(OUT, IN, std=0.1), 0.5 + random(IN, seed=1).abs()
     for stored in (weight, weight.to(torch.float8_e4m3fn)):
         frozen = FrozenLinear(stored, torch.tensor(0.5), None, pre_quant_scale=-smoothing)
-        wanted = (0.5 * stored.double() * smoothing.double()).norm(dim=0)
-        torch.testing.assert_close(column_lengths(frozen).double(), wanted, rtol=1e-5, atol=0)
+        expected = (0.5 * stored.double() * smoothing.double()).norm(dim=0)
+        torch.testing.assert_close(column_lengths(frozen).double(), expected, rtol=1e-5, atol=0)
 
 
 @layouts
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_stored_parts_wait_for_backward_and_nothing_of_the_weights_size(how: str, compiled: bool) -> None:
-    frozen, _ = layer(how, torch.bfloat16)
+def test_the_stored_parts_wait_for_backward_and_nothing_of_the_weights_size(storage: str, compiled: bool) -> None:
+    frozen, _ = layer(storage, torch.bfloat16)
     x = random(2, 5, IN, seed=2).bfloat16().requires_grad_()
     torch._dynamo.reset()
     run = torch.compile(lambda frozen, x: frozen.apply(x), backend="aot_eager") if compiled else type(frozen).apply
-    kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y = run(frozen, x)
-    own = [t for t in (frozen.weight, frozen.scale, *frozen.parts, frozen.pre_quant_scale) if t is not None]
-    assert {t.data_ptr() for t in kept} == {t.data_ptr() for t in own}
-    assert sum(t.nbytes for t in kept) == sum(t.nbytes for t in own) < 1.3 * OUT * IN
+    inputs = [t for t in (frozen.weight, frozen.scale, *frozen.parts, frozen.pre_quant_scale) if t is not None]
+    assert {t.data_ptr() for t in saved} == {t.data_ptr() for t in inputs}
+    assert sum(t.nbytes for t in saved) == sum(t.nbytes for t in inputs) < 1.3 * OUT * IN
     y.backward(torch.ones_like(y))
     assert x.grad is not None and x.grad.abs().max() > 0
 
 
 @layouts
-def test_layers_that_are_stored_alike_share_one_whole_graph(how: str) -> None:
-    models = [core_layer(how, random(OUT, IN, seed=seed, std=0.1), random(OUT, seed=seed)) for seed in (1, 2)]
+def test_layers_that_are_stored_alike_share_one_whole_graph(storage: str) -> None:
+    models = [core_layer(storage, random(OUT, IN, seed=seed, std=0.1), random(OUT, seed=seed)) for seed in (1, 2)]
     linears = [LoraLinear(FrozenWeights(model, CPU, torch.float32), LAYER) for model in models]
     torch._dynamo.reset()
     graphs = Graphs()
@@ -126,8 +126,8 @@ def test_layers_that_are_stored_alike_share_one_whole_graph(how: str) -> None:
 
 
 @layouts
-def test_it_costs_the_partitioner_as_much_as_a_plain_weight(how: str) -> None:
-    frozen, core = layer(how)
+def test_it_costs_the_partitioner_as_much_as_a_plain_weight(storage: str) -> None:
+    frozen, core = layer(storage)
     x = random(2, 5, IN).requires_grad_()
 
     def flops(run: Any) -> int:
@@ -139,21 +139,23 @@ def test_it_costs_the_partitioner_as_much_as_a_plain_weight(how: str) -> None:
 
 
 def test_a_format_is_read_again_as_it_was_written() -> None:
-    for how in QUANTISED:
-        weight = core_layer(how, random(OUT, IN), random(OUT)).model.get_submodule(f"diffusion_model.{LAYER}").weight
+    for storage in QUANTISED:
+        weight = (
+            core_layer(storage, random(OUT, IN), random(OUT)).model.get_submodule(f"diffusion_model.{LAYER}").weight
+        )
         stored = format_of(weight)
         assert isinstance(stored, Format) and read_format(stored.text()) == stored and stored.shape == (OUT, IN)
-        if "fp8 by rows" != how and not how.startswith("int4"):
-            assert format_of(weight.t()) is None or "fp8" == how  # fp8's data are turned themselves
+        if "fp8 by rows" != storage and not storage.startswith("int4"):
+            assert format_of(weight.t()) is None or "fp8" == storage  # fp8's data are turned themselves
 
 
 def test_what_goes_nowhere_has_no_gradient() -> None:
     frozen, _ = layer("nvfp4")
     x = random(5, IN).requires_grad_()
-    both = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         (quantised_linear(x, [frozen.weight, *frozen.parts], None, frozen.layout) * 0 + x.sum()).sum(), x
     )
-    assert torch.equal(both[0], torch.full_like(x, 5 * OUT))
+    assert torch.equal(gradients[0], torch.full_like(x, 5 * OUT))
 
 
 # In the transformer.
@@ -179,8 +181,8 @@ def trained(path: Path, folder: Path, backend: str | None = None, model: Any = N
     return trainer
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+def same_bits(first: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(first.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 CHECKPOINTING = dict(zip(IN_BLOCKS, ("none", "selective", "full"), strict=True))
@@ -191,19 +193,19 @@ def test_swapped_equals_resident_bit_for_bit(file: Path, tmp_path: Path) -> None
     resident = trained(file, tmp_path / "resident", **settings)
     with torch.inference_mode():
         model = tiny.load_flux(file)
-    before = {key: t.clone() for key, t in model.model.state_dict().items()}
+    initial = {key: t.clone() for key, t in model.model.state_dict().items()}
     swapped = trained(file, tmp_path / "swapped", model=model, blocks_to_swap=3, **settings)
     assert swapped.progress.loss == resident.progress.loss
     for (name, pair), other in zip(swapped.network.pairs.items(), resident.network.pairs.values(), strict=True):
-        for mine, theirs in zip(pair, other, strict=True):
-            assert torch.equal(mine, theirs) and torch.equal(mine.grad, theirs.grad), name
+        for mine, reference in zip(pair, other, strict=True):
+            assert torch.equal(mine, reference) and torch.equal(mine.grad, reference.grad), name
     # The host holds the weights once, and as they were.
     homes = {master.untyped_storage().data_ptr() for master in swapped.placed.weights.swap.ring.flat_weights}
     for name in ("single_blocks.1.linear1", "double_blocks.0.txt_mlp.0"):
         parts = parts_of(model.model.get_submodule(f"diffusion_model.{name}").weight)
         assert {part.untyped_storage().data_ptr() for part in parts} <= homes
     after = model.model.state_dict()
-    assert after.keys() == before.keys() and all(same_bits(before[key], after[key]) for key in before)
+    assert after.keys() == initial.keys() and all(same_bits(initial[key], after[key]) for key in initial)
 
 
 def test_the_planner_counts_the_stored_bytes(file: Path, tmp_path: Path) -> None:
@@ -212,9 +214,9 @@ def test_the_planner_counts_the_stored_bytes(file: Path, tmp_path: Path) -> None
     for name, path in {"plain": plain, "stored": file}.items():
         trainer = trained(path, tmp_path / name, checkpointing="auto", blocks_to_swap=-1)
         measured[name] = trainer.placed.memory.automatic.measured.blocks
-    for one, other in zip(measured["stored"], measured["plain"], strict=True):
-        assert one.saved == other.saved and one.inputs == other.inputs
-        assert one.weights < other.weights * (0.2 if "fp4" in file.stem else 0.35)
+    for block, other in zip(measured["stored"], measured["plain"], strict=True):
+        assert block.saved == other.saved and block.inputs == other.inputs
+        assert block.weights < other.weights * (0.2 if "fp4" in file.stem else 0.35)
 
 
 def test_a_lora_on_the_model_is_rounded_as_comfyui_rounds_it(file: Path) -> None:

@@ -9,7 +9,7 @@ from tessera.train.report.observer import SilentObserver
 from tiny.compile.compiling import Graphs
 
 
-def held(trainer) -> int:
+def loaded_bytes(trainer) -> int:
     return sum(module.held_bytes() for module in trainer.placed.weights.transformer.frozen_modules())
 
 
@@ -27,7 +27,7 @@ class UnloadsAfter(SilentObserver):
     def step(self, report) -> None:
         if report.step in self.steps:
             comfy.model_management.unload_all_models()
-            self.held_after.append(held(self.trainer))
+            self.held_after.append(loaded_bytes(self.trainer))
 
 
 def run(model, folder, observer, **settings):
@@ -80,12 +80,12 @@ def test_weights_are_read_from_the_masters_after_the_patched_model_was_loaded_in
 def test_a_read_that_fails_half_way_leaves_nothing_behind(tiny_flux, tmp_path):
     trainer = tiny.make_trainer(tiny_flux, tiny.make_data([(4, 6)], [16]), tmp_path)
     trainer.placed.weights.resident.detach()
-    assert held(trainer) == 0
+    assert loaded_bytes(trainer) == 0
     broken = trainer.placed.weights.resident.modules[7]
     broken.take = lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(TrainingStopped, match="Out of memory at step 1"):
         trainer.run()
-    assert held(trainer) == 0
+    assert loaded_bytes(trainer) == 0
 
 
 def test_comfyui_knows_the_size_of_a_run_and_forgets_it_at_the_end(tiny_flux, tmp_path):
@@ -93,7 +93,7 @@ def test_comfyui_knows_the_size_of_a_run_and_forgets_it_at_the_end(tiny_flux, tm
     assert registered(trainer)
     # On the CPU the weights are ComfyUI's own, shared: as many bytes as the model has, and no copy of them.
     weights = sum(p.numel() * p.element_size() for p in tiny_flux.model.diffusion_model.parameters())
-    assert trainer.placed.weights.resident.loaded_size() == held(trainer) == weights
+    assert trainer.placed.weights.resident.loaded_size() == loaded_bytes(trainer) == weights
     modules = trainer.placed.weights.transformer.frozen_modules()
     resident = trainer.placed.weights.resident
     trainer.close()

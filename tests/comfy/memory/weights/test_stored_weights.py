@@ -46,7 +46,7 @@ def stored(request, tmp_path):
         return request.param, tiny.load_flux(path, KEPT.get(request.param))
 
 
-def built(model, dtype=None):
+def build_transformer(model, dtype=None):
     patcher, _ = trainable_model(model)
     unload()
     device = patcher.load_device
@@ -70,7 +70,7 @@ def test_the_forward_of_every_stored_dtype_is_comfyuis_own(stored):
         args = {"c_crossattn": text.to(dtype), "y": pooled.to(dtype), "guidance": guidance.to(dtype)}
         denoised = model.model.apply_model(x, sigma, **args)
         reference = (x - denoised) / sigma.view(-1, 1, 1, 1)
-        family, transformer = Flux(), built(model)
+        family, transformer = Flux(), build_transformer(model)
         cut = [family.patchify(latent, TOKENS) for latent in x.to(dtype)]
         inputs = FluxInputs(
             tokens=torch.stack([c.tokens for c in cut]),
@@ -81,8 +81,8 @@ def test_the_forward_of_every_stored_dtype_is_comfyuis_own(stored):
             guidance=guidance.to(dtype),
         )
         result = transformer.forward(lambda block, *rest: block(*rest, {}), inputs)
-    wanted = torch.stack([family.patchify(latent, TOKENS).tokens for latent in reference])
-    error = ((result - wanted).norm() / wanted.norm()).item()
+    expected = torch.stack([family.patchify(latent, TOKENS).tokens for latent in reference])
+    error = ((result - expected).norm() / expected.norm()).item()
     # Another order of the same sums: fp32 to its last digits, 16-bit within a few of its roundings (2^-8, 2^-11).
     assert error < {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype], error
 
@@ -106,7 +106,7 @@ def test_losses_on_a_stored_file_come_near_those_on_the_fp32_file(stored, tiny_f
 
 def test_weights_on_the_training_device_are_shared_without_a_copy(stored):
     name, model = stored
-    transformer = built(model)
+    transformer = build_transformer(model)
     if comfy.model_management.get_torch_device().type != "cpu":
         pytest.skip("the master weights lie on the host")
     linears = {n: lin for n, lin in transformer.linears().items() if "_blocks." in n}
@@ -126,16 +126,16 @@ def test_weights_on_the_training_device_are_shared_without_a_copy(stored):
 
 def saved_bytes(run):
     """(result of `run`, what autograd keeps for its backward: {address of a storage: (its bytes, the tensor)})."""
-    kept = {}
+    saved = {}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        saved[storage.data_ptr()] = (storage.nbytes(), tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = run()
-    return result, kept
+    return result, saved
 
 
 BLOCKS = [(*case, "lora") for case in product(["kept fp8", "scaled fp8"], ["double", "single"], [None, "aot_eager"])]
@@ -151,7 +151,7 @@ def test_a_block_of_a_stored_model_keeps_its_stored_bytes_for_backward_and_no_ca
 ):
     model = tiny.load_flux(tiny.write_flux(tmp_path / "flux.safetensors", **FILES[name]), KEPT.get(name))
     compute = torch.bfloat16
-    transformer = built(model, compute)
+    transformer = build_transformer(model, compute)
     names, options = choose_targets(Flux(), model.model, NetworkOptions()), NetworkOptions(algorithm, rank=4)
     network = LoraNetwork(options, names, transformer.linears(), seed=0)
     settings = CompileSettings(backend) if backend else None
@@ -167,7 +167,7 @@ def test_a_block_of_a_stored_model_keeps_its_stored_bytes_for_backward_and_no_ca
     angle = torch.rand(1, TEXT + TOKENS, 1, 64, generator=generator)
     pe = torch.stack((angle.cos(), angle.sin()), dim=-1)
 
-    result, kept = saved_bytes(lambda: runner(block, *states, vec, pe, None, {}))
+    result, saved = saved_bytes(lambda: runner(block, *states, vec, pe, None, {}))
     # Nothing upstream of the modulation is trained, so autograd may let its weight go.
     needed = {n: lin.frozen() for n, lin in block.linears().items() if not n.endswith("mod")}
     stored = [part for frozen in needed.values() for part in (frozen.weight, *frozen.parts)]
@@ -175,11 +175,11 @@ def test_a_block_of_a_stored_model_keeps_its_stored_bytes_for_backward_and_no_ca
     assert {frozen.weight.dtype for frozen in needed.values()} == {
         torch.uint8 if "fp4" in name else torch.float8_e4m3fn
     }
-    assert sum(nbytes for place, (nbytes, _) in kept.items() if place in places) == sum(part.nbytes for part in stored)
+    assert sum(nbytes for place, (nbytes, _) in saved.items() if place in places) == sum(part.nbytes for part in stored)
     shapes_of_weights = {frozen.shape for frozen in needed.values()}
     shapes_of_weights |= {shape[::-1] for shape in shapes_of_weights}
-    others = [tuple(tensor.shape) for place, (_, tensor) in kept.items() if place not in places]
-    assert len(others) > 5 and not shapes_of_weights.intersection(others), others
+    other_shapes = [tuple(tensor.shape) for place, (_, tensor) in saved.items() if place not in places]
+    assert len(other_shapes) > 5 and not shapes_of_weights.intersection(other_shapes), other_shapes
 
     loss = sum(part.float().square().mean() for part in (result if isinstance(result, tuple) else (result,)))
     loss.backward()
@@ -190,15 +190,15 @@ def test_a_block_of_a_stored_model_keeps_its_stored_bytes_for_backward_and_no_ca
 def test_an_ordinary_cast_would_keep_a_copy_where_this_linear_keeps_the_stored_weight(tmp_path):
     file = tiny.write_flux(tmp_path / "flux.safetensors", **FILES["kept fp8"])
     model = tiny.load_flux(file, KEPT["kept fp8"])
-    linear: LoraLinear = built(model, torch.bfloat16).linears()["single_blocks.0.linear1"]
+    linear: LoraLinear = build_transformer(model, torch.bfloat16).linears()["single_blocks.0.linear1"]
     x = torch.randn(5, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
     sizes = {}
     for name, run in {
         "ours": lambda: linear(x),
         "plain": lambda: torch.nn.functional.linear(x, linear.weight.to(x.dtype), linear.bias),
     }.items():
-        _, kept = saved_bytes(run)
-        sizes[name] = sum(nbytes for nbytes, _ in kept.values())
+        _, saved = saved_bytes(run)
+        sizes[name] = sum(nbytes for nbytes, _ in saved.values())
     count = linear.weight.numel()
     assert sizes["plain"] >= 2 * count and sizes["ours"] <= linear.weight.untyped_storage().nbytes() + 8
 

@@ -25,19 +25,21 @@ def dtypes(patcher):
 
 def test_weights_are_cast_to_the_dtype_that_was_asked_for(lazily_loaded, tiny_files, monkeypatch):
     monkeypatch.setattr(comfy.memory_management, "aimdo_enabled", False)
-    wanted = comfy.sd.load_diffusion_model(str(tiny_files["flux"]), model_options={"dtype": FP8}, disable_dynamic=True)
-    assert dtypes(lazily_loaded) != dtypes(wanted)
+    expected = comfy.sd.load_diffusion_model(
+        str(tiny_files["flux"]), model_options={"dtype": FP8}, disable_dynamic=True
+    )
+    assert dtypes(lazily_loaded) != dtypes(expected)
     cast_as_asked(lazily_loaded.model)
-    assert dtypes(lazily_loaded) == dtypes(wanted)
-    theirs = dict(wanted.model.diffusion_model.named_parameters())
+    assert dtypes(lazily_loaded) == dtypes(expected)
+    reference = dict(expected.model.diffusion_model.named_parameters())
     for name, mine in lazily_loaded.model.diffusion_model.named_parameters():
-        assert torch.equal(mine.float(), theirs[name].float()), name
+        assert torch.equal(mine.float(), reference[name].float()), name
 
 
 def test_a_model_has_one_fingerprint_however_it_was_loaded(lazily_loaded, tiny_files, monkeypatch):
-    before = weights_fingerprint(lazily_loaded)
+    fingerprint = weights_fingerprint(lazily_loaded)
     monkeypatch.setattr(comfy.memory_management, "aimdo_enabled", False)
     plain = comfy.sd.load_diffusion_model(str(tiny_files["flux"]), model_options={"dtype": FP8}, disable_dynamic=True)
-    assert weights_fingerprint(plain) == before
+    assert weights_fingerprint(plain) == fingerprint
     other = comfy.sd.load_diffusion_model(str(tiny_files["flux"]), disable_dynamic=True)
-    assert weights_fingerprint(other) != before
+    assert weights_fingerprint(other) != fingerprint

@@ -42,8 +42,8 @@ def check_file(model, trainer, layout, folder, caplog):
     assert caplog.records == []
     assert len(patched.patches) == len(expected)
     for name, weight in expected.items():
-        moved = (weight - core.get_submodule(name).weight.double()).norm()
-        assert (patched_weight(model, patched, name) - weight).norm() < 1e-4 * moved, name
+        change = (weight - core.get_submodule(name).weight.double()).norm()
+        assert (patched_weight(model, patched, name) - weight).norm() < 1e-4 * change, name
 
 
 @pytest.mark.parametrize("layout", ["kohya", "comfyui"])
@@ -74,19 +74,19 @@ def test_what_diffusers_cannot_hold_is_one_sentence_and_lengths_stay_fp32(tiny_f
 
 
 def test_the_header_names_the_algorithm_as_lycoris_does(tiny_flux, tmp_path):
-    told = {}
+    arguments = {}
     for name, changes in {**ALGORITHMS, "dropped": {"rank_dropout": 0.1}}.items():
         result = train(tiny_flux, mixed_data(), tmp_path, steps=1, network=changes)
         with safe_open(result.path, "pt") as file:
             header = file.metadata()
-        told[name] = header["ss_network_module"], json.loads(header.get("ss_network_args", "{}"))
+        arguments[name] = header["ss_network_module"], json.loads(header.get("ss_network_args", "{}"))
         assert json.loads(header["tessera"])["network"]["algorithm"] == changes.get("algorithm", "lora")
-    assert told["lora"] == ("networks.lora_flux", {})
-    assert told["dropped"] == ("networks.lora_flux", {"rank_dropout": "0.1"})
-    assert told["loha"] == ("lycoris.kohya", {"algo": "loha"})
-    assert told["lokr"] == ("lycoris.kohya", {"algo": "lokr", "factor": "4"})
-    assert told["dora"] == ("lycoris.kohya", {"algo": "lora", "dora_wd": "True", "wd_on_output": "False"})
-    assert told["oft constrained"] == ("lycoris.kohya", {"algo": "diag-oft", "constraint": "0.002"})
+    assert arguments["lora"] == ("networks.lora_flux", {})
+    assert arguments["dropped"] == ("networks.lora_flux", {"rank_dropout": "0.1"})
+    assert arguments["loha"] == ("lycoris.kohya", {"algo": "loha"})
+    assert arguments["lokr"] == ("lycoris.kohya", {"algo": "lokr", "factor": "4"})
+    assert arguments["dora"] == ("lycoris.kohya", {"algo": "lora", "dora_wd": "True", "wd_on_output": "False"})
+    assert arguments["oft constrained"] == ("lycoris.kohya", {"algo": "diag-oft", "constraint": "0.002"})
 
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in ("lora", "pissa")])

@@ -27,11 +27,11 @@ def fresh_dynamo() -> None:
     torch._dynamo.reset()
 
 
-def drawn(count, seed, backends=BACKENDS):
+def draw_modes(count, seed, backends=BACKENDS):
     """`count` modes for each algorithm: backend, checkpointing, swapped blocks, batch."""
-    every = list(product(backends, MODES, SWAPS, BATCHES))
+    modes = list(product(backends, MODES, SWAPS, BATCHES))
     source = random.Random(seed)
-    return [(name, *mode) for name in ALGORITHMS for mode in source.sample(every, count)]
+    return [(name, *mode) for name in ALGORITHMS for mode in source.sample(modes, count)]
 
 
 def check(
@@ -55,20 +55,20 @@ def check(
     loss = trainer.train_step.forward_backward([tiny.micro_batch(*range(count))])
     bare, merged, leaves = fp64_model(trainer, load_file(file))
     expected_loss, _ = reference_gradients(case, bare, merged, range(count))
-    found = gradients(trainer)
+    actual = gradients(trainer)
     assert abs(loss - expected_loss) < bound * expected_loss
     expected = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in leaves.items()}
-    assert found.keys() == expected.keys()
-    errors = {n: float((found[n] - e).norm()) / max(float(e.norm()), 1e-12) for n, e in expected.items()}
+    assert actual.keys() == expected.keys()
+    errors = {n: float((actual[n] - e).norm()) / max(float(e.norm()), 1e-12) for n, e in expected.items()}
     assert max(errors.values()) < bound, max(errors.items(), key=lambda item: item[1])
     trainer.close()
 
 
-def named(mode: Any) -> str:
+def mode_id(mode: Any) -> str:
     return "-".join(str(part) for part in mode)
 
 
-ON_FLUX = [*drawn(1, 6, [None]), ("dora", "aot_eager", "selective", 2, 3), *drawn(2, 7)]
+ON_FLUX = [*draw_modes(1, 6, [None]), ("dora", "aot_eager", "selective", 2, 3), *draw_modes(2, 7)]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_gradients_in_bf16_stay_within_its_rounding(case_file, tmp_path, name):
     check(case_file, tmp_path, "flux-dev", "shapes", (name, None, "none", 0, 3), torch.bfloat16)
 
 
-ON_FLUX2 = [("loha", None, "selective", 2, 1), ("oft", None, "full", 0, 3), *drawn(1, 8)]
+ON_FLUX2 = [("loha", None, "selective", 2, 1), ("oft", None, "full", 0, 3), *draw_modes(1, 8)]
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,8 @@ def test_a_resumed_run_learns_the_same_bits(tiny_flux, tmp_path, name, optimizer
 
 
 def test_muon_is_refused_where_there_is_more_than_matrices(tiny_flux, tmp_path):
-    for name, what in (("dora", "a vector of lengths for each layer too"), ("oft", "stacks of blocks")):
-        with pytest.raises(ValueError, match=f"muon trains matrices only, and {name} trains {what}; choose another"):
+    for name, kind in (("dora", "a vector of lengths for each layer too"), ("oft", "stacks of blocks")):
+        with pytest.raises(ValueError, match=f"muon trains matrices only, and {name} trains {kind}; choose another"):
             train(tiny_flux, mixed_data(), tmp_path, network=ALGORITHMS[name], optimizer={"optimizer": "muon"})
 
 
@@ -78,7 +78,7 @@ def test_every_kind_of_dropout_keeps_the_planned_graphs_and_its_note_counts_them
 
 
 def test_a_recompute_sees_the_same_dropout(tiny_flux, tmp_path):
-    data, found = tiny.make_data([(4, 4), (2, 8)], [16, 16]), []
+    data, gradients = tiny.make_data([(4, 4), (2, 8)], [16, 16]), []
     network = NetworkOptions("dora", 4, 8.0, dropout=0.2, **DROPOUTS)
     for mode in ("none", "full"):
         memory = MemoryOptions(checkpointing=mode)
@@ -86,10 +86,10 @@ def test_a_recompute_sees_the_same_dropout(tiny_flux, tmp_path):
         for index, adapter in enumerate(trainer.network.adapters.values()):
             fill(adapter, index)
         trainer.train_step.forward_backward([tiny.micro_batch(0, 1)])
-        found.append([p.grad.clone() for p in trainer.network.parameters()])
+        gradients.append([p.grad.clone() for p in trainer.network.parameters()])
         trainer.close()
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    assert sum(float(g.abs().sum()) for g in found[0]) > 0
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert sum(float(g.abs().sum()) for g in gradients[0]) > 0
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
@@ -99,7 +99,7 @@ def test_what_is_dropped_is_dropped_as_often_as_asked(tiny_flux, tmp_path, name)
     block = trainer.placed.weights.transformer.blocks()[-1][1]
     inputs = batch_inputs(trainer)
 
-    def drawn(kind, step, p=0.3):
+    def draw_masks(kind, step, p=0.3):
         options = NetworkOptions(**{**ALGORITHMS[name], kind: p})
         return sample_masks(options, block, inputs, 3, ("dropout", step), torch.float32)
 
@@ -107,7 +107,7 @@ def test_what_is_dropped_is_dropped_as_often_as_asked(tiny_flux, tmp_path, name)
     kinds = adapter.drops
     assert ("dropout" in kinds) == (adapter.algorithm in ("lora", "dora"))
     for kind in kinds:
-        masks = [drawn(kind, step)["linear1"].update for step in range(60)]
+        masks = [draw_masks(kind, step)["linear1"].update for step in range(60)]
         values = torch.stack(masks)
         scaled = kind != "module_dropout" and (kind == "dropout" or adapter.algorithm != "oft")
         assert set(values.unique().tolist()) == {0.0, torch.tensor(1 / 0.7 if scaled else 1.0).item()}
@@ -116,11 +116,11 @@ def test_what_is_dropped_is_dropped_as_often_as_asked(tiny_flux, tmp_path, name)
         assert values.shape[1:] == (4, rows, width)
         share = float((values == 0).float().mean())
         assert abs(share - 0.3) < 4 * (0.21 / values.numel()) ** 0.5, kind
-        assert torch.equal(drawn(kind, 7)["linear1"].update, masks[7])
-        whole = drawn(kind, 0)["linear1"].without_drops().update
+        assert torch.equal(draw_masks(kind, 7)["linear1"].update, masks[7])
+        whole = draw_masks(kind, 0)["linear1"].without_drops().update
         assert bool((whole == 1).all())
     if adapter.algorithm == "dora":
-        mask = drawn("module_dropout", 0)["linear1"]
+        mask = draw_masks("module_dropout", 0)["linear1"]
         assert mask.module is not None and torch.equal(mask.module, mask.update)
     trainer.close()
 
@@ -135,8 +135,8 @@ def test_each_kind_of_dropout_is_drawn_by_itself(tiny_flux, tmp_path):
         return bool(masks["linear1"].update[0, 0, 0])
 
     kinds = ("dropout", "rank_dropout", "module_dropout")
-    kept = {tuple(is_kept(kind, step) for kind in kinds) for step in range(60)}
-    assert kept == set(product((False, True), repeat=3))
+    patterns = {tuple(is_kept(kind, step) for kind in kinds) for step in range(60)}
+    assert patterns == set(product((False, True), repeat=3))
     trainer.close()
 
 
@@ -151,6 +151,6 @@ def batch_inputs(trainer):
 
 def test_automatic_memory_measures_the_adapter_and_trains_the_same(tiny_flux, tmp_path):
     memory = {"blocks_to_swap": -1, "checkpointing": "auto"}
-    one = train(tiny_flux, mixed_data(), tmp_path / "auto", network=ALGORITHMS["dora"], memory=memory)
+    automatic = train(tiny_flux, mixed_data(), tmp_path / "auto", network=ALGORITHMS["dora"], memory=memory)
     other = train(tiny_flux, mixed_data(), tmp_path / "plain", network=ALGORITHMS["dora"])
-    assert one.summary["memory_plan"] and one.loss == pytest.approx(other.loss, rel=1e-5)
+    assert automatic.summary["memory_plan"] and automatic.loss == pytest.approx(other.loss, rel=1e-5)

@@ -32,7 +32,7 @@ def random(*shape, seed=0, std=1.0):
     return std * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def made(options, frozen):
+def make_adapter(options, frozen):
     spec = base_spec(options)
     adapter = adapter_kind(spec)(spec, *frozen.shape)
     adapter.start(torch.Generator().manual_seed(1), lambda: frozen)
@@ -57,13 +57,13 @@ def formula(options, frozen, adapter):
 @algorithms
 def test_a_new_adapter_is_the_model_and_a_moved_one_its_formula(options):
     frozen = frozen_layer()
-    adapter = made(options, frozen)
+    adapter = make_adapter(options, frozen)
     torch.testing.assert_close(weight_of(adapter, frozen), frozen.weight, rtol=1e-6, atol=1e-7)
     fill(adapter, 3, 0.2)
-    found, expected = weight_of(adapter, frozen).double(), formula(options, frozen, adapter)
-    moved = (expected - frozen.weight).norm()
-    assert moved > 0.01 * frozen.weight.norm()
-    assert (found - expected).norm() < 1e-5 * moved
+    actual, expected = weight_of(adapter, frozen).double(), formula(options, frozen, adapter)
+    change = (expected - frozen.weight).norm()
+    assert change > 0.01 * frozen.weight.norm()
+    assert (actual - expected).norm() < 1e-5 * change
     x = random(2, 5, IN)
     y = adapter(x, frozen, None).double()
     torch.testing.assert_close(y, x.double() @ expected.T + frozen.bias.double(), rtol=1e-4, atol=1e-4)
@@ -73,7 +73,7 @@ def test_a_new_adapter_is_the_model_and_a_moved_one_its_formula(options):
 @algorithms
 def test_comfyui_reads_every_key_and_makes_the_same_weight(options, layout, caplog):
     frozen = frozen_layer()
-    adapter = made(options, frozen)
+    adapter = make_adapter(options, frozen)
     fill(adapter, 4, 0.2)
     file = convert(LoraModel.from_tensors({NAME: adapter.tensors()}), layout)
     prefix = {"kohya": "lora_unet_" + NAME.replace(".", "_"), "comfyui": f"diffusion_model.{NAME}"}[layout]
@@ -87,7 +87,7 @@ def test_comfyui_reads_every_key_and_makes_the_same_weight(options, layout, capl
 @algorithms
 def test_its_gradients_are_those_of_the_formula(options):
     frozen = frozen_layer()
-    adapter = made(options, frozen)
+    adapter = make_adapter(options, frozen)
     fill(adapter, 5)
     x, g = random(2, 5, IN).requires_grad_(), random(2, 5, OUT, seed=7)
     adapter(x, frozen, None).backward(g)
@@ -100,23 +100,23 @@ def test_its_gradients_are_those_of_the_formula(options):
 
 
 @algorithms
-@pytest.mark.parametrize("how", QUANTISED)
-def test_a_stored_weight_waits_for_backward_as_it_is_stored(how, options):
+@pytest.mark.parametrize("storage", QUANTISED)
+def test_a_stored_weight_waits_for_backward_as_it_is_stored(storage, options):
     """No dequantised copy among what autograd keeps, and the same result as on the weight that it stands for."""
-    frozen, core = stored_layer(how, random(OUT, IN, std=0.2), random(OUT, seed=1))
+    frozen, core = stored_layer(storage, random(OUT, IN, std=0.2), random(OUT, seed=1))
     smoothing = 1.0 if frozen.pre_quant_scale is None else frozen.pre_quant_scale
     whole = FrozenLinear(core * smoothing, None, frozen.bias)
-    adapter, other = made(options, frozen), made(options, whole)
+    adapter, other = make_adapter(options, frozen), make_adapter(options, whole)
     fill(adapter, 6)
     fill(other, 6)
     x = random(1, 2, IN).requires_grad_()
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y = adapter(x, frozen, None)
     torch.testing.assert_close(y, other(x, whole, None), rtol=1e-5, atol=1e-5)
     stored = {part.data_ptr() for part in (frozen.weight, *frozen.parts)}
-    assert frozen.weight.data_ptr() in {t.data_ptr() for t in kept}
-    assert all(t.numel() < OUT * IN for t in kept if t.data_ptr() not in stored)
+    assert frozen.weight.data_ptr() in {t.data_ptr() for t in saved}
+    assert all(t.numel() < OUT * IN for t in saved if t.data_ptr() not in stored)
 
 
 @algorithms
@@ -127,7 +127,7 @@ def test_it_is_traced_whole_and_two_of_one_structure_share_a_graph(options):
     frozen, x, g = frozen_layer(), random(2, 5, IN), random(2, 5, OUT, seed=7)
     structures = set()
     for seed in (9, 10):
-        eager, compiled = made(options, frozen), made(options, frozen)
+        eager, compiled = make_adapter(options, frozen), make_adapter(options, frozen)
         mask = DropMask(torch.tensor([1.0, 0.0]).reshape(2, 1, 1), None)
         for adapter, call in ((eager, Adapter.__call__), (compiled, run)):
             fill(adapter, seed)
@@ -136,7 +136,7 @@ def test_it_is_traced_whole_and_two_of_one_structure_share_a_graph(options):
             torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-5, msg=name)
         structures.add(compiled.structure())
     assert len(structures) == 1 and graphs() == 1
-    larger = made(replace(options, rank=2 * options.rank, constraint=2 * options.constraint), frozen)
+    larger = make_adapter(replace(options, rank=2 * options.rank, constraint=2 * options.constraint), frozen)
     assert larger.structure() not in structures or options.rank == 64  # whole LoKr, whatever the rank
 
 
@@ -150,7 +150,7 @@ def test_dropped_parts_add_nothing():
     """A mask of zeros leaves the model as it is, whatever the algorithm; of ones, the adapter."""
     frozen, x = frozen_layer(), random(2, 5, IN)
     for options in ALGORITHMS.values():
-        adapter = made(NetworkOptions(**options), frozen)
+        adapter = make_adapter(NetworkOptions(**options), frozen)
         fill(adapter, 8, 0.2)
         width = adapter.drop_width()
         for keep in (0.0, 1.0):
@@ -192,61 +192,63 @@ class Writes(TorchDispatchMode):
 def test_the_frozen_product_is_where_the_update_starts(name, masked):
     """Two products write the layer's output, and no sum of two does; masks of whole outputs cannot be in a product."""
     frozen = frozen_layer()
-    adapter = made(NetworkOptions(**ALGORITHMS[name]), frozen)
+    adapter = make_adapter(NetworkOptions(**ALGORITHMS[name]), frozen)
     mask = DropMask(torch.ones(2, 1, adapter.drop_width()), torch.ones(2, 1, 1) if name == "dora" else None)
-    with Writes(2 * 5 * OUT) as written:
+    with Writes(2 * 5 * OUT) as recorded:
         adapter(random(2, 5, IN), frozen, mask if masked else None)
     by_rows = masked and name in ("loha", "lokr")
-    assert written.ops == (["addmm", "mm", "mul", "add"] if by_rows else ["addmm", "addmm"])
+    assert recorded.ops == (["addmm", "mm", "mul", "add"] if by_rows else ["addmm", "addmm"])
 
 
 def test_a_lora_keeps_its_input_its_weights_and_the_rank_activations():
-    frozen, kept = frozen_layer(), {}
-    adapter = made(NetworkOptions(**ALGORITHMS["lora"]), frozen)
+    frozen, saved = frozen_layer(), {}
+    adapter = make_adapter(NetworkOptions(**ALGORITHMS["lora"]), frozen)
     x = random(2, 5, IN).requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.update({t.data_ptr(): t.nbytes}) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.update({t.data_ptr(): t.nbytes}) or t, lambda t: t):
         adapter(x, frozen, None)
     rank = adapter.spec.rank
-    hidden = 4 * 2 * 5 * rank
-    assert sum(kept.values()) == x.nbytes + frozen.weight.nbytes + adapter.up.nbytes + adapter.down.nbytes + hidden
+    hidden_bytes = 4 * 2 * 5 * rank
+    assert (
+        sum(saved.values()) == x.nbytes + frozen.weight.nbytes + adapter.up.nbytes + adapter.down.nbytes + hidden_bytes
+    )
 
 
 def test_a_compiled_backward_adds_gradients_of_the_input_as_matrices():
     """A view between a product and the sum keeps inductor from making them one."""
     torch._dynamo.reset()
-    frozen, added = frozen_layer(), []
-    adapter = made(NetworkOptions(**ALGORITHMS["lora"]), frozen)
+    frozen, targets = frozen_layer(), []
+    adapter = make_adapter(NetworkOptions(**ALGORITHMS["lora"]), frozen)
 
     def record(graph, inputs):
         for node in graph.graph.nodes:
             if node.target is torch.ops.aten.add.Tensor and node.meta["val"].numel() == 2 * 5 * IN:
-                added.append([arg.target for arg in node.args])
+                targets.append([arg.target for arg in node.args])
         return make_boxed_func(graph.forward)
 
     plain = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=record)
     run = torch.compile(adapter, backend=plain, fullgraph=True)
     run(random(2, 5, IN).requires_grad_(), frozen, None).sum().backward()
-    assert added == [[torch.ops.aten.mm.default] * 2]
+    assert targets == [[torch.ops.aten.mm.default] * 2]
 
 
 def layers(kinds, dtype=torch.float32):
     """Linears with an adapter of each kind, or none."""
-    found = []
+    linears = []
     for seed, kind in enumerate(kinds):
         frozen = FrozenLinear(random(OUT, IN, seed=seed, std=0.2).to(dtype), None, random(OUT, seed=9).to(dtype))
         layer = LoraLinear(SimpleNamespace(linear=lambda _, frozen=frozen: frozen), "")
         if kind is not None:
-            layer.adapter = made(NetworkOptions(**ALGORITHMS[kind] | {"rank": 3 + seed}), frozen)
+            layer.adapter = make_adapter(NetworkOptions(**ALGORITHMS[kind] | {"rank": 3 + seed}), frozen)
             fill(layer.adapter, seed)
-        found.append(layer.to(dtype))
-    return found
+        linears.append(layer.to(dtype))
+    return linears
 
 
-def gradients_of(run, x, given):
+def gradients_of(run, x, linears):
     """Outputs of Linears over one input, and the gradients of all that is trained and of the input."""
     x = x.detach().requires_grad_()
     outs = run(x)
-    masters = [p for layer in given for p in layer.parameters()]
+    masters = [p for layer in linears for p in layer.parameters()]
     scale = torch.arange(1, len(outs) + 1, dtype=x.dtype)
     return [
         *outs,
@@ -261,34 +263,34 @@ def gradients_of(run, x, given):
 )
 def test_linears_of_one_input_are_each_what_they_are_alone(kinds, masked, backend):
     torch._dynamo.reset()
-    x, given, exact = random(2, 5, IN), layers(kinds), layers(kinds, torch.float64)
+    x, linears, exact = random(2, 5, IN), layers(kinds), layers(kinds, torch.float64)
     masks = [None] * 3
     for index in masked:
-        if given[index].adapter is not None:
-            width = given[index].adapter.drop_width()
-            drawn = (random(2, 5, width, seed=index) > 0).float()
+        if linears[index].adapter is not None:
+            width = linears[index].adapter.drop_width()
+            keep_mask = (random(2, 5, width, seed=index) > 0).float()
             module = torch.tensor([1.0, 0.0]).reshape(2, 1, 1) if kinds[index] == "dora" else None
-            masks[index] = DropMask(drawn, module)
+            masks[index] = DropMask(keep_mask, module)
     run = run_together if backend is None else torch.compile(run_together, backend=backend, fullgraph=True)
-    found = gradients_of(lambda x: run(given, x, masks), x, given)
+    actual = gradients_of(lambda x: run(linears, x, masks), x, linears)
     wide = [None if m is None else DropMask(*(None if t is None else t.double() for t in m)) for m in masks]
     alone = [lambda x, layer=layer, mask=mask: layer(x, mask) for layer, mask in zip(exact, wide, strict=True)]
     expected = gradients_of(lambda x: [call(x) for call in alone], x.double(), exact)
-    for one, other in zip(found, expected, strict=True):
-        assert one.shape == other.shape and (one - other).norm() < 2e-6 * other.norm()
+    for gradient, other in zip(actual, expected, strict=True):
+        assert gradient.shape == other.shape and (gradient - other).norm() < 2e-6 * other.norm()
 
 
 @pytest.mark.parametrize("kinds, reads", [(("lora",) * 3, (4, 1)), (("lora", "pissa", "lora"), (4, 1))], ids=str)
 def test_loras_of_one_input_read_it_in_one_product(kinds, reads):
     """Beside the frozen products, which have one each. In backward for all downs too."""
-    given = layers(kinds)
+    linears = layers(kinds)
     x = random(2, 5, IN).requires_grad_()
 
     def products():
         return sum(name in ("mm", "addmm") for name, operands in read.ops if x.data_ptr() in operands)
 
     with Reads() as read:
-        outs = run_together(given, x, [None] * 3)
+        outs = run_together(linears, x, [None] * 3)
     forward = products()
     with Reads() as read:
         sum(out.sum() for out in outs).backward()

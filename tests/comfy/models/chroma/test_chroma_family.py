@@ -71,8 +71,8 @@ def inputs(model, *conditionings):
 
 def test_guidance_is_0_unless_the_conditioning_gives_it(model):
     assert not FAMILY.takes_guidance(model.model)
-    given = inputs(model, {}, {"guidance": None}, {"guidance": 3.5}, {"guidance": torch.tensor([1.0])})
-    assert given.guidance.tolist() == [0.0, 0.0, 3.5, 1.0]
+    batch = inputs(model, {}, {"guidance": None}, {"guidance": 3.5}, {"guidance": torch.tensor([1.0])})
+    assert batch.guidance.tolist() == [0.0, 0.0, 3.5, 1.0]
 
 
 def test_pooled_text_is_left_out_and_a_mask_is_refused(model):
@@ -89,8 +89,8 @@ def test_a_caption_takes_the_ladders_length_and_its_pads_are_counted_out(model):
     lengths = [1, 9, 128]
     reads = [chroma_sample(f"{n}", 4, 6, n).load() for n in lengths]
     samples = [NoisySample(r.latent, r.text, r.conditioning, 24, 128) for r in reads]
-    made = FAMILY.inputs(model, samples, torch.full((3,), 0.5), 1.0)
-    assert made.text.shape[:2] == (3, 128) and made.lengths.tolist() == [24 + n for n in lengths]
+    batch = FAMILY.inputs(model, samples, torch.full((3,), 0.5), 1.0)
+    assert batch.text.shape[:2] == (3, 128) and batch.lengths.tolist() == [24 + n for n in lengths]
     assert [FAMILY.text_length(model.model, n) for n in (1, 128, 129, 513)] == [128, 128, 256, 768]
 
 

@@ -53,7 +53,7 @@ def test_comfyui_reads_a_file_that_says_it_is_chromas(model, tmp_path, caplog, l
 
 def test_the_approximator_is_trained_by_no_pattern(model):
     family = family_of(model)
-    every = choose_targets(family, model.model, NetworkOptions(include=("*",)))
-    assert every == [name for name in linear_shapes(model.model) if not name.startswith(APPROXIMATOR)]
+    names = choose_targets(family, model.model, NetworkOptions(include=("*",)))
+    assert names == [name for name in linear_shapes(model.model) if not name.startswith(APPROXIMATOR)]
     with pytest.raises(ValueError, match="matches no layer of this model"):
         choose_targets(family, model.model, NetworkOptions(include=(f"{APPROXIMATOR}.*",)))

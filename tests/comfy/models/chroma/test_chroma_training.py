@@ -77,14 +77,14 @@ def test_compiled_and_swapped_it_trains_the_same_lora(train, file):
     plain, other = train("plain"), train("compiled", backend="eager", swap=3)
     (summary,) = other.ui["tessera"]
     assert summary["blocks_swapped"] == 3 and summary["graphs_compiled"] == summary["graphs_planned"] > 0
-    one, two = plain.args[0], other.args[0]
-    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
-    assert any(tensor.any() for name, tensor in one.items() if name.endswith("lora_up.weight"))
+    lora, two = plain.args[0], other.args[0]
+    assert lora.keys() == two.keys() and all(torch.equal(lora[name], two[name]) for name in lora)
+    assert any(tensor.any() for name, tensor in lora.items() if name.endswith("lora_up.weight"))
     with safe_open(other.args[2], "pt") as saved:
         assert saved.metadata()["modelspec.architecture"] == "chroma/lora"
         assert saved.metadata()["ss_base_model_version"] == "chroma"
     model = load_chroma(file)
-    patched = with_lora(model, SimpleNamespace(lora=one))
+    patched = with_lora(model, SimpleNamespace(lora=lora))
     assert len(patched.patches) == summary["targets"] == 2 * 8 + 2 * 2
 
 
@@ -105,5 +105,5 @@ def test_a_cancelled_run_goes_on_to_the_same_lora(train, monkeypatch):
     (summary,) = resumed.ui["tessera"]
     assert summary["steps_done"] == STEPS and "Resumed at step 2." in summary["notes"]
     assert resumed.args[1]["loss"] == whole.args[1]["loss"]
-    one, two = whole.args[0], resumed.args[0]
-    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    lora, two = whole.args[0], resumed.args[0]
+    assert lora.keys() == two.keys() and all(torch.equal(lora[name], two[name]) for name in lora)

@@ -52,8 +52,8 @@ def gradients(trainer: Any, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
     velocity = trainer.placed.velocity(inputs, (0, 0))
     (velocity * direction()).sum().backward()
     pairs = trainer.network.pairs.items()
-    named = {f"{n}.{side}": p for n, pair in pairs for side, p in zip(("down", "up"), pair, strict=True)}
-    return velocity.detach(), {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named.items()}
+    masters = {f"{n}.{side}": p for n, pair in pairs for side, p in zip(("down", "up"), pair, strict=True)}
+    return velocity.detach(), {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in masters.items()}
 
 
 def positions(height: int, width: int) -> Tensor:
@@ -65,30 +65,33 @@ def test_gradients_equal_those_of_diffusers_in_fp64(file, tmp_path):
     """Sample by sample with its bare caption there, in one padded batch here."""
     trainer = make_trainer(file, tmp_path)
     inputs = inputs_of(trainer)
-    velocity, found = gradients(trainer, inputs)
+    velocity, actual = gradients(trainer, inputs)
     lora, masters = tiny.reference_masters(trainer)
     weights = {name: tensor.double() for name, tensor in load_file(file).items()}
     for name, (down, up, scale) in lora.items():
         weights[f"{name}.weight"] = weights[f"{name}.weight"] + scale * (up @ down)
-    own = {name.replace(".scale", ".weight"): tensor for name, tensor in weights.items()}
-    model, converted = diffusers_model(trainer.context.patcher).double(), diffusers_rows(trainer.context.patcher, own)
+    names_of_diffusers = {name.replace(".scale", ".weight"): tensor for name, tensor in weights.items()}
+    model, converted = (
+        diffusers_model(trainer.context.patcher).double(),
+        diffusers_rows(trainer.context.patcher, names_of_diffusers),
+    )
     assert converted.keys() == dict(model.named_parameters()).keys()
     total = torch.zeros((), dtype=torch.float64)
     for i, (height, width, length) in enumerate(SHAPES):
-        given = {
+        arguments = {
             "hidden_states": inputs.tokens[i : i + 1].double(),
             "encoder_hidden_states": inputs.text[i : i + 1, :length].double(),
             "timestep": SIGMAS[i : i + 1].double(),
             "img_ids": positions(height, width),
             "txt_ids": torch.zeros(length, 3, dtype=torch.float64),
         }
-        theirs = torch.func.functional_call(model, converted, kwargs=given).sample[0]
-        assert (velocity[i] - theirs).norm() <= 1e-4 * theirs.norm()
-        total = total + (theirs * direction()[i]).sum()
+        reference = torch.func.functional_call(model, converted, kwargs=arguments).sample[0]
+        assert (velocity[i] - reference).norm() <= 1e-4 * reference.norm()
+        total = total + (reference * direction()[i]).sum()
     total.backward()
-    assert found.keys() == masters.keys() and all(p.grad is not None for p in masters.values())
+    assert actual.keys() == masters.keys() and all(p.grad is not None for p in masters.values())
     for name, master in masters.items():
-        assert (found[name] - master.grad).norm() <= 1e-4 * master.grad.norm(), name
+        assert (actual[name] - master.grad).norm() <= 1e-4 * master.grad.norm(), name
 
 
 def test_pads_have_no_part_in_velocity_and_gradients(file, tmp_path):
@@ -99,20 +102,20 @@ def test_pads_have_no_part_in_velocity_and_gradients(file, tmp_path):
     pads = torch.arange(128) >= torch.tensor([[length] for *_, length in SHAPES])
     noise = 1e3 * torch.randn(inputs.text.shape, generator=torch.Generator().manual_seed(3))
     filled = torch.where(pads[..., None], noise, inputs.text)
-    again, found = gradients(trainer, replace(inputs, text=filled))
-    assert torch.equal(again, velocity) and all(torch.equal(found[n], expected[n]) for n in expected)
-    seen, _ = gradients(trainer, replace(inputs, text=filled, lengths=inputs.lengths + torch.tensor([1, 0, 0])))
-    assert not torch.allclose(seen[0], velocity[0]) and torch.equal(seen[1:], velocity[1:])
+    repeated, actual = gradients(trainer, replace(inputs, text=filled))
+    assert torch.equal(repeated, velocity) and all(torch.equal(actual[n], expected[n]) for n in expected)
+    shifted, _ = gradients(trainer, replace(inputs, text=filled, lengths=inputs.lengths + torch.tensor([1, 0, 0])))
+    assert not torch.allclose(shifted[0], velocity[0]) and torch.equal(shifted[1:], velocity[1:])
 
 
 @pytest.mark.parametrize("kernel", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], ids=["flash", "math"])
 def test_a_longer_step_of_the_ladder_changes_nothing(file, tmp_path, kernel):
     trainer = make_trainer(file, tmp_path)
     with sdpa_kernel(kernel):
-        (velocity, expected), (again, found) = (gradients(trainer, inputs_of(trainer, n)) for n in (128, 256))
-    assert torch.allclose(again, velocity, rtol=1e-5, atol=1e-5)
+        (velocity, expected), (longer, actual) = (gradients(trainer, inputs_of(trainer, n)) for n in (128, 256))
+    assert torch.allclose(longer, velocity, rtol=1e-5, atol=1e-5)
     for name, value in expected.items():
-        assert (found[name] - value).norm() <= 2e-5 * value.norm(), name
+        assert (actual[name] - value).norm() <= 2e-5 * value.norm(), name
 
 
 def test_the_approximator_is_frozen_and_keeps_nothing_for_backward(file, tmp_path):
@@ -127,17 +130,19 @@ def test_the_approximator_is_frozen_and_keeps_nothing_for_backward(file, tmp_pat
 def test_the_approximator_is_told_time_guidance_and_number_as_core_does(case_file, monkeypatch, dtype):
     """Bit for bit: sigma is embedded in float32, guidance in the model's dtype, the number of a vector in float32."""
     model = computing_in(CASE.load(case_file(CASE, dtype=dtype)), dtype)
-    sample, told = chroma_sample("one", 4, 6, 9, guidance=3.3), []
-    own = model.model.diffusion_model.distilled_guidance_layer
-    with own.register_forward_pre_hook(lambda _, given: told.append(given[0])):
+    sample, arguments = chroma_sample("one", 4, 6, 9, guidance=3.3), []
+    approximator = model.model.diffusion_model.distilled_guidance_layer
+    with approximator.register_forward_pre_hook(lambda _, inputs: arguments.append(inputs[0])):
         CASE.core_velocity(model, sample, 0.8137)
     build = Approximator.__init__
 
-    def recording(self, *given: Any) -> None:
-        build(self, *given)
-        self.in_proj.register_forward_pre_hook(lambda _, given: told.append(given[0]))
+    def recording(self, *args: Any) -> None:
+        build(self, *args)
+        self.in_proj.register_forward_pre_hook(lambda _, args: arguments.append(args[0]))
 
     monkeypatch.setattr(Approximator, "__init__", recording)
     our_velocity(model, [sample], [0.8137])
-    theirs, ours = told
-    assert theirs.shape == (1, 344, 64) and theirs.dtype == ours.dtype == dtype and torch.equal(ours, theirs)
+    reference, actual = arguments
+    assert (
+        reference.shape == (1, 344, 64) and reference.dtype == actual.dtype == dtype and torch.equal(actual, reference)
+    )

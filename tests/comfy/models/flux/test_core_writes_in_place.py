@@ -18,19 +18,19 @@ def test_the_comparison_fails_on_comfyuis_own_block_forward(tiny_flux, tmp_path,
     data = tiny.make_data([(4, 12)], [16])
     trainer = tiny.make_trainer(tiny_flux, data, tmp_path, memory=MemoryOptions(checkpointing=mode))
     tiny.fill_up_matrices(trainer)
-    ours = trainer.placed.weights.transformer.double_blocks[1]
-    ours.forward = core_forward(tiny_flux.model.diffusion_model.double_blocks[1], ours)
+    block = trainer.placed.weights.transformer.double_blocks[1]
+    block.forward = core_forward(tiny_flux.model.diffusion_model.double_blocks[1], block)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         trainer.train_step.forward_backward([tiny.micro_batch(0)])
 
 
-def core_forward(core: Any, ours: Any) -> Any:
+def core_forward(core: Any, block: Any) -> Any:
     """ComfyUI's DoubleStreamBlock.forward over our Linears, called as ours is."""
     import comfy.model_management
     from comfy.ldm.flux.layers import ModulationOut
 
-    for name, linear in ours.linears().items():
-        native = ours.native_name(name)
+    for name, linear in block.linears().items():
+        native = block.native_name(name)
         if native.endswith("mod.lin"):
             owner = core.get_submodule(native.removesuffix(".lin"))
 

@@ -9,5 +9,5 @@ def test_the_tensors_of_a_loaded_model_serve_as_well_as_those_of_the_file(case_f
     case = CASES["flux-dev"]
     file, sample = case_file(case), case.batches()["shapes"]()[0]
     loaded = case.load(file).model.diffusion_model.state_dict()
-    of_both = (case.reference_velocity(t, sample, sample.load().latent, 0.5, 2.0) for t in (loaded, load_file(file)))
-    assert torch.equal(*of_both)
+    velocities = (case.reference_velocity(t, sample, sample.load().latent, 0.5, 2.0) for t in (loaded, load_file(file)))
+    assert torch.equal(*velocities)

@@ -14,12 +14,14 @@ WIDE = [(8, 4), (4, 6), (6, 6)]
 
 def test_each_method_and_each_reference_makes_a_difference(tiny_flux):
     """So that equality above says something."""
-    given = [(WIDE, method) for method in METHODS[1:]] + [(WIDE[:2], None), ([], None)]
-    samples = [flux_sample("same", 4, 6, 9, pictures, family="flux", method=method) for pictures, method in given]
-    found = [our_velocity(tiny_flux, [sample], [0.15]) for sample in samples]
-    for i, one in enumerate(found):
-        for other in found[:i]:
-            assert float((one - other).norm() / other.norm()) > 1e-3
+    combinations = [(WIDE, method) for method in METHODS[1:]] + [(WIDE[:2], None), ([], None)]
+    samples = [
+        flux_sample("same", 4, 6, 9, pictures, family="flux", method=method) for pictures, method in combinations
+    ]
+    velocities = [our_velocity(tiny_flux, [sample], [0.15]) for sample in samples]
+    for i, velocity in enumerate(velocities):
+        for other in velocities[:i]:
+            assert float((velocity - other).norm() / other.norm()) > 1e-3
 
 
 def test_a_method_that_core_cannot_run_on_flux1_is_named(tiny_flux, tmp_path):

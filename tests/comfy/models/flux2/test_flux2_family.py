@@ -31,11 +31,11 @@ def test_guidance_and_each_method_make_a_difference(case_file):
     dev, klein = (loaded(case_file, variant) for variant in ("dev", "klein"))
     batches = CASES["flux2-dev"].batches()
     samples = batches["references by default"]()
-    found = [our_velocity(dev, batches[f"references {method}"](), SIGMAS, 1.0) for method in METHODS]
-    found.append(our_velocity(dev, samples, SIGMAS, 4.0))
-    for i, one in enumerate(found):
-        for other in found[:i]:
-            assert float((one - other).norm() / other.norm()) > 1e-3
+    velocities = [our_velocity(dev, batches[f"references {method}"](), SIGMAS, 1.0) for method in METHODS]
+    velocities.append(our_velocity(dev, samples, SIGMAS, 4.0))
+    for i, velocity in enumerate(velocities):
+        for other in velocities[:i]:
+            assert float((velocity - other).norm() / other.norm()) > 1e-3
     assert torch.equal(our_velocity(klein, samples, SIGMAS, 1.0), our_velocity(klein, samples, SIGMAS, 4.0))
 
 
@@ -50,8 +50,8 @@ def test_captions_are_padded_left_to_512_and_longer_ones_to_a_step_of_the_ladder
 
 
 def test_what_a_file_says_of_its_model():
-    def model(hidden, guidance):
-        params = SimpleNamespace(hidden_size=hidden, guidance_embed=guidance)
+    def model(width, guidance):
+        params = SimpleNamespace(hidden_size=width, guidance_embed=guidance)
         return SimpleNamespace(diffusion_model=SimpleNamespace(params=params))
 
     family = Flux2()

@@ -33,10 +33,10 @@ WIDTH, HEADS, TEXT = 32, 2, 24
 class Recorder:
     """Stands for ComfyUI's own compiler, which models call around their blocks; it must not record a step."""
 
-    begun = 0
+    starts = 0
 
     def begin(self) -> None:
-        self.begun += not comfy.cli_args.args.disable_comfy_compiler
+        self.starts += not comfy.cli_args.args.disable_comfy_compiler
 
 
 RECORDER = Recorder()
@@ -154,8 +154,8 @@ def tomorrow() -> Any:
     """A MODEL as a loader makes it: of the config that matches, under inference mode."""
     torch.manual_seed(0)
     with torch.inference_mode():
-        found = next(kind for kind in comfy.supported_models.models if kind.matches({"image_model": "tomorrow"}))
-        config = found({"image_model": "tomorrow"})
+        config_class = next(kind for kind in comfy.supported_models.models if kind.matches({"image_model": "tomorrow"}))
+        config = config_class({"image_model": "tomorrow"})
         config.set_inference_dtype(torch.float32, None)
         model = config.get_model({}, device=torch.device("cpu"))
         for parameter in model.diffusion_model.parameters():
@@ -172,19 +172,19 @@ def tomorrow() -> Any:
 def registered(monkeypatch):
     monkeypatch.setattr(comfy.supported_models, "models", [*comfy.supported_models.models, Tomorrow])
     monkeypatch.setattr(comfy.cli_args.args, "disable_comfy_compiler", False, raising=False)
-    monkeypatch.setattr(RECORDER, "begun", 0)
+    monkeypatch.setattr(RECORDER, "starts", 0)
 
 
 def data() -> Any:
     """Two samples of latents (4, 8, 8) and captions of 5 tokens."""
     from tessera.data.samples import Sample, SampleTensors
 
-    def one(name: str, seed: int) -> Any:
+    def make_sample(name: str, seed: int) -> Any:
         source = torch.Generator().manual_seed(seed)
         tensors = SampleTensors(torch.randn(4, 8, 8, generator=source), torch.randn(1, 5, TEXT, generator=source), {})
         return Sample(name, (1, 8, 8), 64, 5, lambda *_: tensors)
 
-    return training_data(one("a", 1), one("b", 2))
+    return training_data(make_sample("a", 1), make_sample("b", 2))
 
 
 def step(folder, backend=None, **memory):
@@ -197,9 +197,9 @@ def step(folder, backend=None, **memory):
 
 def test_it_trains_alike_in_every_mode_and_as_one_graph(tmp_path):
     torch._dynamo.reset()
-    plain, loss, wanted = step(tmp_path / "plain")
+    plain, loss, expected = step(tmp_path / "plain")
     assert (
-        plain.context.family.title == "TomorrowBase" and len(wanted) == 2 * 2 * 3
+        plain.context.family.title == "TomorrowBase" and len(expected) == 2 * 2 * 3
     )  # q, k, v and the way out, of three blocks
     modes = {
         "full": {"checkpointing": "full"},
@@ -207,13 +207,13 @@ def test_it_trains_alike_in_every_mode_and_as_one_graph(tmp_path):
         "compiled": {"backend": "aot_eager"},
     }
     for name, changes in modes.items():
-        trainer, other, found = step(tmp_path / name, **changes)
+        trainer, other, gradients = step(tmp_path / name, **changes)
         assert other == pytest.approx(loss, rel=1e-6), name
-        for key, value in wanted.items():
-            assert torch.allclose(found[key], value, rtol=1e-4, atol=1e-7), (name, key)
+        for key, value in expected.items():
+            assert torch.allclose(gradients[key], value, rtol=1e-4, atol=1e-7), (name, key)
     # One for each method by which the model enters its blocks.
     assert trainer.placed.execution.runner.planned_graphs == trainer.placed.execution.runner.report.counts().graphs == 2
-    assert RECORDER.begun == 0
+    assert RECORDER.starts == 0
 
 
 def out_of_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ def out_of_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("memory", [{}, {"checkpointing": "full", "blocks_to_swap": 2}], ids=["plain", "swapped"])
 def test_its_gradients_are_those_of_code_without_a_write_in_fp64(memory, tmp_path, monkeypatch):
-    trainer, loss, found = step(tmp_path, **memory)
+    trainer, loss, gradients = step(tmp_path, **memory)
     batch = batch_of(trainer, 0, 1)
     lora, masters = reference_masters(trainer)
     out_of_place(monkeypatch)
@@ -254,11 +254,11 @@ def test_its_gradients_are_those_of_code_without_a_write_in_fp64(memory, tmp_pat
         out = model._apply_model(
             group.x.double(), group.sigma.double(), transformer_options=options, c_crossattn=group.conds["c_crossattn"]
         )
-        wanted = torch.stack([tokens(one, 64) for one in out]).float().sub(batch.target).square().mean()
-        wanted.backward()
-    assert loss == pytest.approx(float(wanted.detach()), rel=1e-5)
+        expected = torch.stack([tokens(output, 64) for output in out]).float().sub(batch.target).square().mean()
+        expected.backward()
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-5)
     for name, master in masters.items():
-        assert (found[name] - master.grad).norm() <= 1e-5 * master.grad.norm(), name
+        assert (gradients[name] - master.grad).norm() <= 1e-5 * master.grad.norm(), name
 
 
 def sample(patcher: Any) -> None:
@@ -274,26 +274,26 @@ def sample(patcher: Any) -> None:
 
 
 def test_what_sampling_leaves_on_the_model_changes_no_step(tmp_path):
-    _, loss, wanted = step(tmp_path / "fresh")
+    _, loss, expected = step(tmp_path / "fresh")
     used = tomorrow()
     sample(used)
     assert used.model.diffusion_model.calls is used.model.diffusion_model.layers[0].heads
     trainer = make_trainer(used, data(), tmp_path / "used", batch_size=2, memory=MemoryOptions(checkpointing="none"))
     fill_up_matrices(trainer)
     sample(used)  # between the start of a run and its next step, as a preview does
-    before = {name: dict(vars(module)) for name, module in used.model.named_modules()}
+    initial = {name: dict(vars(module)) for name, module in used.model.named_modules()}
     assert float(trainer.train_step.forward_backward([micro_batch(0, 1)])) == loss
-    found = lora_gradients(trainer)
-    assert all(torch.equal(found[name], value) for name, value in wanted.items())
-    assert before == {name: dict(vars(module)) for name, module in used.model.named_modules()}
+    actual = lora_gradients(trainer)
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
+    assert initial == {name: dict(vars(module)) for name, module in used.model.named_modules()}
 
 
 def test_a_layer_that_runs_without_its_block_is_refused(tmp_path, monkeypatch):
     forward = TomorrowModel.forward
 
-    def reaching_in(self: TomorrowModel, x: Tensor, timestep: Tensor, context: Tensor, **named: Any) -> Tensor:
+    def reaching_in(self: TomorrowModel, x: Tensor, timestep: Tensor, context: Tensor, **kwargs: Any) -> Tensor:
         self.layers[1].to_out(self.txt_in(context))
-        return forward(self, x, timestep, context, **named)
+        return forward(self, x, timestep, context, **kwargs)
 
     monkeypatch.setattr(TomorrowModel, "forward", reaching_in)
     trainer = make_trainer(tomorrow(), data(), tmp_path)
@@ -306,12 +306,12 @@ def test_a_layer_that_runs_without_its_block_is_refused(tmp_path, monkeypatch):
 def test_a_tensor_of_a_swapped_block_that_is_read_outside_of_it_is_refused(part, tmp_path, monkeypatch):
     forward = TomorrowModel.forward
 
-    def reaching_in(self: TomorrowModel, x: Tensor, timestep: Tensor, context: Tensor, **named: Any) -> Tensor:
+    def reaching_in(self: TomorrowModel, x: Tensor, timestep: Tensor, context: Tensor, **kwargs: Any) -> Tensor:
         assert [layer.gate.shape for layer in self.layers] == [(WIDTH,)] * 3 and self.layers[2].gate.dtype == x.dtype
         text = self.txt_in(context).detach()
         text = text * self.layers[2].gate if part == "gate" else self.layers[2].norm(text)
         self.prompt = self.prompts["first"] = text.mean(dim=1)
-        return forward(self, x, timestep, context, **named)
+        return forward(self, x, timestep, context, **kwargs)
 
     monkeypatch.setattr(TomorrowModel, "forward", reaching_in)
     trainer, _, _ = step(tmp_path / "resident")
@@ -338,13 +338,13 @@ def test_swap_that_begins_in_mid_run_compares_no_forward_again(tmp_path, monkeyp
 def test_a_block_that_calls_another_is_refused(memory, tmp_path, monkeypatch):
     forward, gen = TomorrowModel.forward, TomorrowBlock.forward_gen
 
-    def linked(self: TomorrowModel, *args: Any, **named: Any) -> Tensor:
-        self.layers[0].others = [self.layers[1]]
-        return forward(self, *args, **named)
+    def linked(self: TomorrowModel, *args: Any, **kwargs: Any) -> Tensor:
+        self.layers[0].neighbours = [self.layers[1]]
+        return forward(self, *args, **kwargs)
 
-    def calling(self: TomorrowBlock, x: Tensor, *args: Any, **named: Any) -> Tensor:
-        x = gen(self, x, *args, **named)
-        return self.others[0].forward_gen(x, *args, **named) if self.index == 0 else x
+    def calling(self: TomorrowBlock, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        x = gen(self, x, *args, **kwargs)
+        return self.neighbours[0].forward_gen(x, *args, **kwargs) if self.index == 0 else x
 
     monkeypatch.setattr(TomorrowModel, "forward", linked)
     monkeypatch.setattr(TomorrowBlock, "forward_gen", calling)
@@ -356,14 +356,14 @@ def test_a_block_that_calls_another_is_refused(memory, tmp_path, monkeypatch):
 def test_a_block_that_is_entered_by_a_generator_is_refused(memory, tmp_path, monkeypatch):
     prefix, forward = TomorrowBlock.forward_prefix, TomorrowModel.forward
 
-    def by_parts(self: TomorrowBlock, *args: Any, **named: Any) -> Any:
+    def by_parts(self: TomorrowBlock, *args: Any, **kwargs: Any) -> Any:
         yield self.modulation(args[1])
-        yield prefix(self, *args, **named)
+        yield prefix(self, *args, **kwargs)
 
-    def stepping(self: TomorrowModel, x: Tensor, timestep: Tensor, context: Tensor, **named: Any) -> Tensor:
+    def stepping(self: TomorrowModel, x: Tensor, timestep: Tensor, context: Tensor, **kwargs: Any) -> Tensor:
         txt = self.txt_in(context)
-        list(self.layers[0].by_parts(txt, txt.mean(dim=1), **named))
-        return forward(self, x, timestep, context, **named)
+        list(self.layers[0].by_parts(txt, txt.mean(dim=1), **kwargs))
+        return forward(self, x, timestep, context, **kwargs)
 
     monkeypatch.setattr(TomorrowBlock, "by_parts", by_parts, raising=False)
     monkeypatch.setattr(TomorrowModel, "forward", stepping)
@@ -396,9 +396,9 @@ def test_what_a_newer_comfyui_does_is_not_blamed_on_the_data(code, words, inside
     owner, name = (TomorrowBlock, "forward_gen") if inside else (TomorrowModel, "forward")
     forward = getattr(owner, name)
 
-    def newer(self: Any, x: Tensor, *args: Any, transformer_options: dict[str, Any], **named: Any) -> Tensor:
+    def newer(self: Any, x: Tensor, *args: Any, transformer_options: dict[str, Any], **kwargs: Any) -> Tensor:
         code(torch.zeros(1, 4, WIDTH), transformer_options)
-        return forward(self, x, *args, transformer_options=transformer_options, **named)
+        return forward(self, x, *args, transformer_options=transformer_options, **kwargs)
 
     monkeypatch.setattr(owner, name, newer)
     trainer = make_trainer(tomorrow(), data(), tmp_path)

@@ -27,24 +27,24 @@ def test_the_forward_is_core_s_own(row, tmp_path):
     trainer = trainer_of(row, tmp_path)
     batch, sample = batch_of(trainer), trainer.context.data.samples[0]
     with torch.no_grad():
-        found = trainer.placed.velocity(batch.inputs, (0, 0))[0]
+        actual = trainer.placed.velocity(batch.inputs, (0, 0))[0]
         (group,) = batch.inputs.groups
         model = plain_output(build(row))
         guidance = guidance_of(trainer)
-        wanted = tokens(raw_output(model, row, sample, group.x[0].clone(), group.sigma, guidance)[0], sample.tokens)
-    assert float((found - wanted).norm()) <= BOUND * float(wanted.norm())
+        expected = tokens(raw_output(model, row, sample, group.x[0].clone(), group.sigma, guidance)[0], sample.tokens)
+    assert float((actual - expected).norm()) <= BOUND * float(expected.norm())
 
 
 @pytest.mark.parametrize("row", TRAINED, ids=str)
 def test_every_target_has_the_gradient_of_plain_autograd(row, tmp_path):
-    wanted = None
+    expected = None
     for mode in ("none", "full"):
         trainer = trainer_of(row, tmp_path / mode, mode)
         fill_up_matrices(trainer)
-        wanted = wanted or written_out(row, trainer)
+        expected = expected or written_out(row, trainer)
         loss = trainer.train_step.forward_backward([micro_batch(0)])
-        assert abs(loss - wanted[0]) <= BOUND * wanted[0]
-        error = difference(lora_gradients(trainer), wanted[1])
+        assert abs(loss - expected[0]) <= BOUND * expected[0]
+        error = difference(lora_gradients(trainer), expected[1])
         assert error <= BOUND, (mode, error)
         trainer.close()
 
@@ -55,26 +55,26 @@ def test_nothing_of_a_step_is_left_for_the_next(row, tmp_path):
     used, fresh = (trainer_of(row, tmp_path / name) for name in ("used", "fresh"))
     fill_up_matrices(used)
     used.train_step.forward_backward([micro_batch(0)])
-    found = []
+    results = []
     for trainer in (used, fresh):
         fill_up_matrices(trainer, 0.2)
-        found.append((trainer.train_step.forward_backward([micro_batch(0)]), lora_gradients(trainer)))
+        results.append((trainer.train_step.forward_backward([micro_batch(0)]), lora_gradients(trainer)))
         trainer.close()
-    (loss, wanted), (other, gradients) = found
-    assert loss == other and all(torch.equal(gradients[name], value) for name, value in wanted.items())
+    (loss, expected), (other, gradients) = results
+    assert loss == other and all(torch.equal(gradients[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("row", NAMED, ids=str)
 def test_swapped_blocks_give_the_same_gradients(row, tmp_path):
     resident, swapped = (trainer_of(row, tmp_path / f"{n}", "full", blocks_to_swap=n) for n in (0, 2))
     assert swapped.placed.weights.swap is not None
-    found = []
+    results = []
     for trainer in (resident, swapped):
         fill_up_matrices(trainer)
-        found.append((trainer.train_step.forward_backward([micro_batch(0)]), lora_gradients(trainer)))
+        results.append((trainer.train_step.forward_backward([micro_batch(0)]), lora_gradients(trainer)))
         trainer.close()
-    (loss, wanted), (other, gradients) = found
-    assert loss == other and all(torch.equal(gradients[name], value) for name, value in wanted.items())
+    (loss, expected), (other, gradients) = results
+    assert loss == other and all(torch.equal(gradients[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("row", one_in(6, NAMED[::2]), ids=str)  # half a minute each
@@ -82,7 +82,7 @@ def test_compiled_blocks_are_no_more_graphs_than_planned_and_give_the_same_gradi
     torch._dynamo.reset()
     plain = trainer_of(row, tmp_path / "plain")
     fill_up_matrices(plain)
-    wanted = plain.train_step.forward_backward([micro_batch(0)]), lora_gradients(plain)
+    expected = plain.train_step.forward_backward([micro_batch(0)]), lora_gradients(plain)
     plain.close()
     graphs = Graphs()
     trainer = trainer_of(row, tmp_path / "compiled", backend="aot_eager")
@@ -91,8 +91,8 @@ def test_compiled_blocks_are_no_more_graphs_than_planned_and_give_the_same_gradi
     first = graphs()
     assert 0 < first <= trainer.placed.execution.runner.planned_graphs
     assert graphs.breaks == 0 and not trainer.placed.execution.runner.failed
-    assert abs(loss - wanted[0]) <= BOUND * wanted[0]
-    assert difference(lora_gradients(trainer), wanted[1]) <= BOUND
+    assert abs(loss - expected[0]) <= BOUND * expected[0]
+    assert difference(lora_gradients(trainer), expected[1]) <= BOUND
     trainer.train_step.forward_backward([micro_batch(0)])
     assert graphs() == first, "the second step compiled again"
     trainer.close()

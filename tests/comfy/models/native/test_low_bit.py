@@ -21,10 +21,10 @@ EXACT = 1e-5
 ROUNDS = {"int8": 0.06, "int8 by rows": 0.06, "int8 rotated": 0.06, "int4 rotated": 0.25}
 
 
-def of_core(row, trainer, how):
+def core_output(row, trainer, storage):
     """Velocity of ComfyUI's own forward with weights that are stored so, as tokens."""
     (group,) = batch_of(trainer).inputs.groups
-    model, sample = plain_output(build_stored(row, how)), trainer.context.data.samples[0]
+    model, sample = plain_output(build_stored(row, storage)), trainer.context.data.samples[0]
     with torch.inference_mode():
         out = raw_output(model, row, sample, group.x[0].clone(), group.sigma, guidance_of(trainer))
     return tokens(out[0], sample.tokens)
@@ -32,26 +32,28 @@ def of_core(row, trainer, how):
 
 def test_the_cases_hold_every_model_and_every_format_in_both_places():
     assert {row.name for row, _, _ in CASES} == {row.name for row in NAMED} | {"ltx-2.3"}
-    assert {(how, swapped) for _, how, swapped in CASES} == {(how, place) for how in FORMATS for place in (False, True)}
+    assert {(storage, swapped) for _, storage, swapped in CASES} == {
+        (storage, place) for storage in FORMATS for place in (False, True)
+    }
 
 
 @pytest.mark.parametrize(
-    ("row", "how", "swapped"),
+    ("row", "storage", "swapped"),
     [pytest.param(*case, id=f"{case[0]}-{case[1]}{'-swapped' * case[2]}") for case in CASES],
 )
-def test_a_model_in_few_bits_trains_as_the_weights_that_comfyui_takes_them_for(row, how, swapped, tmp_path):
+def test_a_model_in_few_bits_trains_as_the_weights_that_comfyui_takes_them_for(row, storage, swapped, tmp_path):
     mode = "full" if swapped else "none"
-    trainer = trainer_of(row, tmp_path, mode, build_stored(row, how), blocks_to_swap=2 if swapped else 0)
+    trainer = trainer_of(row, tmp_path, mode, build_stored(row, storage), blocks_to_swap=2 if swapped else 0)
     assert (trainer.placed.weights.swap is not None) == swapped
     stored = [linear.weight.element_size() for linear in trainer.placed.weights.transformer.linears().values()]
     assert 1 in stored, "no Linear is held as it is stored"
     with torch.no_grad():
-        found = trainer.placed.velocity(batch_of(trainer).inputs, (0, 0))[0]
-    own = of_core(row, trainer, how)
-    assert float((found - own).norm()) <= ROUNDS.get(how, EXACT) * float(own.norm())
+        actual = trainer.placed.velocity(batch_of(trainer).inputs, (0, 0))[0]
+    core_velocity = core_output(row, trainer, storage)
+    assert float((actual - core_velocity).norm()) <= ROUNDS.get(storage, EXACT) * float(core_velocity.norm())
     fill_up_matrices(trainer)
-    wanted, gradients = written_out(row, trainer, dequantised_model(row, how))
+    expected, gradients = written_out(row, trainer, dequantised_model(row, storage))
     loss = trainer.train_step.forward_backward([micro_batch(0)])
-    assert loss == pytest.approx(wanted, rel=EXACT)
+    assert loss == pytest.approx(expected, rel=EXACT)
     assert difference(lora_gradients(trainer), gradients) <= EXACT
     trainer.close()

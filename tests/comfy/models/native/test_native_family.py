@@ -36,10 +36,10 @@ def gradients(trainer, *indices):
     return float(loss), grads
 
 
-def assert_equal(found, wanted, tolerance=1e-5):
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert (found[name] - value).norm() <= tolerance * value.norm() + 1e-9, name
+def assert_equal(actual, expected, tolerance=1e-5):
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (actual[name] - value).norm() <= tolerance * value.norm() + 1e-9, name
 
 
 @pytest.mark.parametrize(
@@ -79,33 +79,33 @@ def test_samples_of_other_shapes_run_one_after_the_other(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("row", one_in(2, [Z_IMAGE, SDXL]), ids=str)
 def test_dropout_is_the_same_when_a_block_is_computed_again(row, tmp_path):
-    off = NetworkOptions(rank=4, alpha=4.0)
-    options = replace(off, dropout=0.3, rank_dropout=0.2, module_dropout=0.2)
+    plain_options = NetworkOptions(rank=4, alpha=4.0)
+    options = replace(plain_options, dropout=0.3, rank_dropout=0.2, module_dropout=0.2)
 
-    def of(network, checkpointing):
+    def step_of(network, checkpointing):
         memory, folder = MemoryOptions(checkpointing=checkpointing), tmp_path / f"{checkpointing}{network.dropout}"
         return gradients(trainer_of(row, data_of(row, 2), folder, batch_size=2, network=network, memory=memory), 0, 1)
 
-    kept, again, plain = of(options, "none"), of(options, "full"), of(off, "none")
-    assert kept[0] == pytest.approx(again[0], rel=1e-6) and plain[0] != pytest.approx(kept[0], rel=1e-4)
-    assert_equal(again[1], kept[1])
+    stored, recomputed, plain = step_of(options, "none"), step_of(options, "full"), step_of(plain_options, "none")
+    assert stored[0] == pytest.approx(recomputed[0], rel=1e-6) and plain[0] != pytest.approx(stored[0], rel=1e-4)
+    assert_equal(recomputed[1], stored[1])
 
 
 def test_a_forward_that_comes_out_different_is_refused_before_the_first_step(tmp_path, monkeypatch):
     trainer = trainer_of(Z_IMAGE, data_of(Z_IMAGE, 1), tmp_path)
     block = trainer.placed.weights.transformer.blocks()[0][1]
-    forward, own = NativeBlock.forward, NativeBlock.run_core
-    ours = []
+    forward, run_core = NativeBlock.forward, NativeBlock.run_core
+    blocks = []
 
     def in_training(self, *args):
-        ours.append(self)
+        blocks.append(self)
         try:
             return forward(self, *args)
         finally:
-            ours.pop()
+            blocks.pop()
 
     def scaled(self, *tensors, call):
-        return own(self, *tensors, call=call) * (1.1 if self is block and ours else 1.0)
+        return run_core(self, *tensors, call=call) * (1.1 if self is block and blocks else 1.0)
 
     monkeypatch.setattr(NativeBlock, "forward", in_training)
     monkeypatch.setattr(NativeBlock, "run_core", scaled)
@@ -116,12 +116,12 @@ def test_a_forward_that_comes_out_different_is_refused_before_the_first_step(tmp
 
 def test_the_model_itself_is_never_changed(tmp_path):
     model = build(SDXL)
-    before = {name: value.clone() for name, value in model.model.state_dict().items()}
+    initial = {name: value.clone() for name, value in model.model.state_dict().items()}
     attributes = {name: dict(vars(module)) for name, module in model.model.named_modules()}
     trainer = make_trainer(model, data_of(SDXL, 2), tmp_path, memory=MemoryOptions(checkpointing="full"))
     trainer.run()
     trainer.close()
-    assert all(torch.equal(model.model.state_dict()[name], value) for name, value in before.items())
+    assert all(torch.equal(model.model.state_dict()[name], value) for name, value in initial.items())
     for name, module in model.model.named_modules():
         assert vars(module).keys() == attributes[name].keys(), name
 
@@ -146,11 +146,11 @@ def test_validation_before_the_first_step_and_a_model_placed_anew_run_compiled(t
     assert all(block.call is None for _, block in trainer.placed.weights.transformer.blocks())
     loss, grads = gradients(trainer, 0)
     trainer.train_step.retries.place_again()
-    again, grads_again = gradients(trainer, 0)
-    plain, wanted = gradients(trainer_of(Z_IMAGE, data_of(Z_IMAGE, 1), tmp_path / "plain"), 0)
-    assert loss == pytest.approx(plain, rel=1e-6) and again == pytest.approx(plain, rel=1e-6)
-    assert_equal(grads, wanted)
-    assert_equal(grads_again, wanted)
+    repeated, grads_again = gradients(trainer, 0)
+    plain, expected = gradients(trainer_of(Z_IMAGE, data_of(Z_IMAGE, 1), tmp_path / "plain"), 0)
+    assert loss == pytest.approx(plain, rel=1e-6) and repeated == pytest.approx(plain, rel=1e-6)
+    assert_equal(grads, expected)
+    assert_equal(grads_again, expected)
     assert not trainer.placed.execution.runner.failed
 
 
@@ -172,12 +172,12 @@ def test_the_size_of_a_picture_reaches_the_model_as_in_core_s_sampler(said, tmp_
     sample = trainer.context.data.samples[0]
     read = sample.load()
     noise = torch.zeros(1, *row.latent)
-    given = {"cross_attn": read.text, "model_conds": {}, **read.conditioning}
-    (wanted,) = comfy.samplers.encode_model_conds(
-        trainer.context.patcher.model.extra_conds, [given], noise, "cpu", "positive"
+    conditioning = {"cross_attn": read.text, "model_conds": {}, **read.conditioning}
+    (expected,) = comfy.samplers.encode_model_conds(
+        trainer.context.patcher.model.extra_conds, [conditioning], noise, "cpu", "positive"
     )
     batch = fixed_batch(trainer.context.patcher, trainer.context.family, [(sample, read, 0.5)], 1.0, trainer.device, 0)
-    assert torch.equal(batch.inputs.groups[0].conds["y"], wanted["model_conds"]["y"].cond)
+    assert torch.equal(batch.inputs.groups[0].conds["y"], expected["model_conds"]["y"].cond)
 
 
 def test_loading_s_own_memory_is_not_copied(tmp_path):
@@ -235,11 +235,11 @@ def test_a_model_that_is_placed_anew_keeps_its_graphs(tmp_path):
     trainer = trainer_of(Z_IMAGE, data_of(Z_IMAGE), tmp_path, backend="eager")
     graphs = Graphs()
     trainer.train_step.forward_backward([micro_batch(0)])
-    planned, made = trainer.placed.execution.runner.planned_graphs, graphs()
+    planned, graph_count = trainer.placed.execution.runner.planned_graphs, graphs()
     trainer.placed.rebuild(1)
     trainer.train_step.forward_backward([micro_batch(0)])
     assert not trainer.placed.execution.runner.failed and trainer.placed.execution.runner.planned_graphs == planned
-    assert graphs() == made
+    assert graphs() == graph_count
     trainer.close()
     torch._dynamo.reset()
 

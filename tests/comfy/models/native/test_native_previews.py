@@ -18,7 +18,7 @@ from tiny.train.runs import Watcher, run_settings
 STEPS, SEED = 2, 5
 
 
-def of_core(model, lora, positive, empty):
+def core_picture(model, lora, positive, empty):
     """Core's Load LoRA and KSampler."""
     with torch.inference_mode():
         model, _ = comfy.sd.load_lora_for_models(model, None, comfy.utils.load_torch_file(str(lora)), 1.0, 0)
@@ -37,7 +37,7 @@ def test_a_preview_is_what_comfyui_samples_with_the_lora(row, tmp_path):
     result = train_lora(RunRequest(model, data, settings, tmp_path, watcher, None, [Previewer([preview], model)]))
     assert not any("failed" in note for note in watcher.notes), watcher.notes
     before, after = vae.decoded
-    assert torch.equal(after, of_core(build(row), result.path, positive, empty))
+    assert torch.equal(after, core_picture(build(row), result.path, positive, empty))
     assert not torch.equal(after, before) and after.isfinite().all()
 
 
@@ -51,24 +51,24 @@ def pair_of_ltx():
     return LTXVConcatAVLatent.execute(video, {"samples": torch.zeros(1, 8, 9, 16)}).args[0]
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["of its own", "given"])
+@pytest.mark.parametrize("has_latent", [False, True], ids=["of its own", "given"])
 @pytest.mark.parametrize(
     ("name", "pair", "frames"),
     [("minimax-h3", pair_of_minimax, 22), ("ltx-2", pair_of_ltx, 9), ("ltx-2.3", pair_of_ltx, 9)],
 )
-def test_a_model_that_makes_sound_is_sampled_with_it_and_shows_the_video(name, pair, frames, given, tmp_path):
+def test_a_model_that_makes_sound_is_sampled_with_it_and_shows_the_video(name, pair, frames, has_latent, tmp_path):
     (row,) = (row for row in ROWS if row.name == name)
     model, data, vae = build(row), data_of(row, 1), Latents()
     read, empty = data.samples[0].load(), pair()
     positive = [[read.text, dict(read.conditioning)]]
-    size = {"latent_image": empty} if given else {"width": 96, "height": 64, "frames": frames}
+    size = {"latent_image": empty} if has_latent else {"width": 96, "height": 64, "frames": frames}
     preview = Preview(Sampling(vae, positive, steps=STEPS, seed=SEED, **size), every_n_steps=0)
     watcher = Watcher()
     settings = run_settings(steps=2, save_every=0, optimizer={"learning_rate": 0.05})
     result = train_lora(RunRequest(model, data, settings, tmp_path, watcher, None, [Previewer([preview], model)]))
     assert not any("failed" in note for note in watcher.notes), watcher.notes
     before, after = vae.decoded
-    video, sound = of_core(build(row), result.path, positive, empty).unbind()
+    video, sound = core_picture(build(row), result.path, positive, empty).unbind()
     assert torch.equal(after, video) and after.isfinite().all() and sound.numel() > 0
     assert not torch.equal(after, before)
 

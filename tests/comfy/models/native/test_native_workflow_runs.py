@@ -48,6 +48,6 @@ def test_a_workflow_trains_and_samples_with_its_lora(name, filled):
     assert files and all(path.stat().st_size > 0 for path in files)
     if name == "ltx2_3_lora":
         (clip,) = (path for path in files if path.suffix == ".mp4" and path.parent.name == "video")
-        with av.open(clip) as made:
-            assert made.streams.audio
+        with av.open(clip) as container:
+            assert container.streams.audio
     assert "lora key not loaded" not in filled.log.read_text(encoding="utf-8", errors="replace")

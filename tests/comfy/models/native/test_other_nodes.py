@@ -43,12 +43,12 @@ def sampled(model: Any, row: Any = Z_IMAGE) -> torch.Tensor:
 def test_block_swap_and_compile_model_sample_as_the_model_alone(name):
     torch._dynamo.reset()
     row = BY_NAME[name]
-    wanted = sampled(build(row), row)
+    expected = sampled(build(row), row)
     swapped, notes = swap(build(row), SwapSettings(2))
-    assert torch.equal(sampled(swapped, row), wanted), notes
+    assert torch.equal(sampled(swapped, row), expected), notes
     graphs = Graphs()
-    found = sampled(compiled(swapped)[0], row)
-    assert graphs() > 0 and (found - wanted).norm() <= 1e-5 * wanted.norm()
+    actual = sampled(compiled(swapped)[0], row)
+    assert graphs() > 0 and (actual - expected).norm() <= 1e-5 * expected.norm()
 
 
 def test_training_takes_block_swap_and_compile_model_from_the_model(tmp_path, monkeypatch):
@@ -70,6 +70,8 @@ def test_compare_shows_what_comfyui_samples_with_each_lora():
     columns = [Column("none"), Column("lora", AppliedLora("a lora", 0.7, lambda: lora))]
     with torch.inference_mode():
         compare(Stages(build(Z_IMAGE)), [sampling], columns, lambda: None, lambda: None)
-    without, shown = vae.decoded
-    assert torch.equal(without, sampled(build(Z_IMAGE)))
-    assert torch.equal(shown, sampled(with_lora(build(Z_IMAGE), lora, 0.7))) and not torch.equal(shown, without)
+    plain, with_adapter = vae.decoded
+    assert torch.equal(plain, sampled(build(Z_IMAGE)))
+    assert torch.equal(with_adapter, sampled(with_lora(build(Z_IMAGE), lora, 0.7))) and not torch.equal(
+        with_adapter, plain
+    )

@@ -34,26 +34,26 @@ def newer():
 def data(*names: str) -> Any:
     from tessera.data.samples import Sample, SampleTensors
 
-    def one(name: str, seed: int) -> Any:
+    def make_sample(name: str, seed: int) -> Any:
         source = torch.Generator().manual_seed(seed)
         tensors = SampleTensors(
             torch.randn(CHANNELS, 4, 6, generator=source), torch.randn(1, 5, TEXT, generator=source), {}
         )
         return Sample(name, (1, 4, 6), 24, 5, lambda *_: tensors)
 
-    return training_data(*(one(name, seed) for seed, name in enumerate(names)))
+    return training_data(*(make_sample(name, seed) for seed, name in enumerate(names)))
 
 
 def trainer_of(folder, fused=True, backend=None, batch_size=1, **memory):
     options = {"checkpointing": "none"} | memory
-    made = make_trainer(
+    trainer = make_trainer(
         load(fused), data("a", "b"), folder, batch_size=batch_size, backend=backend, memory=MemoryOptions(**options)
     )
-    fill_up_matrices(made)
-    return made
+    fill_up_matrices(trainer)
+    return trainer
 
 
-def added(x: torch.Tensor, y: torch.Tensor, gates: Any, prefix: int) -> torch.Tensor:
+def add_gated(x: torch.Tensor, y: torch.Tensor, gates: Any, prefix: int) -> torch.Tensor:
     before, after = gates
     return torch.cat((x[:, :prefix] + y[:, :prefix] * before, x[:, prefix:] + y[:, prefix:] * after), dim=1)
 
@@ -69,7 +69,7 @@ def plain_step(trainer: Any, fused: bool) -> tuple[torch.Tensor, dict[str, torch
     masters = {n: [p.detach().clone().requires_grad_() for p in pair] for n, pair in trainer.network.pairs.items()}
     model, options = plain_model(load(fused)), {"sigmas": group.sigma, "cond_or_uncond": [0]}
     with (
-        patch.object(qwen_image21, "_add", added),
+        patch.object(qwen_image21, "_add", add_gated),
         training(),
         with_lora(model, {n: (*pair, scale) for n, pair in masters.items()}),
     ):
@@ -87,17 +87,17 @@ def test_forward_and_gradients_are_those_of_its_own_code(fused, tmp_path):
     assert (family.title, family.name) == ("Qwen Image 2.1", "qwen-image-2.1")
     layers = 6 if fused else 7  # q, k, v, out, the MLP's in (one or two) and out
     assert len(trainer.network.pairs) == LAYERS * layers
-    out, wanted = plain_step(trainer, fused)
+    out, expected = plain_step(trainer, fused)
     with torch.no_grad():
-        found = trainer.placed.velocity(batch_of(trainer).inputs, (0, 0))[0]
-    assert float((found - out).norm()) <= BOUND * float(out.norm())
+        actual = trainer.placed.velocity(batch_of(trainer).inputs, (0, 0))[0]
+    assert float((actual - out).norm()) <= BOUND * float(out.norm())
     trainer.train_step.forward_backward([micro_batch(0)])
-    assert difference(lora_gradients(trainer), wanted) <= BOUND
+    assert difference(lora_gradients(trainer), expected) <= BOUND
 
 
 def test_swapped_checkpointed_and_compiled_blocks_give_the_same_and_are_one_graph(tmp_path):
     torch._dynamo.reset()
-    found = {}
+    results = {}
     modes = {
         "plain": {},
         "checkpointed": {"checkpointing": "full"},
@@ -106,7 +106,7 @@ def test_swapped_checkpointed_and_compiled_blocks_give_the_same_and_are_one_grap
     }
     for name, changes in modes.items():
         trainer = trainer_of(tmp_path / name, batch_size=2, **changes)
-        found[name] = float(trainer.train_step.forward_backward([micro_batch(0, 1)])), lora_gradients(trainer)
+        results[name] = float(trainer.train_step.forward_backward([micro_batch(0, 1)])), lora_gradients(trainer)
         if name == "compiled":
             assert (
                 trainer.placed.execution.runner.planned_graphs
@@ -114,12 +114,12 @@ def test_swapped_checkpointed_and_compiled_blocks_give_the_same_and_are_one_grap
                 == 1
             )
         trainer.close()
-    loss, wanted = found["checkpointed"]
-    assert found["swapped"][0] == loss
-    assert all(torch.equal(found["swapped"][1][name], value) for name, value in wanted.items())
+    loss, expected = results["checkpointed"]
+    assert results["swapped"][0] == loss
+    assert all(torch.equal(results["swapped"][1][name], value) for name, value in expected.items())
     for name in ("checkpointed", "compiled"):
-        assert found[name][0] == pytest.approx(found["plain"][0], rel=1e-6)
-        assert difference(found[name][1], found["plain"][1]) <= BOUND
+        assert results[name][0] == pytest.approx(results["plain"][0], rel=1e-6)
+        assert difference(results[name][1], results["plain"][1]) <= BOUND
     torch._dynamo.reset()
 
 
@@ -133,7 +133,7 @@ def test_a_cache_that_a_sampler_left_does_not_reach_training(tmp_path):
     used.model.diffusion_model.prefix_cache_enabled = False
     other = make_trainer(used, data("a", "b"), tmp_path / "used", memory=MemoryOptions(checkpointing="none"))
     fill_up_matrices(other)
-    losses = [float(each.train_step.forward_backward([micro_batch(0)])) for each in (other, fresh)]
+    losses = [float(candidate.train_step.forward_backward([micro_batch(0)])) for candidate in (other, fresh)]
     assert losses[0] == losses[1]
 
 
@@ -152,8 +152,8 @@ def weights_with(file: Any, fused: bool) -> dict[str, torch.Tensor]:
     keys = comfy.lora.model_lora_keys_unet(model.model, {})
     patches = comfy.lora.load_lora(comfy.utils.load_torch_file(str(file)), keys, log_missing=True)
     patcher = model.clone()
-    taken = patcher.add_patches(patches, 1.0)
-    assert len(taken) == len(patches) > 0
+    loaded_keys = patcher.add_patches(patches, 1.0)
+    assert len(loaded_keys) == len(patches) > 0
     with torch.inference_mode():
         return {
             key.removeprefix("diffusion_model."): patcher.patch_weight_to_device(key, return_weight=True).clone()
@@ -170,14 +170,14 @@ def test_a_lora_of_a_fused_file_loads_on_fused_and_split_ones(format, tmp_path, 
     save_lora(tmp_path / "a.safetensors", lora, format)
     fused, split = (weights_with(tmp_path / "a.safetensors", kind) for kind in (True, False))
     assert not [record for record in caplog.records if "not loaded" in record.getMessage()]
-    before = model.model.state_dict()
+    state = model.model.state_dict()
     for name, update in updates(model).items():
         delta = update.scaled_up @ update.down
-        wanted = before[f"diffusion_model.{name}.weight"] + delta
-        assert torch.allclose(fused[f"{name}.weight"], wanted, rtol=1e-5, atol=1e-5), name
+        expected = state[f"diffusion_model.{name}.weight"] + delta
+        assert torch.allclose(fused[f"{name}.weight"], expected, rtol=1e-5, atol=1e-5), name
         parts = table.diffusers(name)
-        there = torch.cat([split[f"{part}.weight"] for part in parts])
-        assert torch.allclose(there, wanted, rtol=1e-5, atol=1e-5), name
+        joined = torch.cat([split[f"{part}.weight"] for part in parts])
+        assert torch.allclose(joined, expected, rtol=1e-5, atol=1e-5), name
 
 
 def test_the_saved_halves_are_read_back_as_the_fused_layer():
@@ -186,8 +186,8 @@ def test_the_saved_halves_are_read_back_as_the_fused_layer():
     lora = LoraModel.from_modules(updates(model), {MODULES: table.recorded()})
     file = convert(lora)
     assert any(".gate_layer." in key for key in file) and not any("gate_up" in key for key in file)
-    again = LoraModel.from_file(file, lora.metadata)
-    assert again.keys() == lora.keys() and all(torch.equal(again[key], lora[key]) for key in lora)
+    reread = LoraModel.from_file(file, lora.metadata)
+    assert reread.keys() == lora.keys() and all(torch.equal(reread[key], lora[key]) for key in lora)
     read = read_lora(file, family_of(model), model.model)
     assert not read.unknown and not read.other_weights and read.modules.keys() == updates(model).keys()
 

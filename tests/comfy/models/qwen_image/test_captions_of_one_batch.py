@@ -21,20 +21,20 @@ def test_three_captions_in_one_batch_give_the_gradients_of_three_batches_of_one(
     data = training_data(*case.batches()["references"]())
     lengths = [5, 40, 128]
     trainers = {
-        name: tiny.make_trainer(case.load(case_file(case)), data, tmp_path / name, backend=given)
-        for name, given in (("together", backend), ("alone", None))
+        name: tiny.make_trainer(case.load(case_file(case)), data, tmp_path / name, backend=backend_name)
+        for name, backend_name in (("together", backend), ("alone", None))
     }
     direction = torch.randn(3, 24, 64, generator=torch.Generator().manual_seed(7))
     for place, length in enumerate(lengths):
         with sdpa_kernel(kernel):
-            together = of_one_sample(trainers["together"], data, (0, 1, 2), 128, place, direction)
-        alone = of_one_sample(trainers["alone"], data, (place,), length, 0, direction[place : place + 1])
+            together = single_gradients(trainers["together"], data, (0, 1, 2), 128, place, direction)
+        alone = single_gradients(trainers["alone"], data, (place,), length, 0, direction[place : place + 1])
         assert together.keys() == alone.keys()
         for name, value in alone.items():
             assert float((together[name] - value).norm()) <= 2e-5 * float(value.norm()), name
 
 
-def of_one_sample(
+def single_gradients(
     trainer: Any, data: Any, batch: tuple[int, ...], text_length: int, place: int, direction: Tensor
 ) -> dict[str, Tensor]:
     """The gradients of <velocity of the sample at `place`, its direction>."""

@@ -23,6 +23,6 @@ def test_it_says_the_same_at_full_width_and_in_bf16(case_file, width, dtype, bou
         qwen_sample("tall", 16, 6, 50, references=[(8, 10), (14, 12)], text_width=text),
     ]
     expected = [case.core_velocity(model, s, sigma) for s, sigma in zip(samples, SIGMAS, strict=True)]
-    found = our_velocity(model, samples, SIGMAS)
-    assert found.dtype == dtype and model.model.get_dtype_inference() == dtype
-    assert relative_error(found, torch.stack(expected)) < bound
+    actual = our_velocity(model, samples, SIGMAS)
+    assert actual.dtype == dtype and model.model.get_dtype_inference() == dtype
+    assert relative_error(actual, torch.stack(expected)) < bound

@@ -104,9 +104,9 @@ def test_a_masked_caption_gives_what_core_gives_with_the_mask(model):
     unload()
     transformer = FAMILY.build(model, model.load_device, torch.float32, "auto")
     with torch.no_grad():
-        found = transformer.forward(lambda block, *rest: block(*rest, {}), inputs(model, mask))[0]
+        actual = transformer.forward(lambda block, *rest: block(*rest, {}), inputs(model, mask))[0]
         unmasked = transformer.forward(lambda block, *rest: block(*rest, {}), inputs(model, None))[0]
-    assert torch.allclose(found, expected, rtol=1e-4, atol=2e-5)
+    assert torch.allclose(actual, expected, rtol=1e-4, atol=2e-5)
     assert not torch.allclose(unmasked, expected, rtol=1e-2, atol=1e-2)
 
 

@@ -19,7 +19,7 @@ def test_references_without_a_frame_axis_are_taken_as_pictures(case_file):
 
 def test_a_third_reference_stands_beside_both_before_it_where_that_is_the_shorter_way():
     pictures = [torch.randn(1, 16, 1, *size) for size in ((4, 6), (6, 4), (4, 4))]
-    found = patchify_references(pictures, "offset")
+    actual = patchify_references(pictures, "offset")
     places = [(0, 0), (4, 0), (0, 6)]
-    wanted = [patchify_image(picture[0], 1, *place) for picture, place in zip(pictures, places, strict=True)]
-    assert torch.equal(found.positions, torch.cat([one.positions for one in wanted]))
+    expected = [patchify_image(picture[0], 1, *place) for picture, place in zip(pictures, places, strict=True)]
+    assert torch.equal(actual.positions, torch.cat([reference.positions for reference in expected]))

@@ -14,8 +14,8 @@ def test_a_model_of_first_and_last_picture_equals_core(case_file):
             tiny.wan_sample(f"sample {i}", grid, "2.1-i2v", text=4 + 2 * i, pictures=pictures)
             for i, grid in enumerate([(1, 4, 6), (2, 3, 4)])
         ]
-        theirs = [case.core_velocity(model, s, sigma) for s, sigma in zip(samples, (0.15, 0.5), strict=True)]
-        assert relative_error(our_velocity(model, samples, [0.15, 0.5]), torch.stack(theirs)) < 2e-6
+        references = [case.core_velocity(model, s, sigma) for s, sigma in zip(samples, (0.15, 0.5), strict=True)]
+        assert relative_error(our_velocity(model, samples, [0.15, 0.5]), torch.stack(references)) < 2e-6
 
 
 def test_core_never_gets_the_samples_own_start_picture_to_write_on(case_file, monkeypatch):
@@ -26,6 +26,6 @@ def test_core_never_gets_the_samples_own_start_picture_to_write_on(case_file, mo
     case = CASES["wan-2.1-i2v"]
     model, sample = case.load(case_file(case)), tiny.wan_sample("one", (2, 3, 4), "2.1-i2v")
     read = sample.load().conditioning
-    before = {name: read[name].clone() for name in ("concat_latent_image", "concat_mask")}
+    copies = {name: read[name].clone() for name in ("concat_latent_image", "concat_mask")}
     our_velocity(model, [sample], [0.5])
-    assert all(torch.equal(read[name], tensor) for name, tensor in before.items())
+    assert all(torch.equal(read[name], tensor) for name, tensor in copies.items())

@@ -18,10 +18,10 @@ B, N, D, L = 2, 24, 128, 5
 
 def saved_bytes(call: Any) -> int:
     """Bytes of the storages that autograd keeps for a call's backward."""
-    held: dict[int, Tensor] = {}
-    with saved_tensors_hooks(lambda t: held.setdefault(t.untyped_storage().data_ptr(), t) is None or t, lambda t: t):
+    saved: dict[int, Tensor] = {}
+    with saved_tensors_hooks(lambda t: saved.setdefault(t.untyped_storage().data_ptr(), t) is None or t, lambda t: t):
         call()
-    return sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
 def test_tokens_take_the_row_of_their_frame_bit_for_bit():
@@ -31,10 +31,10 @@ def test_tokens_take_the_row_of_their_frame_bit_for_bit():
         x, y, grad = (torch.randn(B, N, D, dtype=dtype, requires_grad=True) for _ in range(3))
         shift, scale, gate = torch.randn(3, B, 2, D, dtype=dtype).unbind()
         rows = [torch.where(clean, part[:, 1:], part[:, :1]) for part in (shift, scale, gate)]
-        wanted = torch.addcmul(modulate(x, *rows[:2]), y, rows[2])
-        found = gate_frames(modulate_frames(x, shift, scale, clean), y, gate, clean)
-        assert torch.equal(found, wanted)
-        pairs = (torch.autograd.grad(out, (x, y), grad) for out in (found, wanted))
+        expected = torch.addcmul(modulate(x, *rows[:2]), y, rows[2])
+        actual = gate_frames(modulate_frames(x, shift, scale, clean), y, gate, clean)
+        assert torch.equal(actual, expected)
+        pairs = (torch.autograd.grad(out, (x, y), grad) for out in (actual, expected))
         assert all(torch.equal(*pair) for pair in zip(*pairs, strict=True)), dtype
 
 
@@ -46,7 +46,7 @@ def test_a_block_keeps_no_row_for_each_token(case_file):
     x = torch.randn(B, N, D, requires_grad=True)
     e, pe, text = torch.randn(B, 2, 6, D), torch.randn(B, N, 1, 64, 2), torch.randn(B, L, D)
     clean = torch.zeros(B, N, 1, dtype=torch.bool)
-    one = saved_bytes(lambda: TextBlock.forward(block, x, e[:, :1].clone(), pe, text, None, {}))
+    single = saved_bytes(lambda: TextBlock.forward(block, x, e[:, :1].clone(), pe, text, None, {}))
     two = saved_bytes(lambda: block(x, e, pe, text, None, clean, {}))
     row = B * D * 4
-    assert two - one == clean.nbytes + 6 * row + 2 * row  # the six, of which each scale is kept with 1 added
+    assert two - single == clean.nbytes + 6 * row + 2 * row  # the six, of which each scale is kept with 1 added

@@ -65,14 +65,14 @@ def test_folders_with_pictures_under_input_and_datasets_are_offered_and_open(hom
 
 
 def test_the_list_of_folders_is_kept_for_ten_seconds_and_follows_the_settings(home, monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr(folder_access.time, "monotonic", lambda: now[0])
+    clock = [1000.0]
+    monkeypatch.setattr(folder_access.time, "monotonic", lambda: clock[0])
     put_pictures(home / "input" / "a")
     assert folder_access.list_image_folders() == ["input/a"]
     put_pictures(home / "input" / "b")
     assert folder_access.list_image_folders() == ["input/a"]
     assert prepare.TesseraImageFolder.validate_inputs(folder="input/b") is True  # needs no list
-    now[0] += folder_access.LIST_SECONDS + 1
+    clock[0] += folder_access.LIST_SECONDS + 1
     assert folder_access.list_image_folders() == ["input/a", "input/b"]
     put_pictures(home / "elsewhere")
     allow(home, home / "elsewhere")
@@ -80,14 +80,14 @@ def test_the_list_of_folders_is_kept_for_ten_seconds_and_follows_the_settings(ho
 
 
 def test_a_walk_that_takes_longer_than_its_list_is_kept_is_not_made_again_at_once(home, monkeypatch):
-    now, walks, walk = [1000.0], [], folder_access._list_folders
+    clock, walks, walk = [1000.0], [], folder_access._list_folders
 
     def slow(*roots):
         walks.append(roots)
-        now[0] += 6 * folder_access.LIST_SECONDS
+        clock[0] += 6 * folder_access.LIST_SECONDS
         return walk(*roots)
 
-    monkeypatch.setattr(folder_access.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(folder_access.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(folder_access, "_list_folders", slow)
     put_pictures(home / "input" / "a")
     assert folder_access.list_image_folders() == folder_access.list_image_folders() == ["input/a"] and len(walks) == 1
@@ -103,11 +103,11 @@ def test_the_pictures_of_the_pack_are_read_and_nothing_beside_them(home):
 
 
 def test_where_there_is_no_folder_yet_the_nodes_name_the_one_to_make(home):
-    for node, place, own in (
+    for node, place, extra in (
         (prepare.TesseraImageFolder, "input/my_pictures", [folder_access.TRY_IT]),
         (prepare.TesseraVideoFolder, "input/my_clips", []),
     ):
-        assert node.INPUT_TYPES()["required"]["folder"][1]["options"] == [place, *own]
+        assert node.INPUT_TYPES()["required"]["folder"][1]["options"] == [place, *extra]
         assert f"{place!r} does not exist; put your pictures and captions there" in node.validate_inputs(place)
 
 
@@ -124,14 +124,14 @@ def test_the_list_of_folders_has_an_end(home, monkeypatch):
     assert folder_access.list_image_folders() == []
 
 
-@pytest.mark.parametrize("below", ["/server/share", "//server/share", "\\\\server\\share", "C:x", "C:/x", "/etc"])
-def test_a_name_that_leaves_its_root_is_refused_before_any_file_is_looked_at(home, below, monkeypatch):
+@pytest.mark.parametrize("subpath", ["/server/share", "//server/share", "\\\\server\\share", "C:x", "C:/x", "/etc"])
+def test_a_name_that_leaves_its_root_is_refused_before_any_file_is_looked_at(home, subpath, monkeypatch):
     def touched(*args):
         raise AssertionError("the file system was asked")
 
     monkeypatch.setattr(folder_access, "_is_within", touched)
     with pytest.raises(ValueError, match="can't be used"):
-        folder_access.resolve_folder(f"input/{below}")
+        folder_access.resolve_folder(f"input/{subpath}")
 
 
 def test_linked_inputs_whose_values_are_not_known_yet_pass_the_door(home):
@@ -180,9 +180,9 @@ def test_any_other_folder_is_refused_whether_it_is_there_or_not(home):
             run(prepare.TesseraImageFolder, folder=choice)
         assert "can't be used" in prepare.TesseraImageFolder.validate_inputs(folder=choice)
     for choice in (["a", "b", "c"], float("nan"), 7, {}, "x" * 10**6):  # as a hand-written workflow gives them
-        told = prepare.TesseraImageFolder.validate_inputs(folder=choice, control_folder=choice, mask_folder=choice)
-        assert told.startswith(("folder: The folder is ", "folder: The folder 'xxx")) and len(told) < 400
-        assert prepare.TesseraVideoFolder.validate_inputs(folder=choice) == told
+        message = prepare.TesseraImageFolder.validate_inputs(folder=choice, control_folder=choice, mask_folder=choice)
+        assert message.startswith(("folder: The folder is ", "folder: The folder 'xxx")) and len(message) < 400
+        assert prepare.TesseraVideoFolder.validate_inputs(folder=choice) == message
     assert "input/link" not in folder_access.list_image_folders()
     with pytest.raises(ValueError, match=r"The folder 'input/gone' does not exist; put your pictures"):
         folder_access.resolve_folder("input/gone")
@@ -196,8 +196,8 @@ def test_folders_with_video_files_are_offered_to_training_clips_and_others_refus
     put_pictures(home / "input" / "both")
     assert folder_access.list_video_folders() == ["input/both", "input/films", "input/films/inner"]
     assert folder_access.list_image_folders() == ["input/both", "input/pictures"]
-    shown = prepare.TesseraVideoFolder.INPUT_TYPES()
-    assert shown["required"]["folder"][1]["options"] == folder_access.list_video_folders()
+    inputs = prepare.TesseraVideoFolder.INPUT_TYPES()
+    assert inputs["required"]["folder"][1]["options"] == folder_access.list_video_folders()
     for choice in ("/etc", "input/../elsewhere"):
         assert "can't be used" in prepare.TesseraVideoFolder.validate_inputs(folder=choice)
         with pytest.raises(ValueError, match="can't be used"):
@@ -233,7 +233,7 @@ def test_training_images_chains_and_notices_changes(home):
     put_pictures(home / "input" / "a")
     put_pictures(home / "input" / "b", sizes=((64, 64),))
     (first,) = run(prepare.TesseraImageFolder, folder="input/a").result
-    (both,) = run(
+    (dataset,) = run(
         prepare.TesseraImageFolder,
         folder="input/b",
         caption_extension=".txt",
@@ -241,29 +241,29 @@ def test_training_images_chains_and_notices_changes(home):
         trigger_words="ohwx",
         dataset=first,
     ).result
-    assert isinstance(both, Dataset)
-    assert [(p.name, p.caption, p.repeats) for p in both.entries] == [
+    assert isinstance(dataset, Dataset)
+    assert [(p.name, p.caption, p.repeats) for p in dataset.entries] == [
         ("0.png", "picture 0", 1),
         ("1.png", "picture 1", 1),
         ("0.png", "ohwx, picture 0", 4),
     ]
     inputs = {"folder": "input/a", "caption_extension": ".txt", "repeats": 1, "trigger_words": ""}
-    before = prepare.TesseraImageFolder.fingerprint_inputs(**inputs)
-    assert prepare.TesseraImageFolder.fingerprint_inputs(**inputs, dataset=None) == before
+    fingerprint = prepare.TesseraImageFolder.fingerprint_inputs(**inputs)
+    assert prepare.TesseraImageFolder.fingerprint_inputs(**inputs, dataset=None) == fingerprint
     (home / "input" / "a" / "1.txt").write_text("a new caption")
-    assert prepare.TesseraImageFolder.fingerprint_inputs(**inputs) != before
+    assert prepare.TesseraImageFolder.fingerprint_inputs(**inputs) != fingerprint
 
 
 def test_training_images_takes_control_pictures_and_notices_their_changes(home):
     put_pictures(home / "input" / "after")
-    before = put_pictures(home / "input" / "before", captions=False)
+    controls = put_pictures(home / "input" / "before", captions=False)
     inputs = {"folder": "input/after", "control_folder": "input/before"}
     assert prepare.TesseraImageFolder.validate_inputs(**inputs) is True
     (dataset,) = run(prepare.TesseraImageFolder, **inputs).result
     assert [[path.name for path in picture.controls] for picture in dataset.entries] == [["0.png"], ["1.png"]]
     name = prepare.TesseraImageFolder.fingerprint_inputs(**inputs)
     assert name != prepare.TesseraImageFolder.fingerprint_inputs(folder="input/after")
-    os.utime(before / "0.png", (1, 1))
+    os.utime(controls / "0.png", (1, 1))
     assert prepare.TesseraImageFolder.fingerprint_inputs(**inputs) != name
 
 
@@ -272,15 +272,15 @@ def test_training_images_takes_masks_and_how_pictures_are_shown_and_notices_thei
     masks = put_pictures(home / "input" / "masks", captions=False)
     inputs = {"folder": "input/own", "mask_folder": "input/masks"}
     assert prepare.TesseraImageFolder.validate_inputs(**inputs) is True
-    chosen = {"unmasked_weight": 0.2, "flip": "horizontal", "crops": 3, "crop_zoom": 1.5, "loss_weight": 0.5}
-    chosen |= {"sample_ratio": 0.25}
-    given = inputs | chosen | {"trigger_words": "ohwx", "class_word": "man"}
-    (dataset,) = run(prepare.TesseraImageFolder, **given).result
+    folder_options = {"unmasked_weight": 0.2, "flip": "horizontal", "crops": 3, "crop_zoom": 1.5, "loss_weight": 0.5}
+    folder_options |= {"sample_ratio": 0.25}
+    arguments = inputs | folder_options | {"trigger_words": "ohwx", "class_word": "man"}
+    (dataset,) = run(prepare.TesseraImageFolder, **arguments).result
     assert [entry.mask for entry in dataset.entries] == [masks / "0.png", masks / "1.png"]
-    assert dataset.entries[0].options == FolderOptions(**chosen, class_word="man")
+    assert dataset.entries[0].options == FolderOptions(**folder_options, class_word="man")
     assert dataset.entries[1].variants.class_texts == ("man, picture 1",)
-    (kept,) = run(prepare.TesseraImageFolder, folder="input/own", regularisation=True, alpha_mask=True).result
-    assert kept.entries[0].options == FolderOptions(regularisation=True, alpha_mask=True)
+    (regularised,) = run(prepare.TesseraImageFolder, folder="input/own", regularisation=True, alpha_mask=True).result
+    assert regularised.entries[0].options == FolderOptions(regularisation=True, alpha_mask=True)
     name = prepare.TesseraImageFolder.fingerprint_inputs(**inputs)
     assert name != prepare.TesseraImageFolder.fingerprint_inputs(folder="input/own")
     os.utime(masks / "0.png", (1, 1))
@@ -299,12 +299,12 @@ def test_training_clips_take_one_mask_for_all_frames(home):
     write_film(home / "input" / "f" / "film.mp4", 9, caption="running")
     masks = put_pictures(home / "input" / "masks", sizes=((64, 48),), captions=False)
     (masks / "0.png").rename(masks / "film.png")
-    given = {"folder": "input/f", "mask_folder": "input/masks", "flip": "horizontal", "regularisation": True}
-    (dataset,) = run(prepare.TesseraVideoFolder, **given, loss_weight=2.0, crops=2, unmasked_weight=0.1).result
+    arguments = {"folder": "input/f", "mask_folder": "input/masks", "flip": "horizontal", "regularisation": True}
+    (dataset,) = run(prepare.TesseraVideoFolder, **arguments, loss_weight=2.0, crops=2, unmasked_weight=0.1).result
     (part,) = run(prepare.TesseraVideoFolder, folder="input/f", sample_ratio=0.5).result
     assert part.entries[0].options == FolderOptions(sample_ratio=0.5)
-    wanted = {"flip": "horizontal", "regularisation": True, "loss_weight": 2.0, "crops": 2, "unmasked_weight": 0.1}
-    assert dataset.entries[0].mask == masks / "film.png" and dataset.entries[0].options == FolderOptions(**wanted)
+    expected = {"flip": "horizontal", "regularisation": True, "loss_weight": 2.0, "crops": 2, "unmasked_weight": 0.1}
+    assert dataset.entries[0].mask == masks / "film.png" and dataset.entries[0].options == FolderOptions(**expected)
 
 
 def test_training_clips_chains_with_pictures_and_notices_changes(home):
@@ -314,12 +314,14 @@ def test_training_clips_chains_with_pictures_and_notices_changes(home):
     film = write_film(home / "input" / "f" / "film.mp4", 9, caption="running")
     (first,) = run(prepare.TesseraImageFolder, folder="input/a").result
     inputs = {"folder": "input/f", "target_frames": "1, 8", "fps": 8.0, "extraction": "slide", "frame_stride": 3}
-    (both,) = run(prepare.TesseraVideoFolder, **inputs, dataset=first, trigger_words="ohwx", repeats=2).result
-    assert [type(entry) for entry in both.entries[:2]] == [ImageEntry, ImageEntry]
-    clip = both.entries[2]
+    (dataset,) = run(prepare.TesseraVideoFolder, **inputs, dataset=first, trigger_words="ohwx", repeats=2).result
+    assert [type(entry) for entry in dataset.entries[:2]] == [ImageEntry, ImageEntry]
+    clip = dataset.entries[2]
     assert (clip.name, clip.caption, clip.repeats) == ("film.mp4", "ohwx, running", 2)
     assert clip.extraction == Extraction((1, 5), 8.0, "slide", 3, 4, 81)
-    assert both.notes == ("target_frames has to be 4n + 1 (for MiniMax H3 17n + 5), as the VAE takes: lowered 8 to 5.",)
+    assert dataset.notes == (
+        "target_frames has to be 4n + 1 (for MiniMax H3 17n + 5), as the VAE takes: lowered 8 to 5.",
+    )
     (alone,) = run(prepare.TesseraVideoFolder, folder="input/f").result
     assert alone.entries[0].extraction == Extraction() and Extraction().target_frames == (25,)
     name = prepare.TesseraVideoFolder.fingerprint_inputs(folder="input/f")
@@ -342,8 +344,8 @@ def test_prepare_gives_data_a_picture_of_the_plan_and_a_summary_that_history_can
     assert 0 <= plan.min() and plan.max() <= 1
     assert "Pictures: 2" in text and f"{prepared.samples[0].tokens} tokens" in text
     assert all(isinstance(value, list) for value in output.ui.values())
-    shown = json.loads(json.dumps(output.ui, allow_nan=False))
-    assert shown["tessera"][0]["summary"] == text and len(shown["images"]) == 1
+    ui = json.loads(json.dumps(output.ui, allow_nan=False))
+    assert ui["tessera"][0]["summary"] == text and len(ui["images"]) == 1
     assert sorted((home / "user" / "tessera" / "cache").rglob("*.safetensors"))
 
 
@@ -351,15 +353,15 @@ def test_latents_of_core_become_training_data():
     latents = [{"samples": torch.zeros(2, 16, 8, 12)}]
     positive = [[[torch.zeros(1, 256, 8), {"pooled_output": torch.zeros(1, 4)}]]]
     output = run(prepare.TesseraLatentsToDataset, latents=latents, positive=positive, max_graphs=[1])
-    (made,) = output.result
-    assert isinstance(made, TrainingData) and [s.tokens for s in made.samples] == [24, 24]
+    (data,) = output.result
+    assert isinstance(data, TrainingData) and [s.tokens for s in data.samples] == [24, 24]
     assert output.ui == {"tessera": [{"pictures": 2, "notes": []}]}
 
 
 @pytest.mark.parametrize("node", prepare.NODES, ids=lambda node: node.__name__)
 def test_every_input_says_what_it_does(home, node):
-    shown = node.INPUT_TYPES()
-    for inputs in (shown.get("required", {}), shown.get("optional", {})):
+    input_types = node.INPUT_TYPES()
+    for inputs in (input_types.get("required", {}), input_types.get("optional", {})):
         for name, entry in inputs.items():
             assert len(entry[1]["tooltip"]) > 30, name
 
@@ -383,10 +385,10 @@ def test_the_real_server_prepares_a_folder_and_refuses_others_at_the_door(server
     linked = prompt | {"ending": {"class_type": "PrimitiveString", "inputs": {"value": ".txt"}}}
     inputs = {"folder": "input/served", "caption_extension": ["ending", 0], "caption_dropout": 0.1}
     linked["folder"] = {"class_type": "TesseraImageFolder", "inputs": inputs}
-    told = server.run(linked)["outputs"]["prepare"]["tessera"][0]["summary"]
+    summary = server.run(linked)["outputs"]["prepare"]["tessera"][0]["summary"]
     assert (
-        told.startswith("Pictures: 2. One epoch")
-        and "The empty prompt takes a caption's place in 10 % of showings." in told
+        summary.startswith("Pictures: 2. One epoch")
+        and "The empty prompt takes a caption's place in 10 % of showings." in summary
     )
     (server.base / "input" / "served" / "1.txt").unlink()
     with pytest.raises(ServerFailure, match=r"1 of 2 pictures in 'served' have no .txt caption file: 1.png; add one"):
@@ -419,7 +421,7 @@ def test_the_real_server_prepares_clips_for_wan_with_a_start_picture(server):
             },
         },
     }
-    (shown,) = server.run(prompt)["outputs"]["prepare"]["tessera"]
-    assert shown["summary"].startswith("Clips: 3. One epoch shows 3, repeats included.")
-    assert "2 latent frames of" in shown["summary"] and "3 latent frames of" in shown["summary"]
-    assert shown["notes"] and "Clips of 2, 3 latent frames need" in shown["notes"][0]
+    (output,) = server.run(prompt)["outputs"]["prepare"]["tessera"]
+    assert output["summary"].startswith("Clips: 3. One epoch shows 3, repeats included.")
+    assert "2 latent frames of" in output["summary"] and "3 latent frames of" in output["summary"]
+    assert output["notes"] and "Clips of 2, 3 latent frames need" in output["notes"][0]

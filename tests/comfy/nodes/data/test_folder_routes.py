@@ -20,14 +20,14 @@ from tiny.nodes.routes import ask
 SECRET = "the secret of another folder"
 
 
-def asked(server, path, method="GET", **query):
+def request(server, path, method="GET", **query):
     return ask(server, f"{path}?{urlencode(query)}", method)
 
 
 def page_of(server, folder, **query):
-    status, found = asked(server, "/tessera/folder", kind="pictures", folder=folder, **query)
-    assert status == 200, found
-    return found
+    status, page = request(server, "/tessera/folder", kind="pictures", folder=folder, **query)
+    assert status == 200, page
+    return page
 
 
 def entries(server, folder, **query):
@@ -35,10 +35,10 @@ def entries(server, folder, **query):
 
 
 def thumbnail(server, folder, file, kind="pictures"):
-    return asked(server, "/tessera/folder/thumbnail", kind=kind, folder=folder, file=file)
+    return request(server, "/tessera/folder/thumbnail", kind=kind, folder=folder, file=file)
 
 
-def named(name):
+def file_id(name):
     return base64.urlsafe_b64encode(os.fsencode(name)).decode()
 
 
@@ -69,17 +69,17 @@ def home(server):
 
 def test_a_folder_is_listed_with_captions_and_thumbnails_are_small_and_upright(server, home):
     (home / "input" / "shown" / "d.heic").write_bytes(b"")
-    turned = Image.new("RGB", (600, 300), "red")
-    turned.paste("blue", (0, 0, 300, 300))
+    rotated = Image.new("RGB", (600, 300), "red")
+    rotated.paste("blue", (0, 0, 300, 300))
     exif = Image.Exif()
     exif[0x0112] = 6  # a quarter turn to the right
-    turned.save(home / "input" / "shown" / "turned.jpg", exif=exif)
-    found = page_of(server, "input/shown")
-    assert (found["count"], found["missing"], found["unread"], found["pages"]) == (2, 1, "d.heic", 1)
-    assert [(e["name"], e["caption"]) for e in found["entries"]] == [("a.png", "a red field"), ("turned.jpg", None)]
-    assert ".jpg" in found["endings"] and ".mp4" not in found["endings"]
+    rotated.save(home / "input" / "shown" / "turned.jpg", exif=exif)
+    page = page_of(server, "input/shown")
+    assert (page["count"], page["missing"], page["unread"], page["pages"]) == (2, 1, "d.heic", 1)
+    assert [(e["name"], e["caption"]) for e in page["entries"]] == [("a.png", "a red field"), ("turned.jpg", None)]
+    assert ".jpg" in page["endings"] and ".mp4" not in page["endings"]
     assert list(entries(server, "input/shown", missing="1")) == ["turned.jpg"]
-    status, data = thumbnail(server, "input/shown", found["entries"][1]["file"])
+    status, data = thumbnail(server, "input/shown", page["entries"][1]["file"])
     image = opened(data)
     assert status == 200 and image.size == (128, 256)
     assert image.getpixel((64, 40))[2] > 200 and image.getpixel((64, 220))[0] > 200  # what was left is on top
@@ -93,13 +93,13 @@ def test_clips_show_their_first_frame(server, home):
     folder.mkdir(parents=True)
     write_film(folder / "a.mp4", 25, caption="a grey")
     (folder / "b.webm").write_bytes(b"no clip")
-    status, found = asked(server, "/tessera/folder", kind="clips", folder="datasets/shown_clips")
-    assert status == 200 and [entry["caption"] for entry in found["entries"]] == ["a grey", None]
-    image = opened(thumbnail(server, "datasets/shown_clips", found["entries"][0]["file"], "clips")[1])
+    status, listing = request(server, "/tessera/folder", kind="clips", folder="datasets/shown_clips")
+    assert status == 200 and [entry["caption"] for entry in listing["entries"]] == ["a grey", None]
+    image = opened(thumbnail(server, "datasets/shown_clips", listing["entries"][0]["file"], "clips")[1])
     assert image.size == (64, 48) and max(image.getpixel((9, 9))) < 24  # the darkest
-    status, told = thumbnail(server, "datasets/shown_clips", found["entries"][1]["file"], "clips")
-    assert status == 400 and "The clip 'b.webm' can't be read" in told["error"]
-    assert thumbnail(server, "input/shown", named("a.png"), "clips")[0] == 400  # no clip by its name
+    status, answer = thumbnail(server, "datasets/shown_clips", listing["entries"][1]["file"], "clips")
+    assert status == 400 and "The clip 'b.webm' can't be read" in answer["error"]
+    assert thumbnail(server, "input/shown", file_id("a.png"), "clips")[0] == 400  # no clip by its name
 
 
 @pytest.mark.parametrize(
@@ -110,10 +110,10 @@ def test_clips_show_their_first_frame(server, home):
 )  # fmt: skip
 def test_no_other_folder_is_listed_or_shown(server, home, folder):
     folder = folder.format(base=home.as_posix())
-    status, text = asked(server, "/tessera/folder", kind="pictures", folder=folder)
+    status, text = request(server, "/tessera/folder", kind="pictures", folder=folder)
     assert status == 400 and SECRET not in str(text)
     for file in ("c.png", "secret/c.png", "passwd"):
-        assert thumbnail(server, folder, named(file))[0] == 400
+        assert thumbnail(server, folder, file_id(file))[0] == 400
 
 
 @pytest.mark.parametrize(
@@ -125,24 +125,24 @@ def test_no_other_file_is_shown(server, home, file):
     put(home / "input" / "shown" / ".hidden")
     put(home / "input" / "shown", ".hidden.png")
     file = file.format(base=home.as_posix())
-    assert thumbnail(server, "input/shown", named(file))[0] == 400
-    assert thumbnail(server, "input/shown", named(f"{home.as_posix()}/secret/c.png"))[0] == 400
-    assert thumbnail(server, "input/shown", named("a.png"))[0] == 200
+    assert thumbnail(server, "input/shown", file_id(file))[0] == 400
+    assert thumbnail(server, "input/shown", file_id(f"{home.as_posix()}/secret/c.png"))[0] == 400
+    assert thumbnail(server, "input/shown", file_id("a.png"))[0] == 200
 
 
 def test_names_that_are_no_names_and_other_methods_are_refused(server, home):
     for file in ("a", "%%%", "é", "=" * 9, "A" * 20_000):
         assert thumbnail(server, "input/shown", file)[0] in (400, 414)
-    assert thumbnail(server, "input/shown", named("a.png"), "models")[0] == 400
+    assert thumbnail(server, "input/shown", file_id("a.png"), "models")[0] == 400
     for page in ("-1", "x", "1" * 40, "1.5", "²"):
-        assert asked(server, "/tessera/folder", kind="pictures", folder="input/shown", page=page)[0] == 400
+        assert request(server, "/tessera/folder", kind="pictures", folder="input/shown", page=page)[0] == 400
     assert page_of(server, "input/shown", page="7")["page"] == 0  # the last one
     for extension in (".png", "/../../x", ".txt\0", "../x"):
         query = {"kind": "pictures", "folder": "input/shown", "caption_extension": extension}
-        assert asked(server, "/tessera/folder", **query)[0] == 400
+        assert request(server, "/tessera/folder", **query)[0] == 400
     for path in ("/tessera/folder", "/tessera/folder/thumbnail"):
         for method in ("POST", "PUT", "DELETE"):
-            assert asked(server, path, method, kind="pictures", folder="input/shown")[0] in (404, 405)
+            assert request(server, path, method, kind="pictures", folder="input/shown")[0] in (404, 405)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links take rights there")
@@ -157,15 +157,15 @@ def test_links_out_of_the_folders_are_named_but_not_read(server, home):
     os.mkfifo(folder / "pipe.png")  # to open it would wait for ever
     os.mkfifo(folder / "inner.txt")
     (home / "input" / "way_out").symlink_to(home / "secret")
-    status, found = asked(server, "/tessera/folder", kind="pictures", folder="input/links")
-    assert status == 200 and SECRET not in json.dumps(found)
-    listed = {entry["name"]: entry for entry in found["entries"]}
+    status, listing = request(server, "/tessera/folder", kind="pictures", folder="input/links")
+    assert status == 200 and SECRET not in json.dumps(listing)
+    listed = {entry["name"]: entry for entry in listing["entries"]}
     assert "is a link to a place outside the allowed folders" in listed["a.png"]["problem"]
     assert listed["inner.png"]["caption"] is None
     for name in ("file.png", "folder/c.png", "pipe.png"):
-        assert thumbnail(server, "input/links", named(name))[0] == 400
-    assert thumbnail(server, "input/links", named("inner.png"))[0] == 200
-    assert asked(server, "/tessera/folder", kind="pictures", folder="input/way_out")[0] == 400
+        assert thumbnail(server, "input/links", file_id(name))[0] == 400
+    assert thumbnail(server, "input/links", file_id("inner.png"))[0] == 200
+    assert request(server, "/tessera/folder", kind="pictures", folder="input/way_out")[0] == 400
 
 
 def png_of(width, height):
@@ -193,15 +193,15 @@ def test_broken_huge_and_foreign_files_are_told_in_a_sentence(server, home):
     Image.new("RGB", (9, 9)).save(folder / "gif.png", "GIF")  # of a kind that training does not read
     for entry in page_of(server, "input/hostile")["entries"]:
         begin = time.monotonic()
-        status, told = thumbnail(server, "input/hostile", entry["file"])
-        assert status == 400 and str(home) not in str(told) and "Traceback" not in str(told), entry
-        assert told["error"].startswith("The picture"), told
+        status, answer = thumbnail(server, "input/hostile", entry["file"])
+        assert status == 400 and str(home) not in str(answer) and "Traceback" not in str(answer), entry
+        assert answer["error"].startswith("The picture"), answer
         assert time.monotonic() - begin < 20
     with (folder / "endless.webp").open("wb") as file:
         file.truncate(600_000_000)  # without a block on the disk
-    said = thumbnail(server, "input/hostile", named("endless.webp"))[1]["error"]
+    said = thumbnail(server, "input/hostile", file_id("endless.webp"))[1]["error"]
     assert said == "The picture 'endless.webp' (600 MB) is too large to be shown here; it can be trained on."
-    said = thumbnail(server, "input/hostile", named("large.png"))[1]["error"]
+    said = thumbnail(server, "input/hostile", file_id("large.png"))[1]["error"]
     assert said == "The picture 'large.png' (11000 x 10000 pixels) is too large to be shown here; it can be trained on."
 
 
@@ -209,8 +209,8 @@ def test_a_clip_of_huge_frames_is_not_decoded(server, home):
     folder = home / "datasets" / "huge_clips"
     folder.mkdir(parents=True)
     write_film(folder / "a.mkv", 1, size=(6000, 7000), codec=("mjpeg", "yuvj420p"), caption="a grey")
-    status, told = thumbnail(server, "datasets/huge_clips", named("a.mkv"), "clips")
-    assert status == 400 and "(7000 x 6000 pixels) is too large to be shown here" in told["error"]
+    status, answer = thumbnail(server, "datasets/huge_clips", file_id("a.mkv"), "clips")
+    assert status == 400 and "(7000 x 6000 pixels) is too large to be shown here" in answer["error"]
 
 
 def test_odd_names_and_captions_come_through_as_they_are(server, home):
@@ -222,11 +222,11 @@ def test_odd_names_and_captions_come_through_as_they_are(server, home):
         put(folder / "sub", name, caption=caption)
     if os.name != "nt":
         (folder / "sub" / os.fsdecode(b"caf\xe9.png")).write_bytes((folder / "sub" / "a b.png").read_bytes())
-    found = page_of(server, "input/odd")["entries"]
-    shown = {f"sub/{name}" for name in names if not name.startswith(".")}
-    assert {entry["name"] for entry in found} == shown | ({"sub/caf?.png"} if os.name != "nt" else set())
-    assert {entry["caption"] for entry in found if "?.png" not in entry["name"]} == {caption}
-    for entry in found:
+    page_entries = page_of(server, "input/odd")["entries"]
+    expected = {f"sub/{name}" for name in names if not name.startswith(".")}
+    assert {entry["name"] for entry in page_entries} == expected | ({"sub/caf?.png"} if os.name != "nt" else set())
+    assert {entry["caption"] for entry in page_entries if "?.png" not in entry["name"]} == {caption}
+    for entry in page_entries:
         assert thumbnail(server, "input/odd", entry["file"])[0] == 200, entry
     (folder / "latin.png").write_bytes((folder / "sub" / "a b.png").read_bytes())
     (folder / "latin.txt").write_bytes(b"caf\xe9")
@@ -242,12 +242,12 @@ def test_a_folder_of_5000_files_is_listed_in_pages_while_the_server_answers(serv
         (folder / f"{number:05}.png").write_bytes(data)
         (folder / f"{number:05}.txt").write_text(f"picture {number}")
     begin = time.monotonic()
-    found = page_of(server, "input/many", page="208")
+    page = page_of(server, "input/many", page="208")
     took = time.monotonic() - begin
-    assert (found["count"], found["pages"], len(found["entries"])) == (5000, 209, 8)
-    assert found["entries"][-1]["caption"] == "picture 4999" and took < 10, took
+    assert (page["count"], page["pages"], len(page["entries"])) == (5000, 209, 8)
+    assert page["entries"][-1]["caption"] == "picture 4999" and took < 10, took
     with ThreadPoolExecutor(12) as pool:
-        files = [named(f"{number:05}.png") for number in range(48)]
+        files = [file_id(f"{number:05}.png") for number in range(48)]
         waits = [pool.submit(thumbnail, server, "input/many", file) for file in files]
         lists = [pool.submit(page_of, server, "input/many") for _ in range(6)]
         begin = time.monotonic()
@@ -259,9 +259,9 @@ def test_a_folder_of_5000_files_is_listed_in_pages_while_the_server_answers(serv
 def test_a_thumbnail_is_made_anew_of_a_changed_file(server, home):
     changed = home / "input" / "shown" / "changing.png"
     put(changed.parent, changed.name, colour="red")
-    assert opened(thumbnail(server, "input/shown", named(changed.name))[1]).getpixel((9, 9))[0] > 200
+    assert opened(thumbnail(server, "input/shown", file_id(changed.name))[1]).getpixel((9, 9))[0] > 200
     put(changed.parent, changed.name, size=(65, 48), colour="blue")
-    assert opened(thumbnail(server, "input/shown", named(changed.name))[1]).getpixel((9, 9))[2] > 200
+    assert opened(thumbnail(server, "input/shown", file_id(changed.name))[1]).getpixel((9, 9))[2] > 200
 
 
 def test_a_folder_of_another_trainer_is_shown_as_it_will_be_read(server, home):
@@ -275,16 +275,16 @@ def test_a_folder_of_another_trainer_is_shown_as_it_will_be_read(server, home):
     assert any("10_fox (10 x)" in note for note in page["notes"])
     assert page_of(server, "input/kohya", layout="plain")["missing"] == 1
     unpack(folder / "more.zip", server.base / "user" / "tessera" / "unpacked", lambda: None)
-    found = entries(server, "input/kohya")
-    assert {name: entry["caption"] for name, entry in found.items()} == {
+    listing = entries(server, "input/kohya")
+    assert {name: entry["caption"] for name, entry in listing.items()} == {
         "10_fox/a.png": "fox",
         "more.zip/b.png": "packed",
     }
-    for entry in found.values():
+    for entry in listing.values():
         status, data = thumbnail(server, "input/kohya", entry["file"])
         assert status == 200 and opened(data).size == (64, 48)
     secret = put(server.base / "elsewhere", "secret.png")
-    assert thumbnail(server, "input/kohya", named(str(secret)))[0] == 400
+    assert thumbnail(server, "input/kohya", file_id(str(secret)))[0] == 400
 
 
 def test_a_byte_cache_holds_the_last_used_within_its_bound():

@@ -37,8 +37,8 @@ def notes_of(output):
 
 
 def test_a_client_that_only_connects_the_model_gets_the_defaults_that_the_node_shows(tiny_flux):
-    shown = {name: s["default"] for name, (_, s) in TesseraCompileModel.INPUT_TYPES()["optional"].items()}
-    assert settings_of(tiny_flux) == settings_of(tiny_flux, **shown) == CompileSettings()
+    defaults = {name: s["default"] for name, (_, s) in TesseraCompileModel.INPUT_TYPES()["optional"].items()}
+    assert settings_of(tiny_flux) == settings_of(tiny_flux, **defaults) == CompileSettings()
 
 
 def test_each_input_reaches_its_setting(tiny_flux):
@@ -59,8 +59,8 @@ def test_a_preset_fills_mode_and_scope_in_and_says_so_where_they_stood_otherwise
     assert (settings.mode, settings.scope) == (mode, scope)
     sentence = f"The preset {preset} sets mode {mode} and scope {scope}, in place of reduce-overhead and model."
     assert notes_of(out)[0] == sentence
-    same = run(TesseraCompileModel, tiny_flux, mode=mode, scope=scope, preset=preset)
-    assert not any("preset" in note for note in notes_of(same))
+    explicit = run(TesseraCompileModel, tiny_flux, mode=mode, scope=scope, preset=preset)
+    assert not any("preset" in note for note in notes_of(explicit))
 
 
 def test_the_browser_is_told_what_the_presets_fill_in():
@@ -69,10 +69,10 @@ def test_the_browser_is_told_what_the_presets_fill_in():
     assert preset["options"] == ["custom", *PRESETS]
 
 
-@pytest.mark.parametrize(("given", "meant"), [("True", "true"), (True, "true"), ("FALSE", "false"), ("Auto", "auto")])
-def test_dynamic_is_taken_in_any_case_of_letters(given, meant, tiny_flux):
-    assert TesseraCompileModel.validate_inputs(dynamic=given) is True
-    (compiled,) = run(TesseraCompileModel, tiny_flux, dynamic=given).args
+@pytest.mark.parametrize(("text", "meant"), [("True", "true"), (True, "true"), ("FALSE", "false"), ("Auto", "auto")])
+def test_dynamic_is_taken_in_any_case_of_letters(text, meant, tiny_flux):
+    assert TesseraCompileModel.validate_inputs(dynamic=text) is True
+    (compiled,) = run(TesseraCompileModel, tiny_flux, dynamic=text).args
     assert compiled_model_of(compiled).settings.dynamic == meant
     assert "dynamic is 'maybe'; choose one of auto" in TesseraCompileModel.validate_inputs(dynamic="maybe")
 
@@ -118,8 +118,8 @@ def test_what_is_said_while_sampling_joins_the_sentences_of_the_node(tiny_flux):
     assert notes_of(out) == [
         "scope stack: double_blocks is compiled block by block, because overrides give its blocks different settings."
     ]
-    again = run(TesseraCompileModel, tiny_flux, backend="eager", scope="stack", overrides="double_blocks.0 eager")
-    assert notes_of(again) == notes_of(out)
+    repeated = run(TesseraCompileModel, tiny_flux, backend="eager", scope="stack", overrides="double_blocks.0 eager")
+    assert notes_of(repeated) == notes_of(out)
 
 
 # Compile Report.
@@ -159,12 +159,12 @@ def test_a_model_without_compile_model_is_told_so_without_an_error(tiny_flux):
 def test_train_lora_takes_what_it_can_without_cuda_graphs(tiny_flux):
     assert inherited_compile(tiny_flux, "auto") == (None, [])
 
-    def taken(**values):
+    def train_settings(**values):
         return inherited_compile(run(TesseraCompileModel, tiny_flux, **values).result[0], "auto")
 
-    assert taken(backend="aot_eager", fullgraph=True) == (CompileSettings("aot_eager", fullgraph=True), [])
+    assert train_settings(backend="aot_eager", fullgraph=True) == (CompileSettings("aot_eager", fullgraph=True), [])
     mode, lines = "max-autotune-no-cudagraphs", "double_blocks.0 eager\nsingle_blocks.* dynamic=true mode=max-autotune"
-    settings, notes = taken(mode=mode, dynamic="true", scope="stack", overrides=lines, cache_size_limit=8)
+    settings, notes = train_settings(mode=mode, dynamic="true", scope="stack", overrides=lines, cache_size_limit=8)
     assert settings == CompileSettings(mode=mode, overrides=parse_overrides(lines))
     assert notes == [
         "Training doesn't use CUDA graphs, so it compiles with backend inductor and mode max-autotune-no-cudagraphs."
@@ -174,23 +174,23 @@ def test_train_lora_takes_what_it_can_without_cuda_graphs(tiny_flux):
         ({"mode": "max-autotune"}, "max-autotune-no-cudagraphs"),
         ({"backend": "cudagraphs"}, "default"),
     ):
-        settings, notes = taken(**values)
+        settings, notes = train_settings(**values)
         assert settings == CompileSettings("inductor", mode)
         assert notes == [f"Training doesn't use CUDA graphs, so it compiles with backend inductor and mode {mode}."]
 
 
 def test_compile_model_changes_nothing_that_a_run_is_known_by(tiny_flux, tmp_path):
     watcher = Watcher()
-    before = weights_fingerprint(tiny_flux)
+    fingerprint = weights_fingerprint(tiny_flux)
     trained = train(tiny_flux, mixed_data(), tmp_path, steps=2)
     (model,) = run(TesseraCompileModel, tiny_flux, backend="aot_eager").result
-    assert weights_fingerprint(model) == before
+    assert weights_fingerprint(model) == fingerprint
     tiny.sample(model, "flux", steps=1)
-    assert weights_fingerprint(model) == weights_fingerprint(tiny_flux) == before
+    assert weights_fingerprint(model) == weights_fingerprint(tiny_flux) == fingerprint
     _, notes = trainable_model(model)
     assert notes == ()
-    again = train(model, mixed_data(), tmp_path, watcher, steps=2)
-    assert again.path == trained.path
+    retrained = train(model, mixed_data(), tmp_path, watcher, steps=2)
+    assert retrained.path == trained.path
     assert any("already finished" in note for note in watcher.notes) and watcher.losses == []
     assert inherited_compile(model, "off") == (None, [])
 

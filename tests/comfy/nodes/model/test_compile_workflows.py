@@ -37,8 +37,8 @@ def fitted(name: str, names: dict[str, str], backend: str) -> dict[str, Any]:
 
 
 def node_of(prompt: dict[str, Any], kind: str) -> dict[str, Any]:
-    (found,) = (node for node in prompt.values() if node["class_type"] == kind)
-    return found
+    (match,) = (node for node in prompt.values() if node["class_type"] == kind)
+    return match
 
 
 def report_of(entry: dict[str, Any]) -> dict[str, Any]:
@@ -79,10 +79,10 @@ def test_the_first_run_compiles_each_kind_of_block_and_another_seed_nothing(name
 
     node_of(prompt, "KSampler")["inputs"]["seed"] += 1
     second = server.run(prompt)
-    again = report_of(second)
-    assert by_region(again, "graphs") == graphs
-    assert again["compile_seconds"] == report["compile_seconds"]
-    calls, more_calls = by_region(report, "compiled_calls"), by_region(again, "compiled_calls")
+    second_report = report_of(second)
+    assert by_region(second_report, "graphs") == graphs
+    assert second_report["compile_seconds"] == report["compile_seconds"]
+    calls, more_calls = by_region(report, "compiled_calls"), by_region(second_report, "compiled_calls")
     assert more_calls == {region: 2 * n for region, n in calls.items()}
     assert frames_of(saved_file(server, first)) == frames
     assert saved_file(server, first).read_bytes() != saved_file(server, second).read_bytes()

@@ -38,13 +38,13 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 def test_a_model_that_the_node_loads_samples_as_one_of_cores_loader(scaled: bool, tmp_path: Path, load) -> None:
     path = tiny.write_flux(tmp_path / "flux.safetensors", fp8=scaled)
     whole, out = load(path), load(path, blocks_to_swap=4)
-    ours = whole.args[0]
+    node_model = whole.args[0]
     assert whole.ui == {"tessera": [{"notes": []}]}
     with torch.inference_mode():
         cores = tiny.load_flux(path)
-    assert type(ours) is type(cores) and swap_settings_of(ours) is None
+    assert type(node_model) is type(cores) and swap_settings_of(node_model) is None
     picture = sample(cores, "flux")
-    assert torch.equal(sample(ours, "flux"), picture)
+    assert torch.equal(sample(node_model, "flux"), picture)
     swapped = out.args[0]
     assert list(swapped.swap.blocks) == ALL and torch.equal(sample(swapped, "flux"), picture)
 
@@ -56,15 +56,15 @@ def test_a_model_that_the_node_loads_samples_as_one_of_cores_loader(scaled: bool
 def test_a_file_saved_from_a_compiled_model_loads_as_the_model(inner, compiled, tiny_files, load, tmp_path) -> None:
     """torch.compile of the model, of one block, and of the model in a checkpoint."""
     tensors = load_file(tiny_files["flux"])
-    named = {name: compiled + name.removeprefix(inner) if name.startswith(inner) else name for name in tensors}
-    assert len({*named.values()} - {*tensors}) > 8
-    save_file({named[name]: tensor for name, tensor in tensors.items()}, tmp_path / "compiled.safetensors")
+    renamed = {name: compiled + name.removeprefix(inner) if name.startswith(inner) else name for name in tensors}
+    assert len({*renamed.values()} - {*tensors}) > 8
+    save_file({renamed[name]: tensor for name, tensor in tensors.items()}, tmp_path / "compiled.safetensors")
     whole = load(tmp_path / "compiled.safetensors").args[0]
     swapped = load(tmp_path / "compiled.safetensors", blocks_to_swap=4).args[0]
-    wanted = tiny.load_flux(tiny_files["flux"]).model.state_dict()
-    for found in (whole, swapped):
-        state = found.model.state_dict()
-        assert state.keys() == wanted.keys() and all(torch.equal(state[name], wanted[name]) for name in wanted)
+    expected = tiny.load_flux(tiny_files["flux"]).model.state_dict()
+    for candidate in (whole, swapped):
+        state = candidate.model.state_dict()
+        assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in expected)
     assert list(swapped.swap.blocks) == ALL
     with pytest.raises(ValueError, match="blocks_to_swap is 5; this model has 4 blocks, so choose 0 to 4."):
         load(tmp_path / "compiled.safetensors", blocks_to_swap=5)
@@ -108,17 +108,17 @@ def test_minus_one_goes_by_the_bytes_that_were_loaded(tiny_files, load, monkeypa
 
 def test_the_file_is_read_once_and_without_dynamic_vram_where_blocks_stream(tiny_files, load, monkeypatch) -> None:
     """ComfyUI's dynamic VRAM would load the MODEL once, and block swap once more without it."""
-    real, asked = comfy.sd.load_diffusion_model, []
+    real, calls = comfy.sd.load_diffusion_model, []
 
     def loading(*args: Any, disable_dynamic: bool = False, **options: Any) -> Any:
-        asked.append(disable_dynamic)
+        calls.append(disable_dynamic)
         return real(*args, disable_dynamic=disable_dynamic, **options)
 
     monkeypatch.setattr(comfy.sd, "load_diffusion_model", loading)
     load(tiny_files["flux"])
     load(tiny_files["flux"], blocks_to_swap=-1)
     load(tiny_files["flux"], blocks_to_swap=4)
-    assert asked == [False, True, True]
+    assert calls == [False, True, True]
 
 
 def test_a_model_whose_blocks_stream_is_loaded_into_ram_where_comfyui_keeps_models_on_the_gpu(
@@ -141,8 +141,8 @@ def test_a_model_whose_blocks_stream_is_loaded_into_ram_where_comfyui_keeps_mode
 def test_a_files_names_tell_how_many_blocks_there_can_be(name: str, tiny_files) -> None:
     with safe_open(tiny_files[name], framework="pt") as file:
         matrices = [n for n in file.keys() if n.endswith(".weight") and len(file.get_slice(n).get_shape()) > 1]
-    there = len(find_blocks(tiny.load_model(name, tiny_files[name]).model.diffusion_model))
-    assert most_blocks(matrices) >= there and (most_blocks(matrices) == there or name == "sdxl")
+    block_count = len(find_blocks(tiny.load_model(name, tiny_files[name]).model.diffusion_model))
+    assert most_blocks(matrices) >= block_count and (most_blocks(matrices) == block_count or name == "sdxl")
 
 
 def test_more_blocks_than_the_file_holds_are_refused_before_it_is_loaded(
@@ -171,9 +171,9 @@ def test_bad_input_is_one_sentence(tiny_files, load, tmp_path) -> None:
             load(tmp_path / "cut.safetensors", blocks_to_swap=blocks)
     with pytest.raises(ValueError, match="blocks_to_swap is 5; this model has 4 blocks, so choose 0 to 4."):
         load(tiny_files["flux"], blocks_to_swap=5)
-    once = load(tiny_files["flux"], blocks_to_swap=1).args[0]
+    swapped = load(tiny_files["flux"], blocks_to_swap=1).args[0]
     with pytest.raises(
         ValueError,
         match="already has block swap, from Load Diffusion Model .* or another Block Swap node; use only one",
     ):
-        TesseraBlockSwap.execute(once, 1, 1, "auto")
+        TesseraBlockSwap.execute(swapped, 1, 1, "auto")

@@ -74,8 +74,10 @@ def test_minus_one_counts_what_others_hold_and_passes_over_a_model_that_is_gone(
     del weights
 
 
-@pytest.mark.parametrize(("asked", "taken"), [(1, 2), (2, 2), (4, 4)])
-def test_minus_one_chooses_how_many_are_copied_ahead_too(tmp_path: Path, monkeypatch, asked: int, taken: int) -> None:
+@pytest.mark.parametrize(("prefetch", "expected"), [(1, 2), (2, 2), (4, 4)])
+def test_minus_one_chooses_how_many_are_copied_ahead_too(
+    tmp_path: Path, monkeypatch, prefetch: int, expected: int
+) -> None:
     """Of twelve blocks in two sizes, of which a few more than fit: two ahead lose least, whatever a block takes."""
     with torch.inference_mode(False):
         flux = tiny.load_flux(tiny.write_flux(tmp_path / "flux.safetensors", depth=4, depth_single=8))
@@ -88,10 +90,10 @@ def test_minus_one_chooses_how_many_are_copied_ahead_too(tmp_path: Path, monkeyp
     with monkeypatch.context() as small:
         small.setattr(comfy.model_management, "get_free_memory", lambda *_, **__: free + reserved)
         small.setattr(comfy.model_management, "current_loaded_models", [])
-        model, notes = swap(flux, SwapSettings(-1, asked))
-    assert model.swap.prefetch == taken and f" blocks stream from RAM, {taken} ahead" in notes[0]
+        model, notes = swap(flux, SwapSettings(-1, prefetch))
+    assert model.swap.prefetch == expected and f" blocks stream from RAM, {expected} ahead" in notes[0]
     assert model.model_size() <= flux.model_size() - (needed - free)
-    assert swap_settings_of(model) == SwapSettings(-1, asked)  # training chooses by what it measures
+    assert swap_settings_of(model) == SwapSettings(-1, prefetch)  # training chooses by what it measures
     assert torch.equal(sample(model, "flux"), want)
     comfy.model_management.unload_all_models()
 
@@ -100,26 +102,26 @@ def test_minus_one_chooses_how_many_are_copied_ahead_too(tmp_path: Path, monkeyp
 def test_minus_one_leaves_room_for_a_megapixel_in_the_models_own_latents(tiny_files, monkeypatch, kind, side) -> None:
     with torch.inference_mode(False):
         model = tiny.load_model(kind, tiny_files[kind])
-    asked: list[Any] = []
-    monkeypatch.setattr(type(model), "memory_required", lambda self, shape: asked.append(shape) or 0)
+    shapes: list[Any] = []
+    monkeypatch.setattr(type(model), "memory_required", lambda self, shape: shapes.append(shape) or 0)
     swap(model, SwapSettings(-1))
-    assert [shape[2:] for shape in asked] == [[side, side]]
+    assert [shape[2:] for shape in shapes] == [[side, side]]
 
 
 def limited(model: Any, limit: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The model's last layer finds memory only where no more than `limit` bytes of weights are loaded. Returns what was
     loaded at each try."""
     last = model.model.diffusion_model.final_layer
-    forward, seen = last.forward, []
+    forward, sizes = last.forward, []
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        seen.append(model.loaded_size())
-        if seen[-1] > limit:
+        sizes.append(model.loaded_size())
+        if sizes[-1] > limit:
             raise torch.OutOfMemoryError("no room for activations")
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(last, "forward", run)
-    return seen
+    return sizes
 
 
 @pytest.mark.parametrize("fits", [True, False], ids=["nothing streams", "some stream"])
@@ -137,31 +139,31 @@ def test_where_minus_one_was_too_little_weights_make_room_while_it_samples(flux:
         free.setattr(comfy.model_management, "get_free_memory", lambda *_, **__: room)
         model, notes = swap(flux, SwapSettings(-1))
     assert (type(model) is type(flux)) is fits
-    before = len(notes)
+    note_count = len(notes)
     slots = 0 if fits else model.swap.slot_bytes()
-    seen = limited(model, slots + (model.model_size() - slots) // 4, monkeypatch)
+    sizes = limited(model, slots + (model.model_size() - slots) // 4, monkeypatch)
     assert torch.equal(sample(model, "flux"), want)
-    assert len(seen) > 2 and seen[-1] < seen[0] and sorted(seen, reverse=True) == seen
+    assert len(sizes) > 2 and sizes[-1] < sizes[0] and sorted(sizes, reverse=True) == sizes
     assert [
-        note for note in notes[before:] if "Even with blocks_to_swap -1 the memory was not enough" in note
-    ] == notes[before:]
-    assert len(notes) == before + 1  # it happened more than once, and is said once
+        note for note in notes[note_count:] if "Even with blocks_to_swap -1 the memory was not enough" in note
+    ] == notes[note_count:]
+    assert len(notes) == note_count + 1  # it happened more than once, and is said once
     comfy.model_management.unload_all_models()
     assert all(torch.equal(t, masters[key]) for key, t in flux.model.state_dict().items())
 
 
 def test_a_number_of_ones_own_is_kept_and_no_room_at_all_ends_the_run(flux: Any, monkeypatch) -> None:
     model, notes = swap(flux, SwapSettings(2))
-    seen = limited(model, 0, monkeypatch)
+    sizes = limited(model, 0, monkeypatch)
     with pytest.raises(torch.OutOfMemoryError):
         sample(model, "flux")
-    assert len(seen) == 1 and not any("suffice" in note for note in notes)
+    assert len(sizes) == 1 and not any("suffice" in note for note in notes)
     monkeypatch.setattr(comfy.model_management, "get_free_memory", lambda *_, **__: 10**12)
     automatic, _ = swap(flux, SwapSettings(-1))
-    seen = limited(automatic, -1, monkeypatch)
+    sizes = limited(automatic, -1, monkeypatch)
     with pytest.raises(torch.OutOfMemoryError):
         sample(automatic, "flux")
-    assert len(seen) > 1
+    assert len(sizes) > 1
 
 
 def test_memory_that_spills_while_it_samples_is_told_once(flux: Any, monkeypatch) -> None:
@@ -176,12 +178,12 @@ def test_memory_that_spills_while_it_samples_is_told_once(flux: Any, monkeypatch
 
 def test_training_takes_the_swap_of_the_model_unless_training_memory_has_its_own(flux: Any) -> None:
     swapped, _ = swap(flux, SwapSettings(2, 2, "off"))
-    taken, notes = inherited_memory(swapped, MemoryOptions())
-    assert (taken.blocks_to_swap, taken.prefetch_blocks, taken.pin_memory) == (2, 2, "off")
+    memory, notes = inherited_memory(swapped, MemoryOptions())
+    assert (memory.blocks_to_swap, memory.prefetch_blocks, memory.pin_memory) == (2, 2, "off")
     assert notes == ["blocks_to_swap is 2, as set on the MODEL."]
-    own = TesseraMemory.execute("none", "auto", blocks_to_swap=1).args[0]
-    kept, notes = inherited_memory(swapped, own)
-    assert kept == own and kept.blocks_to_swap == 1
+    own_memory = TesseraMemory.execute("none", "auto", blocks_to_swap=1).args[0]
+    result, notes = inherited_memory(swapped, own_memory)
+    assert result == own_memory and result.blocks_to_swap == 1
     assert notes == ["blocks_to_swap is 1 (from the connected Training Memory), not 2 as set on the MODEL."]
     assert inherited_memory(flux, MemoryOptions()) == (MemoryOptions(), [])
 
@@ -206,9 +208,9 @@ def test_bad_input_is_one_sentence(flux: Any) -> None:
         TesseraBlockSwap.execute(flux, 9, 1, "auto")
     with pytest.raises(ValueError, match="not a diffusion model"):
         TesseraBlockSwap.execute(object(), 1, 1, "auto")
-    once, _ = swap(flux, SwapSettings(1))
+    swapped, _ = swap(flux, SwapSettings(1))
     with pytest.raises(ValueError, match="model already has block swap"):
-        TesseraBlockSwap.execute(once, 1, 1, "auto")
+        TesseraBlockSwap.execute(swapped, 1, 1, "auto")
 
 
 def test_a_model_without_blocks_goes_on_as_it_is_with_one_sentence(flux: Any) -> None:

@@ -52,7 +52,7 @@ def run(model: Any, **values: Any) -> Any:
         return TesseraTuneCompile.EXECUTE_NORMALIZED(model, **(SIZE | values))
 
 
-def shown(output: Any) -> dict[str, Any]:
+def ui_report(output: Any) -> dict[str, Any]:
     (payload,) = output.ui["tessera"]
     return json.loads(json.dumps(payload, allow_nan=False))
 
@@ -78,7 +78,7 @@ def test_it_measures_shows_a_chart_and_a_table_and_remembers(tiny_files: dict[st
     output = run(model)
     tuned, chart, text = output.result
     assert chart.shape == (1, 512, 1024, 3) and 0 <= chart.min() < chart.max() <= 1
-    facts = shown(output)
+    facts = ui_report(output)
     assert facts["text"] == text and text.startswith("WAN21, 64x64, batch 1, 16 text tokens, cfg 1;")
     assert [row["label"] for row in facts["measured"]] == ["blocks, eager"]
     assert facts["key"]["torch"] == torch.__version__
@@ -87,10 +87,10 @@ def test_it_measures_shows_a_chart_and_a_table_and_remembers(tiny_files: dict[st
     assert (compiled_model_of(tuned) is None) == (best is None)
     (file,) = own_folder.iterdir()
     graphs = Graphs()
-    again = run(load_wan(tiny_files))
+    second = run(load_wan(tiny_files))
     assert graphs() == 0
-    assert shown(again)["measured"] == facts["measured"]
-    assert shown(again)["notes"] == [
+    assert ui_report(second)["measured"] == facts["measured"]
+    assert ui_report(second)["notes"] == [
         f"Remembered from {facts['measured_at']}: nothing was measured. Switch remeasure on to measure again."
     ]
     assert [file] == list(own_folder.iterdir())
@@ -109,9 +109,9 @@ def test_what_is_remembered_compiles_the_model_without_measuring(tiny_files: dic
     torch.testing.assert_close(sampled, tiny.sample(model, "wan", length=16), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("why", ["remeasure", "time_budget", "broken", "size"])
+@pytest.mark.parametrize("reason", ["remeasure", "time_budget", "broken", "size"])
 def test_it_measures_again_where_that_is_asked_for_or_needed(
-    why: str, tiny_files: dict[str, Path], own_folder: Path
+    reason: str, tiny_files: dict[str, Path], own_folder: Path
 ) -> None:
     model = load_wan(tiny_files)
     file = remember(own_folder, result_for(model, FAST, unmeasured=(LEFT_OUT,)))
@@ -121,9 +121,9 @@ def test_it_measures_again_where_that_is_asked_for_or_needed(
         "broken": {},
         "size": {"width": 128},
     }
-    if why == "broken":
+    if reason == "broken":
         file.write_text("{", encoding="utf-8")
-    facts = shown(run(model, **changes[why]))
+    facts = ui_report(run(model, **changes[reason]))
     assert [row["label"] for row in facts["measured"]] == ["blocks, eager"]
     assert facts["measured_at"] != MEASURED_AT
     notes = {
@@ -131,17 +131,17 @@ def test_it_measures_again_where_that_is_asked_for_or_needed(
         "broken": f"The remembered result {file.name} can't be used (JSONDecodeError: Expecting property name enclosed "
         "in double quotes: line 1 column 2 (char 1)), so everything is measured again.",
     }
-    assert facts["notes"] == ([notes[why]] if why in notes else [])
-    kept = json.loads(file.read_text(encoding="utf-8"))
-    assert (kept["measured_at"] == MEASURED_AT) == (why == "size")
-    assert len(list(own_folder.iterdir())) == (2 if why == "size" else 1)
+    assert facts["notes"] == ([notes[reason]] if reason in notes else [])
+    record = json.loads(file.read_text(encoding="utf-8"))
+    assert (record["measured_at"] == MEASURED_AT) == (reason == "size")
+    assert len(list(own_folder.iterdir())) == (2 if reason == "size" else 1)
 
 
 def test_a_folder_that_cannot_be_written_costs_a_sentence_not_the_result(
     tiny_files: dict[str, Path], own_folder: Path
 ) -> None:
     own_folder.write_text("a file stands here")
-    facts = shown(run(load_wan(tiny_files)))
+    facts = ui_report(run(load_wan(tiny_files)))
     assert facts["measured"]
     assert [note.partition(":")[0] for note in facts["notes"]] == [
         f"The remembered result {file_name(facts['key'])} can't be used (NotADirectoryError",
@@ -208,19 +208,19 @@ def test_the_server_measures_with_inductor_and_samples_with_what_it_remembers(se
     assert [image["type"] for image in outputs["images"]] == ["temp"]
     folder = server.base / "user" / "tessera" / "tune"
     (file,) = folder.glob("WAN21-*.json")
-    kept = json.loads(file.read_text(encoding="utf-8"))
-    assert kept["measured_at"] == facts["measured_at"]
+    record = json.loads(file.read_text(encoding="utf-8"))
+    assert record["measured_at"] == facts["measured_at"]
 
     gains = {"low": 1.9, "median": 2.0, "high": 2.1}  # as if it had been much faster with another backend
-    kept["measured"][0] |= {"gain": gains, "step": dict.fromkeys(gains, 0.001)}
-    kept["measured"][0]["settings"]["backend"] = "aot_eager"
-    file.write_text(json.dumps(kept), encoding="utf-8")
+    record["measured"][0] |= {"gain": gains, "step": dict.fromkeys(gains, 0.001)}
+    record["measured"][0]["settings"]["backend"] = "aot_eager"
+    file.write_text(json.dumps(record), encoding="utf-8")
     graph["tuned"]["inputs"]["remeasure"] = False  # written out, it is another prompt for ComfyUI's cache
     outputs = server.run(graph | sampling())["outputs"]
-    (again,) = outputs["tuned"]["tessera"]
-    assert again["notes"][0].startswith("Remembered from ")
-    assert again["best"]["backend"] == "aot_eager"
-    assert outputs["text"]["text"] == [again["text"]]
+    (second,) = outputs["tuned"]["tessera"]
+    assert second["notes"][0].startswith("Remembered from ")
+    assert second["best"]["backend"] == "aot_eager"
+    assert outputs["text"]["text"] == [second["text"]]
     assert len(outputs["chart"]["images"]) == 1
     (report,) = outputs["report"]["tessera"]
     assert report["heading"].startswith("Compile Model: backend aot_eager, mode default, dynamic auto, scope blocks")

@@ -69,11 +69,11 @@ class PackedTensor(torch.Tensor):
     shape = property(lambda self: self.values_shape)
 
 
-def of_nunchaku(model):
+def nunchaku_model(model):
     model.model.diffusion_model = ComfyFluxWrapper(model.model.diffusion_model)
 
 
-def of_another_pack(model):
+def foreign_model(model):
     layer = model.model.diffusion_model.single_blocks[1].linear2
     weight = torch.zeros(len(layer.weight), 20, dtype=torch.uint8).as_subclass(PackedTensor)
     weight.values_shape = layer.weight.shape
@@ -82,16 +82,18 @@ def of_another_pack(model):
 
 
 @pytest.mark.parametrize(
-    ("change", "what"),
+    ("change", "message"),
     [
-        (of_nunchaku, "model runs FLUX.1 as a ComfyFluxWrapper"),
-        (of_another_pack, "model has weights of type PackedTensor"),
+        (nunchaku_model, "model runs FLUX.1 as a ComfyFluxWrapper"),
+        (foreign_model, "model has weights of type PackedTensor"),
     ],
 )
-def test_a_model_of_another_pack_s_loader_is_named_before_anything_is_read(change, what, tiny_flux, tmp_path):
+def test_a_model_of_another_pack_s_loader_is_named_before_anything_is_read(change, message, tiny_flux, tmp_path):
     change(tiny_flux)
     watcher = Watcher()
-    with pytest.raises(ValueError, match=f"^{what}, which training can't read; load it from a safetensors") as refused:
+    with pytest.raises(
+        ValueError, match=f"^{message}, which training can't read; load it from a safetensors"
+    ) as refused:
         train(tiny_flux, mixed_data(), tmp_path, watcher)
     assert not watcher.phases and not list(tmp_path.iterdir()) and "\n" not in str(refused.value)
 
@@ -248,8 +250,8 @@ def test_a_loss_that_is_not_a_number_stops_the_run_names_the_step_and_keeps_what
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["steps_done"], len(summary["loss"])) == ("failed", 4, 4)
     whole = train(tiny_flux, data, tmp_path / "whole")
-    again = train(tiny_flux, data, tmp_path / "bad")
-    assert all(torch.equal(again.lora[name], whole.lora[name]) for name in whole.lora)
+    repeat = train(tiny_flux, data, tmp_path / "bad")
+    assert all(torch.equal(repeat.lora[name], whole.lora[name]) for name in whole.lora)
 
 
 def test_a_learning_rate_that_blows_the_weights_up_stops_the_run_and_keeps_no_broken_weights(tiny_flux, tmp_path):
@@ -303,13 +305,13 @@ class FullDisk:
     def __init__(self, room: int):
         self.limits = pytest.importorskip("resource")  # not on Windows
         self.room = room
-        self.before = self.limits.getrlimit(self.limits.RLIMIT_FSIZE)
+        self.previous = self.limits.getrlimit(self.limits.RLIMIT_FSIZE)
 
     def fill(self) -> None:
-        self.limits.setrlimit(self.limits.RLIMIT_FSIZE, (self.room, self.before[1]))
+        self.limits.setrlimit(self.limits.RLIMIT_FSIZE, (self.room, self.previous[1]))
 
     def free(self) -> None:
-        self.limits.setrlimit(self.limits.RLIMIT_FSIZE, self.before)
+        self.limits.setrlimit(self.limits.RLIMIT_FSIZE, self.previous)
 
 
 @contextlib.contextmanager
@@ -329,7 +331,7 @@ ROOMS = [100_000, 300_000, 400]
 def test_a_full_disk_at_a_save_in_between_is_noted_and_training_goes_on(room, tiny_flux, tmp_path):
     whole = train(tiny_flux, mixed_data(), tmp_path / "whole")
     with disk(room) as full:
-        watcher = Watcher(at_step=lambda done: full.fill() if done == 4 else full.free() if done == 5 else None)
+        watcher = Watcher(at_step=lambda step: full.fill() if step == 4 else full.free() if step == 5 else None)
         result = train(tiny_flux, mixed_data(), tmp_path / "full", watcher)
     (note,) = [n for n in watcher.notes if "could not be saved" in n]
     assert "Training continues and tries again at the next save." in note
@@ -342,7 +344,7 @@ def test_a_full_disk_at_a_save_in_between_is_noted_and_training_goes_on(room, ti
 def test_a_full_disk_at_the_end_leaves_the_lora_in_the_graph_and_the_last_whole_state(room, tiny_flux, tmp_path):
     whole = train(tiny_flux, mixed_data(), tmp_path / "whole")
     with disk(room) as full:
-        watcher = Watcher(at_step=lambda done: full.fill() if done == 6 else None)
+        watcher = Watcher(at_step=lambda step: full.fill() if step == 6 else None)
         result = train(tiny_flux, mixed_data(), tmp_path / "full", watcher)
     assert result.loss == whole.loss
     assert all(torch.equal(result.lora[name], whole.lora[name]) for name in whole.lora)
@@ -351,31 +353,36 @@ def test_a_full_disk_at_the_end_leaves_the_lora_in_the_graph_and_the_last_whole_
     states = sorted(path.name for path in folder.glob("*.tessera"))
     assert states == ["state-000002.tessera", "state-000004.tessera"]
     (note,) = [note for note in watcher.notes if "free some space" in note and "summary.json" not in note]
-    again = Watcher()
-    restored = train(tiny_flux, mixed_data(), tmp_path / "full", again)
+    restored_watcher = Watcher()
+    restored = train(tiny_flux, mixed_data(), tmp_path / "full", restored_watcher)
     assert all(torch.equal(restored.lora[name], whole.lora[name]) for name in whole.lora)
     if room == 300_000:  # the LoRA finds room, its state does not
         assert note.startswith("state-000006.tessera could not be saved: ")
         assert note.endswith("The finished LoRA is saved, but you can't continue from its last step.")
-        assert result.saved and result.path.is_file() and result.summary["status"] == "finished" and not again.losses
+        assert (
+            result.saved
+            and result.path.is_file()
+            and result.summary["status"] == "finished"
+            and not restored_watcher.losses
+        )
         return
     assert note.startswith("tiny.safetensors could not be saved: ")
     state = f"{folder.name}/state-000004.tessera"
-    kept = f"Everything up to step 4 is saved: to continue with other settings, choose {state} under resume."
+    advice = f"Everything up to step 4 is saved: to continue with other settings, choose {state} under resume."
     graph = (
         "The LoRA is still passed on in the graph: connect Save LoRA and queue again to save it on a disk with room. "
     )
-    assert note.endswith(f" {graph}{kept}")
+    assert note.endswith(f" {graph}{advice}")
     assert not result.saved and result.copy is None and result.summary["status"] == "unsaved"
-    assert "Resumed at step 4." in again.notes and restored.saved
+    assert "Resumed at step 4." in restored_watcher.notes and restored.saved
 
 
 def test_a_lora_that_its_folder_does_not_take_at_the_end_is_copied_elsewhere(tiny_flux, tmp_path):
     """A file lies where the folder was: no system makes a LoRA below it."""
     root, spare = tmp_path / "output" / "loras", tmp_path / "temp"
 
-    def take_away(done):
-        if done == 2:
+    def take_away(step):
+        if step == 2:
             (folder,) = root.iterdir()
             shutil.rmtree(folder)
             folder.write_text("in the way")
@@ -395,7 +402,7 @@ def test_a_lora_that_its_folder_does_not_take_at_the_end_is_copied_elsewhere(tin
 
 def test_a_full_disk_at_cancel_still_ends_the_run_as_cancelled_and_gives_its_memory_back(tiny_flux, tmp_path):
     with disk(400) as full:
-        watcher = Watcher(at_step=lambda done: full.fill() if done == 3 else None)
+        watcher = Watcher(at_step=lambda step: full.fill() if step == 3 else None)
         watcher.before_step = cancel_at(3).before_step
         with pytest.raises(InterruptProcessingException):
             train(tiny_flux, mixed_data(), tmp_path, watcher)
@@ -407,7 +414,7 @@ def test_a_full_disk_at_cancel_still_ends_the_run_as_cancelled_and_gives_its_mem
 def told_of_a_full_disk(model, root, step, **options):
     """Notes of a run whose disk is full from this step on."""
     with disk(400) as full:
-        watcher = Watcher(at_step=lambda done: full.fill() if done == step else None)
+        watcher = Watcher(at_step=lambda count: full.fill() if count == step else None)
         assert not train(model, mixed_data(), root, watcher, **options).saved
     return [note for note in watcher.notes if "is still passed on in the graph" in note]
 
@@ -418,10 +425,12 @@ def test_where_nothing_was_saved_before_or_elsewhere_a_full_disk_at_the_end_says
     (note,) = told_of_a_full_disk(tiny_flux, tmp_path / "all", 1, steps=2, save_every=1)
     assert note.endswith(" Nothing was saved before that.")
     first = train(tiny_flux, mixed_data(), tmp_path, steps=3, save_every=0).path.parent
-    named = f"{first.name}/state-000003.tessera"
-    options = {"steps": 4, "save_every": 0, "resume": named, "output_name": "styles/other"}
+    state_name = f"{first.name}/state-000003.tessera"
+    options = {"steps": 4, "save_every": 0, "resume": state_name, "output_name": "styles/other"}
     (note,) = told_of_a_full_disk(tiny_flux, tmp_path, 4, **options)
-    assert f"Everything up to step 3 is saved: to continue with other settings, choose {named} under resume" in note
+    assert (
+        f"Everything up to step 3 is saved: to continue with other settings, choose {state_name} under resume" in note
+    )
 
 
 def test_what_is_said_to_be_kept_of_a_run_without_a_loss_is_what_could_be_saved(tiny_flux, tmp_path, monkeypatch):
@@ -430,7 +439,7 @@ def test_what_is_said_to_be_kept_of_a_run_without_a_loss_is_what_could_be_saved(
         TrainStep, "finite", lambda self, total: finite(self, total * (math.nan if self.progress.step == 3 else 1))
     )
     with disk(400) as full:
-        watcher = Watcher(at_step=lambda done: full.fill() if done == 3 else None)
+        watcher = Watcher(at_step=lambda step: full.fill() if step == 3 else None)
         with pytest.raises(
             TrainingStopped, match="at step 4; lower learning_rate. Everything up to step 2 is saved: t"
         ):
@@ -439,17 +448,17 @@ def test_what_is_said_to_be_kept_of_a_run_without_a_loss_is_what_could_be_saved(
     assert state.name == "state-000002.tessera"
     # Of a run that goes on elsewhere and makes no step, what is kept is what it went on from.
     monkeypatch.setattr(TrainStep, "finite", lambda self, total: finite(self, total * math.nan))
-    named = state.relative_to(tmp_path).as_posix()
+    state_name = state.relative_to(tmp_path).as_posix()
     with pytest.raises(
         TrainingStopped,
-        match=f"Everything up to step 2 is saved: to continue .*, choose {re.escape(named)} under resume",
+        match=f"Everything up to step 2 is saved: to continue .*, choose {re.escape(state_name)} under resume",
     ):
-        train(tiny_flux, mixed_data(), tmp_path, resume=named, output_name="other")
+        train(tiny_flux, mixed_data(), tmp_path, resume=state_name, output_name="other")
 
 
 def test_a_state_that_finds_no_room_does_not_keep_old_loras(tiny_flux, tmp_path):
     with disk(300_000) as full:
-        watcher = Watcher(at_step=lambda done: full.fill() if done == 2 else None)
+        watcher = Watcher(at_step=lambda step: full.fill() if step == 2 else None)
         train(tiny_flux, mixed_data(), tmp_path, watcher, steps=4, save_every=1, keep_last=1)
     assert any("state-000004.tessera could not be saved" in note for note in watcher.notes)
     assert [path.name for path in tmp_path.rglob("*step*.safetensors")] == ["tiny-step000003.safetensors"]
@@ -472,21 +481,21 @@ def test_a_disk_without_room_for_the_least_that_a_run_writes_is_told_before_it_t
     def leave(free):
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
 
-    for steps, what, states in ((1, "a state of", 1), (2, "2 states of", 2), (4, "3 states of", 3)):
-        written = sizes["tiny.safetensors"] + states * sizes["state-000004.tessera"]
-        sentence = rf"^output_name: the disk .* MB free, but this run writes at least .* and {what} .*; free some space"
-        leave(written * 8 // 10)
+    for steps, text, states in ((1, "a state of", 1), (2, "2 states of", 2), (4, "3 states of", 3)):
+        size = sizes["tiny.safetensors"] + states * sizes["state-000004.tessera"]
+        sentence = rf"^output_name: the disk .* MB free, but this run writes at least .* and {text} .*; free some space"
+        leave(size * 8 // 10)
         assert_refused(tiny_flux, mixed_data(), tmp_path / f"full {steps}", sentence, **options, steps=steps)
-        leave(written)
+        leave(size)
         train(tiny_flux, mixed_data(), tmp_path / f"enough {steps}", **options, steps=steps)
     # A run that goes on needs room for what is not there yet.
     root = tmp_path / "resumed"
     with pytest.raises(InterruptProcessingException):
         train(tiny_flux, mixed_data(), root, cancel_at(2), **options, steps=4)
     leave(sizes["tiny.safetensors"] + sizes["state-000004.tessera"])
-    (named,) = root.rglob("state-000002.tessera")  # which stays beside the newest two
+    (state,) = root.rglob("state-000002.tessera")  # which stays beside the newest two
     with pytest.raises(ValueError, match="writes at least .* and 2 states of"):
-        train(tiny_flux, mixed_data(), root, **options, steps=4, resume=named.relative_to(root).as_posix())
+        train(tiny_flux, mixed_data(), root, **options, steps=4, resume=state.relative_to(root).as_posix())
     train(tiny_flux, mixed_data(), root, watcher := Watcher(), **options, steps=4)
     assert "Resumed at step 2." in watcher.notes
 

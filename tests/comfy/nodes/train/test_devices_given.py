@@ -37,16 +37,16 @@ def test_the_processes_get_the_node_with_all_that_it_is_made_of_and_no_more():
 
 
 @pytest.mark.parametrize(
-    ("changed", "of", "said"),
+    ("changed", "target", "said"),
     [
         ({}, "3.0.1", "by a loop"),
         ({"4": node("Made", picture=["2.0.7", 0])}, "3", "by a loop"),
         ({"2": node("LoadImage", image="shot.png [temp]")}, "3", r"image of LoadImage \(2\) is in ComfyUI's temporary"),
     ],
 )
-def test_what_other_processes_cannot_make_is_told(changed, of, said):
+def test_what_other_processes_cannot_make_is_told(changed, target, said):
     with pytest.raises(ValueError, match=said):
-        needed_prompt(PROMPT | changed, of)
+        needed_prompt(PROMPT | changed, target)
 
 
 def test_what_no_file_can_hold_is_told(tmp_path):
@@ -56,25 +56,25 @@ def test_what_no_file_can_hold_is_told(tmp_path):
 
 
 def test_devices_are_counted_as_the_server_counts_them(tmp_path):
-    def seen(devices, **ours):
-        made = child_environment(ours, devices, tmp_path, tmp_path / "a job")
-        assert made[PARENT] == str(os.getpid()) and made[JOB] == str(tmp_path / "a job")
-        return made.get("CUDA_VISIBLE_DEVICES"), made.get("HIP_VISIBLE_DEVICES")
+    def visible_devices(devices, **environment):
+        child = child_environment(environment, devices, tmp_path, tmp_path / "a job")
+        assert child[PARENT] == str(os.getpid()) and child[JOB] == str(tmp_path / "a job")
+        return child.get("CUDA_VISIBLE_DEVICES"), child.get("HIP_VISIBLE_DEVICES")
 
-    assert seen([0, 1]) == ("0,1", "0,1")
-    assert seen([2, 0], CUDA_VISIBLE_DEVICES="GPU-a, GPU-b,GPU-c") == ("GPU-c,GPU-a", "GPU-c,GPU-a")
-    assert seen([1], CUDA_VISIBLE_DEVICES="3,1,0,2") == ("1", "1")  # --default-device 3
-    assert seen([1, 0], HIP_VISIBLE_DEVICES="4,6") == ("6,4", "6,4")
-    assert seen([], CUDA_VISIBLE_DEVICES="1") == ("1", None)  # on the CPU
+    assert visible_devices([0, 1]) == ("0,1", "0,1")
+    assert visible_devices([2, 0], CUDA_VISIBLE_DEVICES="GPU-a, GPU-b,GPU-c") == ("GPU-c,GPU-a", "GPU-c,GPU-a")
+    assert visible_devices([1], CUDA_VISIBLE_DEVICES="3,1,0,2") == ("1", "1")  # --default-device 3
+    assert visible_devices([1, 0], HIP_VISIBLE_DEVICES="4,6") == ("6,4", "6,4")
+    assert visible_devices([], CUDA_VISIBLE_DEVICES="1") == ("1", None)  # on the CPU
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x", "PATH": "p"}
-    made = child_environment(torchrun, [], tmp_path, tmp_path)
-    assert not torchrun.keys() - {"PATH"} & made.keys() and made["PATH"] == "p"
+    child = child_environment(torchrun, [], tmp_path, tmp_path)
+    assert not torchrun.keys() - {"PATH"} & child.keys() and child["PATH"] == "p"
 
 
 def test_options_of_the_server_reach_the_processes_but_for_its_device():
-    ours = ["--listen", "--cuda-device", "1", "--base-directory", "a folder", "--cuda-malloc", "--default-device=0"]
-    ours += ["--auto-launch", "--extra-model-paths-config", "a.yaml", "b.yaml", "--default-hashing-function", "md5"]
-    assert child_options(ours, {"--output-directory": "out put"}) == [
+    options = ["--listen", "--cuda-device", "1", "--base-directory", "a folder", "--cuda-malloc", "--default-device=0"]
+    options += ["--auto-launch", "--extra-model-paths-config", "a.yaml", "b.yaml", "--default-hashing-function", "md5"]
+    assert child_options(options, {"--output-directory": "out put"}) == [
         *("--listen", "--base-directory", "a folder", "--cuda-malloc", "--extra-model-paths-config", "a.yaml"),
         *("b.yaml", "--default-hashing-function", "md5", "--output-directory", "out put"),
     ]
@@ -148,60 +148,60 @@ def test_steps_that_the_devices_cannot_share_are_told_before_anything_is_unloade
 
 
 def test_what_the_processes_measure_and_note_is_told_as_of_a_run_here():
-    told = []
+    events = []
 
     class Listening(Silent):
         def validated(self, step, loss):
-            told.append((step, loss))
+            events.append((step, loss))
 
         def note(self, text):
-            told.append(text)
+            events.append(text)
 
     train = OnDevices([0, 1], PROMPT, None, run_settings(batch_size=2), {}, Listening())
     train.tell({"event": "train", "kind": "validation", "step": 4, "loss": 0.5})
     train.tell({"event": "train", "kind": "note", "text": "a note"})
-    assert told == [(4, 0.5), "a note"]
+    assert events == [(4, 0.5), "a note"]
 
 
 def test_processes_that_do_not_end_are_killed_at_the_second_cancel(tmp_path, monkeypatch):
     """A stand-in for run.py that heeds no signal, with a process below it in another session, as torchrun's are."""
-    below = f"import time, sys; sys.path.insert(0, {str(RUN.parent)!r}); "
-    below += "from headless.parent import watch_parent; from headless.rank import Rank; "
-    below += "watch_parent(Rank(0, 2), False); print('up', flush=True); time.sleep(600)"
+    code = f"import time, sys; sys.path.insert(0, {str(RUN.parent)!r}); "
+    code += "from headless.parent import watch_parent; from headless.rank import Rank; "
+    code += "watch_parent(Rank(0, 2), False); print('up', flush=True); time.sleep(600)"
     stubborn = tmp_path / "a folder" / "run.py"
     stubborn.parent.mkdir()
     stubborn.write_text(
         "import os, signal, subprocess, sys, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "os.environ['TESSERA_PARENT'] = str(os.getpid())\n"
-        f"child = subprocess.Popen([sys.executable, '-c', {below!r}], start_new_session=True, stdout=subprocess.PIPE)\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {code!r}], start_new_session=True, stdout=subprocess.PIPE)\n"
         "child.stdout.readline()\n"
         'open(sys.argv[3], \'w\').write(\'{"event": "up", "pid": %d}\\n\' % child.pid)\n'
         "time.sleep(600)\n"
     )
     monkeypatch.setattr(launcher, "RUN", stubborn)
-    told = []
+    messages = []
 
     def cancel():
-        if told:
+        if messages:
             raise KeyboardInterrupt
 
     launched = Launched(Job(tmp_path), [0], True, tmp_path, [])
     with pytest.raises(KeyboardInterrupt):
-        launched.follow(told.append, cancel, frozenset)
+        launched.follow(messages.append, cancel, frozenset)
     assert launched.process.returncode == -signal.SIGKILL
     end = time.monotonic() + 30
-    while psutil.pid_exists(told[0]["pid"]) and psutil.Process(told[0]["pid"]).status() != psutil.STATUS_ZOMBIE:
+    while psutil.pid_exists(messages[0]["pid"]) and psutil.Process(messages[0]["pid"]).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < end
         time.sleep(0.05)
 
 
 def test_a_launcher_ends_with_the_process_that_started_it(tmp_path):
     """Not the one that its environment names alone: where that is gone before it looks, it ends as well."""
-    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    finished = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
     workflow = tmp_path / "w.json"
     workflow.write_text(json.dumps({"1": node("TesseraTrainLora", steps=1)}))
     command = [sys.executable, str(RUN), str(workflow), "--launch", "2", "--", "--cpu"]
-    environment = os.environ | {PARENT: gone.stdout.strip(), "COMFYUI_PATH": os.environ.get("COMFYUI_PATH", "")}
-    done = subprocess.run(command, env=environment, capture_output=True, timeout=120, check=False)
-    assert done.returncode == -signal.SIGTERM
+    environment = os.environ | {PARENT: finished.stdout.strip(), "COMFYUI_PATH": os.environ.get("COMFYUI_PATH", "")}
+    process = subprocess.run(command, env=environment, capture_output=True, timeout=120, check=False)
+    assert process.returncode == -signal.SIGTERM

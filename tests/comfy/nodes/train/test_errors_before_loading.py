@@ -41,6 +41,6 @@ def test_wrong_options_end_the_prompt_before_anything_is_loaded(name, server, ti
         f"{name} set": node(kind, **inputs),
     }
     entry = server.wait(server.queue(prompt))
-    (error,) = [message for what, message in entry["status"]["messages"] if what == "execution_error"]
+    (error,) = [message for event, message in entry["status"]["messages"] if event == "execution_error"]
     assert error_of(entry).startswith(f"{kind} ") and sentence in error_of(entry)
     assert not error["executed"], error["executed"]

@@ -29,10 +29,10 @@ def run_of(server, name, since=0):
 
 def wait_for(server, name, is_there):
     end = time.monotonic() + 60
-    while not is_there(found := run_of(server, name)):
-        assert time.monotonic() < end, found
+    while not is_there(run := run_of(server, name)):
+        assert time.monotonic() < end, run
         time.sleep(0.05)
-    return found
+    return run
 
 
 def wait_until(is_so):
@@ -52,27 +52,31 @@ def test_a_run_that_is_queued_over_the_api_is_seen_killed_and_gone_on_with(own_s
     with paused_at(own_server, 20):
         prompt_id = own_server.queue(training_graph(tiny_loaders, "seen"))
         wait_for_step(own_server, "seen", 18, prompt_id)
-        found = wait_for(own_server, "seen", lambda run: run["step"] >= 19)
-        (one,) = listed(own_server, "seen")
-        assert found["running"] and one["running"] and found["node"] == "train" and found["prompt_id"] == prompt_id
-        assert (found["output_name"], found["steps"], found["status"]) == ("seen", 40, "")
-        assert [point[0] for point in found["loss"]] == list(range(1, found["step"] + 1))
-        assert [point[0] for point in run_of(own_server, "seen", 15)["loss"]] == list(range(16, found["step"] + 1))
-        assert found["saves"][:3] == [2, 4, 6] and found["seconds_per_step"] > 0
+        details = wait_for(own_server, "seen", lambda run: run["step"] >= 19)
+        (entry,) = listed(own_server, "seen")
+        assert (
+            details["running"] and entry["running"] and details["node"] == "train" and details["prompt_id"] == prompt_id
+        )
+        assert (details["output_name"], details["steps"], details["status"]) == ("seen", 40, "")
+        assert [point[0] for point in details["loss"]] == list(range(1, details["step"] + 1))
+        assert [point[0] for point in run_of(own_server, "seen", 15)["loss"]] == list(range(16, details["step"] + 1))
+        assert details["saves"][:3] == [2, 4, 6] and details["seconds_per_step"] > 0
         own_server.kill()
     own_server.start()
     killed = run_of(own_server, "seen")  # its curve is there, and that it trains no more
-    assert not killed["running"] and killed["status"] == "" and killed["loss"] == found["loss"]
+    assert not killed["running"] and killed["status"] == "" and killed["loss"] == details["loss"]
     summary = own_server.run(training_graph(tiny_loaders, "seen"))["outputs"]["train"]["tessera"][0]
     whole = run_of(own_server, "seen")
     assert [point[1] for point in whole["loss"]] == summary["loss"] and len(summary["loss"]) == 40
-    means = [sum(last) / len(last) for at in range(40) if (last := summary["loss"][max(0, at - 9) : at + 1])]
+    means = [sum(last) / len(last) for step in range(40) if (last := summary["loss"][max(0, step - 9) : step + 1])]
     assert [point[3] for point in whole["loss"]] == pytest.approx(means)
     assert whole["status"] == "finished" and whole["notes"] == summary["notes"]
     assert run_of(own_server, "seen", 25)["loss"] == whole["loss"][25:]
     assert whole["loss_ends"] == [pytest.approx(sum(part) / 2) for part in (summary["loss"][:2], summary["loss"][-2:])]
-    assert whole["timed_from"] in found["saves"] and 0 < whole["seconds"] < 600  # from the state that was gone on from
-    assert whole["can_go_on"] and found["lora"] == ""
+    assert (
+        whole["timed_from"] in details["saves"] and 0 < whole["seconds"] < 600
+    )  # from the state that was gone on from
+    assert whole["can_go_on"] and details["lora"] == ""
     loaders = own_server.get("/object_info/LoraLoaderModelOnly")["LoraLoaderModelOnly"]
     assert whole["lora"] in loaders["input"]["required"]["lora_name"][0]
     assert whole["lora"].endswith("seen.safetensors")
@@ -85,7 +89,7 @@ def test_a_run_that_is_queued_over_the_api_is_seen_killed_and_gone_on_with(own_s
     assert falling["timed_from"] == 0
 
 
-def asked(server, path, body, **headers):
+def post_status(server, path, body, **headers):
     return ask(server, path, "POST", body, **headers)[0]
 
 
@@ -108,9 +112,9 @@ def test_only_a_page_of_this_server_stops_the_run_that_trains_and_queued_again_i
         prompt_id = server.queue(graph)
         wait_until(lambda: listed(server, "kept"))
         wait_for(server, "kept", lambda run: run["step"] >= 8)
-        at, body = f"/tessera/runs/{listed(server, 'kept')[0]['id']}", {"prompt_id": prompt_id}
+        url, body = f"/tessera/runs/{listed(server, 'kept')[0]['id']}", {"prompt_id": prompt_id}
         host = server.url.removeprefix("http://")
-        for headers, given, answer in [
+        for headers, payload, answer in [
             (JSON | {"Sec-Fetch-Site": "cross-site"}, body, 403),
             (JSON | {"Sec-Fetch-Site": "same-site"}, body, 403),
             (JSON | {"Origin": "http://evil.example"}, body, 403),
@@ -123,29 +127,29 @@ def test_only_a_page_of_this_server_stops_the_run_that_trains_and_queued_again_i
             (JSON, [], 400),
             ({"Content-Type": "application/json; charset=nonsense"}, body, 400),
         ]:
-            assert asked(server, f"{at}/sample", given, **headers) == answer, (headers, given)
-            assert asked(server, f"{at}/stop", given, **headers) == answer, (headers, given)
-        assert asked(server, f"/tessera/runs/{'0' * 16}/stop", body, **JSON) == 404
+            assert post_status(server, f"{url}/sample", payload, **headers) == answer, (headers, payload)
+            assert post_status(server, f"{url}/stop", payload, **headers) == answer, (headers, payload)
+        assert post_status(server, f"/tessera/runs/{'0' * 16}/stop", body, **JSON) == 404
         other_at = f"/tessera/runs/{listed(server, 'other')[0]['id']}"
-        for what in ("save", "stop"):  # of another run, though the prompt is the one that trains
-            assert asked(server, f"{other_at}/{what}", body, **JSON) == 409
+        for command in ("save", "stop"):  # of another run, though the prompt is the one that trains
+            assert post_status(server, f"{other_at}/{command}", body, **JSON) == 409
         shutil.rmtree(other)
-        assert asked(server, f"{at}/delete", body, **JSON, Origin=f"http://{host}") == 409  # it is in training
+        assert post_status(server, f"{url}/delete", body, **JSON, Origin=f"http://{host}") == 409  # it is in training
         assert (server.base / "output" / "loras" / "kept (001)" / "run.json").is_file()
-        assert asked(server, f"/tessera/runs/{'0' * 16}/sample", body, **JSON) == 404
-        assert asked(server, f"{at}/sample", body, **JSON) == 409  # it has no Training Preview
-        assert status_of(server, f"{at}/stop") in (404, 405)  # a link or a picture can't ask
-        assert asked(server, f"{at}/save", body, **JSON, Origin=f"http://{host}") == 200
-        assert asked(server, f"{at}/stop", body, **JSON, **{"Sec-Fetch-Site": "same-origin"}) == 200
+        assert post_status(server, f"/tessera/runs/{'0' * 16}/sample", body, **JSON) == 404
+        assert post_status(server, f"{url}/sample", body, **JSON) == 409  # it has no Training Preview
+        assert status_of(server, f"{url}/stop") in (404, 405)  # a link or a picture can't ask
+        assert post_status(server, f"{url}/save", body, **JSON, Origin=f"http://{host}") == 200
+        assert post_status(server, f"{url}/stop", body, **JSON, **{"Sec-Fetch-Site": "same-origin"}) == 200
     outputs = server.wait(prompt_id)["outputs"]
     (summary,) = outputs["train"]["tessera"]
     assert summary["status"] == "stopped" and 8 <= summary["steps_done"] < 12
     assert summary["path"].endswith("kept.safetensors") and "saved" in outputs  # the graph went on
     assert run_of(server, "kept")["status"] == "stopped"
-    assert asked(server, f"{at}/stop", body, **JSON) == 409  # it trains no more
-    again = server.run(graph)["outputs"]["train"]["tessera"][0]  # the very same prompt
-    assert f"Resumed at step {summary['steps_done']}." in again["notes"]
-    assert again["status"] == "finished" and again["loss"][: summary["steps_done"]] == summary["loss"]
+    assert post_status(server, f"{url}/stop", body, **JSON) == 409  # it trains no more
+    repeat = server.run(graph)["outputs"]["train"]["tessera"][0]  # the very same prompt
+    assert f"Resumed at step {summary['steps_done']}." in repeat["notes"]
+    assert repeat["status"] == "finished" and repeat["loss"][: summary["steps_done"]] == summary["loss"]
 
 
 def test_the_routes_refuse_foreign_pages_by_themselves():
@@ -158,23 +162,29 @@ def test_the_routes_refuse_foreign_pages_by_themselves():
         app = web.Application()
         app.add_routes(routes)
         async with TestClient(TestServer(app)) as client:
-            at = client.make_url(path)
-            own = f"http://{at.authority}"
-            foreign = ["http://evil.example", f"{own}.evil.example", f"http://{at.host}", f"http://{at.host}:1", "null"]
-            foreign += ["http://[", f"http://evil.example#{own}", f"http://{at.authority}@evil.example", ""]
-            told = []
+            address = client.make_url(path)
+            home = f"http://{address.authority}"
+            foreign = [
+                "http://evil.example",
+                f"{home}.evil.example",
+                f"http://{address.host}",
+                f"http://{address.host}:1",
+                "null",
+            ]
+            foreign += ["http://[", f"http://evil.example#{home}", f"http://{address.authority}@evil.example", ""]
+            statuses = []
             for headers in (
                 *({"Origin": origin} for origin in foreign),
-                *({"Origin": own, "Sec-Fetch-Site": site} for site in ("cross-site", "same-site", "none", "")),
-                *([] if path.endswith("empty") else [{"Origin": own, "Sec-Fetch-Site": "same-origin"}]),
+                *({"Origin": home, "Sec-Fetch-Site": site} for site in ("cross-site", "same-site", "none", "")),
+                *([] if path.endswith("empty") else [{"Origin": home, "Sec-Fetch-Site": "same-origin"}]),
             ):
                 async with client.post(path, json={"prompt_id": "x"}, headers=headers) as answer:
-                    told.append(answer.status)
-        return told
+                    statuses.append(answer.status)
+        return statuses
 
     for path in ("stop", "save", "sample", "delete", "restore"):
-        *refused, own = awaited(answers(f"/tessera/runs/{'0' * 16}/{path}"))
-        assert set(refused) == {403} and own == 404, (path, refused, own)  # no run has this id
+        *refused, own_status = awaited(answers(f"/tessera/runs/{'0' * 16}/{path}"))
+        assert set(refused) == {403} and own_status == 404, (path, refused, own_status)  # no run has this id
     assert set(awaited(answers("/tessera/trash/empty"))) == {403}
 
 
@@ -183,10 +193,10 @@ def test_a_run_that_is_deleted_while_it_is_looked_for_is_no_run(tmp_path, monkey
     for folder in folders:
         folder.mkdir()
         (folder / "run.json").write_text('{"output_name": "fading"}')
-    found = run_routes.own_file
+    original = run_routes.own_file
 
     def deleted_after(folder, name):
-        path = found(folder, name)
+        path = original(folder, name)
         if path == folders[0] / "run.json":
             path.unlink()
         return path
@@ -208,9 +218,9 @@ def test_cancel_is_told_with_the_step_that_was_saved(server, tiny_loaders):
         shutil.rmtree(newer)
         server.interrupt()
     server.wait(prompt_id)
-    found = run_of(server, "stopped")
-    assert found["status"] == "cancelled" and not found["running"]
-    assert found["text"] == f"Stopped at step {newest_step(server, 'stopped')} and saved; Run goes on from there."
+    details = run_of(server, "stopped")
+    assert details["status"] == "cancelled" and not details["running"]
+    assert details["text"] == f"Stopped at step {newest_step(server, 'stopped')} and saved; Run goes on from there."
 
 
 def test_what_no_run_has_is_refused_and_nothing_outside_is_told(server):
@@ -233,18 +243,18 @@ def test_what_no_run_has_is_refused_and_nothing_outside_is_told(server):
     assert {run["folder"] for run in listed(server, "pair")} == {"pair_low_noise (001)", "pair_high_noise (001)"}
     for folder in loras.glob("pair_*"):
         shutil.rmtree(folder)
-    (one,) = listed(server, "hostile")
-    found = server.get(f"/tessera/runs/{one['id']}")
-    assert (found["output_name"], found["steps"], found["model"], found["loss"]) == ("", 0, "", [])
-    assert (found["lora"], found["loss_ends"], found["seconds"], found["can_go_on"]) == ("", None, None, False)
+    (entry,) = listed(server, "hostile")
+    details = server.get(f"/tessera/runs/{entry['id']}")
+    assert (details["output_name"], details["steps"], details["model"], details["loss"]) == ("", 0, "", [])
+    assert (details["lora"], details["loss_ends"], details["seconds"], details["can_go_on"]) == ("", None, None, False)
     for id in ("0" * 16, "hostile%20(001)", "..%2Foutside%20(001)", "%2e%2e"):
         assert status_of(server, f"/tessera/runs/{id}") == 404, id
     for since in ("-1", "x", "1e9", "9" * 30, "٣"):
-        assert status_of(server, f"/tessera/runs/{one['id']}?since={quote(since)}") == 400, since
+        assert status_of(server, f"/tessera/runs/{entry['id']}?since={quote(since)}") == 400, since
     assert status_of(server, "/tessera/runs?name=hostile", **{"Sec-Fetch-Site": "cross-site"}) == 403
     assert status_of(server, "/tessera/runs?name=hostile", "POST") == 405
     shutil.rmtree(loras / "hostile (001)")
-    assert status_of(server, f"/tessera/runs/{one['id']}") == 404
+    assert status_of(server, f"/tessera/runs/{entry['id']}") == 404
 
 
 def fetched(server, path):
@@ -269,43 +279,43 @@ def test_previews_are_given_by_step_and_row_and_nothing_else_is(server):
     if os.name != "nt":
         (folder / "step000006_0.png").symlink_to(secret)
         (folder / "step000007_0.png").symlink_to(folder / "step000007_0.png")
-    (one,) = listed(server, "shown")
-    at = f"/tessera/runs/{one['id']}/previews"
-    found = server.get(at)["previews"]
-    assert [(shot["step"], shot["row"]) for shot in found] == [(4, 0), (4, 1), (5, 0), (8, 0)]
-    assert {shot["title"] for shot in found} == {""}
-    headers, data = fetched(server, f"{at}/4/0")
+    (entry,) = listed(server, "shown")
+    url = f"/tessera/runs/{entry['id']}/previews"
+    previews = server.get(url)["previews"]
+    assert [(shot["step"], shot["row"]) for shot in previews] == [(4, 0), (4, 1), (5, 0), (8, 0)]
+    assert {shot["title"] for shot in previews} == {""}
+    headers, data = fetched(server, f"{url}/4/0")
     assert data == secret.read_bytes()
     assert (headers["Content-Type"], headers["X-Content-Type-Options"]) == ("image/png", "nosniff")
-    assert fetched(server, f"{at}/4/1")[0]["Content-Type"] == "image/webp"
-    assert fetched(server, f"{at}/5/0")[0]["Content-Type"] == "image/png"  # never text/html
+    assert fetched(server, f"{url}/4/1")[0]["Content-Type"] == "image/webp"
+    assert fetched(server, f"{url}/5/0")[0]["Content-Type"] == "image/png"  # never text/html
     for row, size in [(0, (192, 96)), (1, (64, 64))]:
-        headers, data = fetched(server, f"{at}/4/{row}?small=1")
+        headers, data = fetched(server, f"{url}/4/{row}?small=1")
         assert headers["Content-Type"] == "image/webp"
         assert Image.open(BytesIO(data), formats=["WEBP"]).size == size
     wrong = ["6/0", "7/0", "8/0", "8/0?small=1", "5/0?small=1", "9/0", "-1/0", "4/../../run.json", "4/0.png", "4/x"]
     for place in [*wrong, "%2e%2e/0", "999999999/0", "4/99999", "٤/0"]:
-        assert status_of(server, f"{at}/{quote(place, safe='/?=%')}") in (403, 404), place
-    assert status_of(server, f"{at}/4/0", "POST") == 405
+        assert status_of(server, f"{url}/{quote(place, safe='/?=%')}") in (403, 404), place
+    assert status_of(server, f"{url}/4/0", "POST") == 405
     assert status_of(server, f"/tessera/runs/{'0' * 16}/previews/4/0") == 404
     assert status_of(server, f"/tessera/runs/{'0' * 16}/saves") == 404
     for text in ('[{"step": 1e999, "row": 0, "title": "", "settings": {}, "frames": 1}]', "[" * 100_000, '{"a": 1}'):
         (folder / "previews.json").write_text(text)
-        assert server.get(at) == {"previews": []}
+        assert server.get(url) == {"previews": []}
     if os.name != "nt":
         folder.rename(elsewhere := server.base / "previews_elsewhere")
         folder.symlink_to(elsewhere, target_is_directory=True)
-        assert server.get(at) == {"previews": []} and status_of(server, f"{at}/4/0") == 404
+        assert server.get(url) == {"previews": []} and status_of(server, f"{url}/4/0") == 404
     shutil.rmtree(loras / "shown (001)")
-    assert status_of(server, at) == 404
+    assert status_of(server, url) == 404
 
 
 def test_a_preview_that_is_made_anew_has_a_thumbnail_of_its_own_though_it_is_as_long(tmp_path):
     (folder := tmp_path / "previews").mkdir()
     path = folder / "step000004_0.png"
     for second, colour in enumerate([(255, 0, 0), (0, 0, 255)]):
-        Image.new("RGB", (640, 320), colour).save(made := BytesIO(), "PNG")
-        path.write_bytes(made.getvalue().ljust(20_000, b"\0"))
+        Image.new("RGB", (640, 320), colour).save(buffer := BytesIO(), "PNG")
+        path.write_bytes(buffer.getvalue().ljust(20_000, b"\0"))
         os.utime(path, (second, second))
         data, _ = run_files.read_preview(tmp_path, 4, 0, small=True)
         near = Image.open(BytesIO(data), formats=["WEBP"]).convert("RGB").getpixel((9, 9))
@@ -328,7 +338,7 @@ def test_saves_are_named_by_step_the_finished_one_last_and_of_many_some(server):
     for step in range(0, 2_000_000, 100_000):
         (folder / "saves_steps" / f"saves-step{step:06d}.safetensors").touch()
     (folder / "saves.safetensors").touch()
-    named = server.get(f"/tessera/runs/{listed(server, 'saves')[0]['id']}/saves")["loras"]
-    assert len(named) == 12 and named[0].endswith("step000000.safetensors")
-    assert named[-2].endswith("step1800000.safetensors") and named[-1] == "saves (001)/saves.safetensors"
+    files = server.get(f"/tessera/runs/{listed(server, 'saves')[0]['id']}/saves")["loras"]
+    assert len(files) == 12 and files[0].endswith("step000000.safetensors")
+    assert files[-2].endswith("step1800000.safetensors") and files[-1] == "saves (001)/saves.safetensors"
     shutil.rmtree(folder)

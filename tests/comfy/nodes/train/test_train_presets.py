@@ -63,13 +63,13 @@ def test_a_preset_is_no_part_of_a_run_and_is_not_compared_with_what_connected_op
     inputs = {"output_name": "of a preset", "steps": 1, "learning_rate": 1e-3, "rank": 4, "batch_size": 1, "seed": 0}
     inputs |= {"gradient_accumulation": 1, "compile": "off", "save_every": 0, "resume": "latest"}
     network = {"algorithm": "lora", "rank": 2, "alpha": 2.0, "targets": "*", "dropout": 0.0}
-    of_optimizer = {"optimizer": "adamw", "learning_rate": 2e-3, "lr_scheduler": "constant", "warmup_steps": 0}
+    optimizer_inputs = {"optimizer": "adamw", "learning_rate": 2e-3, "lr_scheduler": "constant", "warmup_steps": 0}
     prompt = tiny_loaders | {
         "latent": node("EmptySD3LatentImage", width=64, height=64, batch_size=1),
         "positive": node("CLIPTextEncode", clip=["clip", 0], text="a fox"),
         "data": node("TesseraLatentsToDataset", latents=["latent", 0], positive=["positive", 0]),
         "network": node("TesseraLoraNetwork", **network),
-        "optimizer": node("TesseraOptimizer", **of_optimizer, max_grad_norm=1.0),
+        "optimizer": node("TesseraOptimizer", **optimizer_inputs, max_grad_norm=1.0),
     }
     linked = {"network": ["network", 0], "optimizer": ["optimizer", 0]}
     runs = []

@@ -62,24 +62,24 @@ def filled(server: ComfyServer) -> ComfyServer:
         tiny.write_wan(models / f"tiny_wan_{side}.safetensors", seed=seed)
     write_chroma(models / CHROMA["unet_name"])
     tiny.write_flux2(models / "tiny_flux2.safetensors", context_dim=KLEIN_WIDTH, guidance=False)
-    given = server.base / "input"
+    input_folder = server.base / "input"
     for folder in ("my_clips", "my_pictures", "my_edits", "my_edits_before"):
-        (given / folder).mkdir(exist_ok=True)
+        (input_folder / folder).mkdir(exist_ok=True)
     for number, size in enumerate([(64, 96), (96, 64)]):
-        write_film(given / "my_clips" / f"{number}.mp4", 9, size=size, caption=f"clip {number}")
+        write_film(input_folder / "my_clips" / f"{number}.mp4", 9, size=size, caption=f"clip {number}")
         for folder in ("my_pictures", "my_edits", "my_edits_before"):
             pixels = np.random.default_rng(number).integers(0, 256, (*size, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(given / folder / f"{number}.png")
-            (given / folder / f"{number}.txt").write_text(f"picture {number}")
-    Image.new("RGB", (64, 64), "teal").save(given / "example.png")
+            Image.fromarray(pixels).save(input_folder / folder / f"{number}.png")
+            (input_folder / folder / f"{number}.txt").write_text(f"picture {number}")
+    Image.new("RGB", (64, 64), "teal").save(input_folder / "example.png")
     return server
 
 
 def fitted(name: str) -> dict[str, Any]:
     names, models, encoders = CASES[name]
-    shared = json.loads((API / f"{name}.json").read_text(encoding="utf-8"))
-    folders = {key: node["inputs"].get("folder") for key, node in shared.items()}
-    prompt = fit_workflow(shared, names)
+    workflow = json.loads((API / f"{name}.json").read_text(encoding="utf-8"))
+    folders = {key: node["inputs"].get("folder") for key, node in workflow.items()}
+    prompt = fit_workflow(workflow, names)
     loaders = iter(models)
     for key, node in prompt.items():
         kind, inputs = node["class_type"], node["inputs"]
@@ -106,12 +106,12 @@ def fitted(name: str) -> dict[str, Any]:
     return prompt
 
 
-def use_encoders(prompt: dict[str, Any], given: dict[str, Any]) -> None:
+def use_encoders(prompt: dict[str, Any], inputs: dict[str, Any]) -> None:
     """Takes what the fixture pack's loader gives in place of what core's loaders would."""
     outputs = {"CLIPVisionLoader": 2}
-    if given["qwen"] or given["flux2"]:
+    if inputs["qwen"] or inputs["flux2"]:
         outputs["TesseraTinyClipLoader"] = 0
-    if given["flux2"]:
+    if inputs["flux2"]:
         outputs["VAELoader"] = 1
     replaced = {key: outputs[node["class_type"]] for key, node in prompt.items() if node["class_type"] in outputs}
     for node in prompt.values():
@@ -120,10 +120,10 @@ def use_encoders(prompt: dict[str, Any], given: dict[str, Any]) -> None:
                 node["inputs"][name] = ["encoders", replaced[value[0]]]
     for key in replaced:
         del prompt[key]
-    prompt["encoders"] = {"class_type": "TesseraTinyEncoders", "inputs": given}
+    prompt["encoders"] = {"class_type": "TesseraTinyEncoders", "inputs": inputs}
 
 
-def of_kind(prompt: dict[str, Any], kind: str) -> list[str]:
+def keys_of(prompt: dict[str, Any], kind: str) -> list[str]:
     return [key for key, node in prompt.items() if node["class_type"] == kind]
 
 
@@ -136,7 +136,7 @@ def saved_frames(server: ComfyServer, entry: dict[str, Any]) -> list[Path]:
 def test_a_workflow_trains_and_samples_with_its_lora(name, filled):
     prompt = fitted(name)
     entry = filled.run(prompt)
-    (train,) = of_kind(prompt, "TesseraTrainLora")
+    (train,) = keys_of(prompt, "TesseraTrainLora")
     summaries = entry["outputs"][train]["tessera"]
     assert len(summaries) == (2 if name == "wan22_two_experts_lora" else 1)
     for summary in summaries:
@@ -165,9 +165,9 @@ def check_what_each_part_left(summary: dict[str, Any], folder: Path) -> None:
     assert (folder / f"{summary['output_name']}.api.json").is_file()
 
 
-def _without(kind: str, *names: str) -> Callable[[dict[str, Any]], None]:
+def _drop_inputs(kind: str, *names: str) -> Callable[[dict[str, Any]], None]:
     def change(prompt: dict[str, Any]) -> None:
-        (key,) = of_kind(prompt, kind)
+        (key,) = keys_of(prompt, kind)
         for name in names:
             prompt[key]["inputs"].pop(name)
 
@@ -191,14 +191,18 @@ def test_the_saves_of_a_run_are_compared_in_a_grid(filled):
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "told"),
+    ("name", "change", "message"),
     [
-        ("wan_i2v_lora", _without("TesseraPrepareDataset", "image_to_video", "clip_vision"), "has no start picture"),
-        ("wan_i2v_lora", _without("TesseraPrepareDataset", "clip_vision"), "has no CLIP vision output"),
+        (
+            "wan_i2v_lora",
+            _drop_inputs("TesseraPrepareDataset", "image_to_video", "clip_vision"),
+            "has no start picture",
+        ),
+        ("wan_i2v_lora", _drop_inputs("TesseraPrepareDataset", "clip_vision"), "has no CLIP vision output"),
     ],
 )
-def test_an_image_to_video_model_is_never_trained_blind(name, change, told, filled):
+def test_an_image_to_video_model_is_never_trained_blind(name, change, message, filled):
     prompt = fitted(name)
     change(prompt)
-    with pytest.raises(ServerFailure, match=told):
+    with pytest.raises(ServerFailure, match=message):
         filled.run(prompt)

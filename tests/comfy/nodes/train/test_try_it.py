@@ -16,9 +16,9 @@ def trained(tmp_path_factory, own_comfyui):
     """(prompt, outputs of its nodes, picture nodes with and without the LoRA, the server)."""
     env = {"OMP_NUM_THREADS": "1", "TESSERA_OPENS": "try_it"}
     with ComfyServer(tmp_path_factory.mktemp("bare"), own_comfyui, env=env) as server:
-        prompt, shown = sampled_each(load_prompt(steps=STEPS))
+        prompt, keys = sampled_each(load_prompt(steps=STEPS))
         outputs = server.run(prompt, timeout=4 * PATIENCE)["outputs"]
-        yield prompt, outputs, shown, server
+        yield prompt, outputs, keys, server
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +50,20 @@ def test_the_page_of_dev_serve_opens_with_it_once(trained):
 
 
 def test_each_caption_gives_its_own_picture_and_none_before_training(trained):
-    _, outputs, shown, server = trained
+    _, outputs, keys, server = trained
     originals = {name: pixels(file) for name, (file, _) in captions().items()}
     assert len(originals) == 3
-    for name, key in shown["with"].items():
+    for name, key in keys["with"].items():
         sampled = picture(server, outputs, key)
         like = {other: likeness(sampled, original) for other, original in originals.items()}
-        own = like.pop(name)
-        before = likeness(picture(server, outputs, shown["without"][name]), originals[name])
-        assert own > LEARNT and own > max(like.values()) + APART and before < UNLEARNT, (name, own, like, before)
+        own_likeness = like.pop(name)
+        untrained = likeness(picture(server, outputs, keys["without"][name]), originals[name])
+        assert own_likeness > LEARNT and own_likeness > max(like.values()) + APART and untrained < UNLEARNT, (
+            name,
+            own_likeness,
+            like,
+            untrained,
+        )
 
 
 def test_the_previews_become_the_picture_and_the_loss_falls(trained):

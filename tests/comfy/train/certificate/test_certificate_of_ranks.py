@@ -13,8 +13,10 @@ def test_two_devices_make_one_and_train_the_same_lora(memory, ranks, tmp_path):
     answers = ranks.train(2, tmp_path, SETTINGS | {"memory": memory})
     assert not any(errors_of(answers)), answers
     assert_equal(ranks.lora(1), ranks.lora())
-    made = answers[0]["summary"]["certificate"]
-    assert made["text"].startswith("FLUX.1: forward equal, gradients within") and "not_checked" not in made
+    certificate = answers[0]["summary"]["certificate"]
+    assert (
+        certificate["text"].startswith("FLUX.1: forward equal, gradients within") and "not_checked" not in certificate
+    )
 
 
 def test_a_check_that_fails_on_one_device_ends_the_run_on_both(ranks, tmp_path):

@@ -24,7 +24,7 @@ def final_lora(server, name):
     return load_file(folder_of(server, name) / f"{name}.safetensors")
 
 
-def same(first, second):
+def assert_same(first, second):
     assert first.keys() == second.keys() and first
     assert not [name for name in first if not torch.equal(first[name], second[name])]
 
@@ -50,7 +50,7 @@ def test_a_server_killed_at_any_moment_goes_on_to_the_file_of_an_uninterrupted_r
     (summary,) = entry["outputs"]["train"]["tessera"]
     assert f"Resumed at step {killed_at[-1]}." in summary["notes"], (summary["notes"], killed_at)
     whole = own_server.run(training_graph(tiny_loaders, "whole"))["outputs"]["train"]["tessera"][0]
-    same(final_lora(own_server, "killed"), final_lora(own_server, "whole"))
+    assert_same(final_lora(own_server, "killed"), final_lora(own_server, "whole"))
     assert summary["loss"] == whole["loss"] and not [note for note in whole["notes"] if "Resumed" in note]
 
 
@@ -66,20 +66,20 @@ def test_cancel_leaves_a_lora_that_loads_and_queueing_again_finishes_the_run(ser
 
     folder = folder_of(server, "cancelled")
     summary = json.loads((folder / "summary.json").read_text())
-    done = summary["steps_done"]
-    assert summary["status"] == "cancelled" and 4 <= done < STEPS and len(summary["loss"]) == done
-    assert newest_step(server, "cancelled") == done
-    lora = load_file(folder / "cancelled_steps" / f"cancelled-step{done:06d}.safetensors")
+    step = summary["steps_done"]
+    assert summary["status"] == "cancelled" and 4 <= step < STEPS and len(summary["loss"]) == step
+    assert newest_step(server, "cancelled") == step
+    lora = load_file(folder / "cancelled_steps" / f"cancelled-step{step:06d}.safetensors")
     keys = comfy.lora.model_lora_keys_unet(tiny_flux.model, {})
     patches = comfy.lora.load_lora(lora, keys)
     modules = {key.removesuffix(".alpha") for key in lora if key.endswith(".alpha")}
     assert len(patches) == len(modules) == 2 * 8 + 2 * 2
     assert {key for patch in patches.values() for key in patch.loaded_keys} == set(lora)
 
-    again = server.run(graph)["outputs"]["train"]["tessera"][0]
-    assert f"Resumed at step {done}." in again["notes"]
+    repeat = server.run(graph)["outputs"]["train"]["tessera"][0]
+    assert f"Resumed at step {step}." in repeat["notes"]
     server.run(training_graph(tiny_loaders, "not cancelled"))
-    same(final_lora(server, "cancelled"), final_lora(server, "not cancelled"))
+    assert_same(final_lora(server, "cancelled"), final_lora(server, "not cancelled"))
 
 
 def test_history_tells_a_finished_run_and_queueing_it_again_returns_it_from_disk(server, tiny_loaders):
@@ -98,7 +98,7 @@ def test_history_tells_a_finished_run_and_queueing_it_again_returns_it_from_disk
     def stamps():
         return {path: path.stat().st_mtime_ns for path in (server.base / "output" / "loras").rglob("*")}
 
-    before = stamps()
+    previous = stamps()
     server.run(graph)
     # Core drops what it kept for a graph when it is told to free memory, and the node runs again.
     server.post("/free", {"unload_models": True, "free_memory": True})
@@ -106,8 +106,8 @@ def test_history_tells_a_finished_run_and_queueing_it_again_returns_it_from_disk
     entry = server.run(graph)
     cached = next(message for kind, message in entry["status"]["messages"] if kind == "execution_cached")
     assert "train" not in cached["nodes"]
-    (again,) = entry["outputs"]["train"]["tessera"]
-    assert again == summary and stamps() == before
+    (repeated,) = entry["outputs"]["train"]["tessera"]
+    assert repeated == summary and stamps() == previous
 
 
 def test_a_saved_state_can_be_chosen_by_its_name_as_soon_as_it_is_there(server, tiny_loaders):
@@ -143,7 +143,7 @@ def test_the_outputs_of_training_go_straight_into_cores_nodes(server, tiny_loade
         }
     )
     (saved,) = (server.base / "output" / "loras").glob("from_core*.safetensors")
-    same(load_file(saved), final_lora(server, "onwards"))
+    assert_same(load_file(saved), final_lora(server, "onwards"))
     assert entry["outputs"]["saved_picture"]["images"] and entry["outputs"]["plot"]["images"]
     (path,) = entry["outputs"]["path"]["text"]
     assert path == str(folder_of(server, "onwards") / "onwards.safetensors")
@@ -161,16 +161,16 @@ def test_a_lora_deleted_while_the_server_runs_is_made_again(server, tiny_loaders
         return "train" in cached["nodes"], entry["outputs"]["train"]["tessera"][0]
 
     assert not queue()[0]
-    before = final_lora(server, "deleted")
+    original = final_lora(server, "deleted")
     assert queue()[0]
     folder = folder_of(server, "deleted")
     (folder / "deleted.safetensors").unlink()
-    cached, told = queue()
-    assert not cached and "Resumed at step 4." in told["notes"]
-    same(final_lora(server, "deleted"), before)
+    cached, summary = queue()
+    assert not cached and "Resumed at step 4." in summary["notes"]
+    assert_same(final_lora(server, "deleted"), original)
     assert queue()[0]
     shutil.rmtree(folder)
-    cached, told = queue()
-    assert not cached and told["files"] and not [note for note in told["notes"] if "Resumed" in note]
-    same(final_lora(server, "deleted"), before)
+    cached, summary = queue()
+    assert not cached and summary["files"] and not [note for note in summary["notes"] if "Resumed" in note]
+    assert_same(final_lora(server, "deleted"), original)
     assert queue()[0]

@@ -93,12 +93,12 @@ def places(plain):
     """Places of every field of a state: (a dict or list, the place in it) by the field's name."""
     (adapter,), (segment,), tree = plain["adapters"], plain["parts"], plain["tree"]
     (point, *_), groups = plain["validation"]["points"], part(tree, "optimizer", "param_groups")
-    named = {"": plain, "adapters.": adapter, "parts.": segment, "machine.": plain["machine"]}
-    named |= {"validation.": plain["validation"], "point.": point}
-    found = {f"{where}{name}": (held, name) for where, held in named.items() for name in held}
+    tables = {"": plain, "adapters.": adapter, "parts.": segment, "machine.": plain["machine"]}
+    tables |= {"validation.": plain["validation"], "point.": point}
+    entries = {f"{prefix}{name}": (table, name) for prefix, table in tables.items() for name in table}
     lists = {"adapters": plain["adapters"], "layers": adapter["layers"], "parts": plain["parts"], "loss": plain["loss"]}
     lists |= {"points": plain["validation"]["points"], "groups": groups}
-    found |= {f"{name}.0": (held, 0) for name, held in lists.items()}
+    entries |= {f"{name}.0": (table, 0) for name, table in lists.items()}
     packed = {
         "tree": tree,
         "optimizer": part(tree, "optimizer"),
@@ -109,30 +109,30 @@ def places(plain):
         "average": part(tree, "average"),
         "averages": part(tree, "average", "masters"),
     }
-    for where, held in packed.items():
-        found |= {f"{where}: {name}": (held["dict"], number) for number, (name, _) in enumerate(held["dict"])}
-    return found
+    for prefix, table in packed.items():
+        entries |= {f"{prefix}: {name}": (table["dict"], number) for number, (name, _) in enumerate(table["dict"])}
+    return entries
 
 
-def change(held, place, value, packed):
+def change(table, place, value, packed):
     if value is GONE:
-        del held[place]
+        del table[place]
     elif packed:
-        held[place][1] = value
+        table[place][1] = value
     else:
-        held[place] = value
+        table[place] = value
 
 
 def malformed(plain, fields, value):
     """The state with another value for these fields."""
     plain = copy.deepcopy(plain)
-    found = places(plain)
+    entries = places(plain)
     for field in reversed(fields):  # the last ones first, as others move up where one is deleted
-        change(*found[field], value, ": " in field)
+        change(*entries[field], value, ": " in field)
     return plain
 
 
-def begun(stopped, **changes):
+def start_run(stopped, **changes):
     """(state that the run goes on from, the notes on it)."""
     _, checked, root, _ = stopped
     settings = run_settings(**options(**changes))
@@ -152,12 +152,12 @@ def test_a_value_that_no_state_has_is_named_and_the_older_state_is_taken_or_it_d
     tensors, metadata = read(newest)
     plain = json.loads(metadata["tessera"])
     resume = newest.relative_to(root).as_posix()
-    taken = {kind: [] for kind in VALUES}
+    fields_by_kind = {kind: [] for kind in VALUES}
     for field, (kind, value) in islice(product(places(plain), VALUES.items()), None, None, step):
         write(newest, tensors, metadata, malformed(plain, [field], value))
-        state, notes = begun(stopped)
+        state, notes = start_run(stopped)
         if state == newest:
-            taken[kind].append(field)
+            fields_by_kind[kind].append(field)
             continue
         assert state is not None and state.name == "state-000001.tessera", (field, kind)
         if (field, kind) == ("lineage", "text"):  # of another run, for all that it says
@@ -165,50 +165,50 @@ def test_a_value_that_no_state_has_is_named_and_the_older_state_is_taken_or_it_d
         (note,) = notes
         assert note.startswith(f"{resume} is skipped: ") and len(note) < 400, (field, kind, note)
         with pytest.raises(ValueError) as refused:
-            begun(stopped, resume=resume)
+            start_run(stopped, resume=resume)
         assert_one_sentence(str(refused.value))
-    assert {field for fields in taken.values() for field in fields if not field.startswith(HARMLESS)} == set()
-    for number, (kind, fields) in enumerate(taken.items()):
+    assert {field for fields in fields_by_kind.values() for field in fields if not field.startswith(HARMLESS)} == set()
+    for number, (kind, fields) in enumerate(fields_by_kind.items()):
         if fields:
-            shutil.copytree(root, one := root.with_name(str(number)))
-            write(one / resume, tensors, metadata, malformed(plain, fields, VALUES[kind]))
+            shutil.copytree(root, copy := root.with_name(str(number)))
+            write(copy / resume, tensors, metadata, malformed(plain, fields, VALUES[kind]))
             watcher = Watcher()
-            result = train(model, mixed_data(), one, watcher, **options())
+            result = train(model, mixed_data(), copy, watcher, **options())
             assert result.summary["status"] == "finished" and len(watcher.losses) == 1, (kind, fields)
 
 
-def with_unknown(plain, where):
+def with_unknown(plain, location):
     """The state with what a later version might add."""
     plain = copy.deepcopy(plain)
     adapter = plain["adapters"][0]
-    if where == "format":
+    if location == "format":
         plain["format"] = 2
-    elif where == "algorithm":
+    elif location == "algorithm":
         adapter["algorithm"] = "boft"
-    elif where == "tree":
+    elif location == "tree":
         plain["tree"]["dict"].append(["another", 1])
     else:
-        (adapter if where == "adapter" else plain)["another"] = 1
+        (adapter if location == "adapter" else plain)["another"] = 1
     return plain
 
 
-@pytest.mark.parametrize("where", ["state", "adapter", "tree", "algorithm", "format"])
+@pytest.mark.parametrize("location", ["state", "adapter", "tree", "algorithm", "format"])
 @pytest.mark.parametrize("version", ["0.2.0", "\n<b>0.2", None])
-def test_a_field_that_this_version_does_not_know_says_which_version_wrote_it(where, version, stopped):
+def test_a_field_that_this_version_does_not_know_says_which_version_wrote_it(location, version, stopped):
     _, _, root, newest = stopped
     tensors, metadata = read(newest)
     assert re.fullmatch(r"\d+\.\d+\.\d+", metadata.pop("tessera_version"))
     metadata |= {} if version is None else {"tessera_version": version}
-    write(newest, tensors, metadata, with_unknown(json.loads(metadata["tessera"]), where))
+    write(newest, tensors, metadata, with_unknown(json.loads(metadata["tessera"]), location))
     writer = "version 0.2.0" if version == "0.2.0" else "another version"
     with pytest.raises(DamagedState) as refused:
         read_header(newest)
     sentence = str(refused.value)
     assert_one_sentence(sentence)
     assert f"{newest.name} was written by {writer} of Tessera, and this one (" in sentence
-    field = {"algorithm": "algorithm boft", "format": "format"}.get(where, "another")
+    field = {"algorithm": "algorithm boft", "format": "format"}.get(location, "another")
     assert f"does not know its field '{field}'; update Tessera, choose another state" in sentence
-    state, (note,) = begun(stopped)
+    state, (note,) = start_run(stopped)
     assert state.name == "state-000001.tessera" and f"skipped: it was written by {writer} of Tessera" in note
 
 
@@ -216,7 +216,7 @@ def test_a_damaged_state_of_a_run_with_other_settings_is_not_spoken_of(stopped):
     *_, newest = stopped
     tensors, metadata = read(newest)
     write(newest, tensors, metadata, json.loads(metadata["tessera"]) | {"lineage": "of others", "step": -1})
-    state, notes = begun(stopped)
+    state, notes = start_run(stopped)
     assert state.name == "state-000001.tessera" and notes == []
 
 
@@ -224,5 +224,5 @@ def test_of_many_damaged_states_five_are_named(stopped):
     _, _, root, newest = stopped
     for step in range(3, 12):
         newest.with_name(f"state-{step:06d}.tessera").write_bytes(b"half a state")
-    state, notes = begun(stopped)
+    state, notes = start_run(stopped)
     assert state == newest and len(notes) == 6 and notes[-1] == "4 more damaged states are skipped."

@@ -75,7 +75,7 @@ def test_a_run_cancelled_after_any_step_goes_on_to_the_same_result(optimizer, ti
 
 def test_a_run_that_shows_a_part_of_a_folder_in_each_epoch_goes_on_to_the_same_result(tiny_flux, tmp_path):
     data = mixed_data()
-    data = replace(data, samples=tuple(replace(one, sample_ratio=0.5) for one in data.samples))
+    data = replace(data, samples=tuple(replace(item, sample_ratio=0.5) for item in data.samples))
     whole = train(tiny_flux, data, tmp_path / "whole", steps=8)
     cancelled(tiny_flux, data, tmp_path / "cancelled", 4, steps=8)
     equal(train(tiny_flux, data, tmp_path / "cancelled", steps=8), whole)
@@ -89,7 +89,7 @@ def test_cancel_within_a_step_waits_for_its_micro_batch_only(tiny_flux, tmp_path
         backwards.append(watcher.steps_done)
         backward(learner, loss)
 
-    def check(done):
+    def check(step):
         if backwards.count(2) == 2:  # Cancel is pressed amid the second micro-batch of the third step
             raise InterruptProcessingException
 
@@ -99,9 +99,9 @@ def test_cancel_within_a_step_waits_for_its_micro_batch_only(tiny_flux, tmp_path
         with pytest.raises(InterruptProcessingException):
             train(tiny_flux, mixed_data(), tmp_path / "cancelled", watcher, **options)
     assert backwards == [0, 0, 0, 1, 1, 1, 2, 2]
-    again = Watcher()
-    resumed = train(tiny_flux, mixed_data(), tmp_path / "cancelled", again, **options)
-    assert "Resumed at step 2." in again.notes
+    resumed_watcher = Watcher()
+    resumed = train(tiny_flux, mixed_data(), tmp_path / "cancelled", resumed_watcher, **options)
+    assert "Resumed at step 2." in resumed_watcher.notes
     equal(resumed, train(tiny_flux, mixed_data(), tmp_path / "whole", **options))
 
 
@@ -126,13 +126,13 @@ def is_of_the_run(optimizer):
 
 
 def test_the_saved_lora_is_the_average_and_the_state_keeps_both(tiny_flux, tmp_path, monkeypatch):
-    data, seen, step = mixed_data(), [], Learner.step
+    data, snapshots, step = mixed_data(), [], Learner.step
 
     def look(learner):
-        seen.append([p.detach().clone() for p in learner.network.parameters()])
+        snapshots.append([p.detach().clone() for p in learner.network.parameters()])
 
     def watched(learner):
-        if not seen:
+        if not snapshots:
             look(learner)
         step(learner)
         look(learner)
@@ -141,17 +141,17 @@ def test_the_saved_lora_is_the_average_and_the_state_keeps_both(tiny_flux, tmp_p
     monkeypatch.setattr(Learner, "step", watched)
     averaged = train(tiny_flux, data, tmp_path / "averaged", optimizer={"ema_decay": 0.25})
     # It is trained alike, and saved otherwise.
-    assert averaged.loss == plain.loss and len(seen) == 7
-    expected, *steps = seen
+    assert averaged.loss == plain.loss and len(snapshots) == 7
+    expected, *steps = snapshots
     for number, weights in enumerate(steps, start=1):
         decay = min(0.25, (1 + number) / (10 + number))
-        expected = [decay * mean + (1 - decay) * now for mean, now in zip(expected, weights, strict=True)]
+        expected = [decay * mean + (1 - decay) * weight for mean, weight in zip(expected, weights, strict=True)]
     torch.testing.assert_close(trained_matrices(averaged.lora), expected)
     state = last_state(tmp_path / "averaged")
     masters = in_its_order(averaged.lora, state.master_weights)
     assert all(torch.equal(a, b) for a, b in zip(masters, steps[-1], strict=True))
-    kept = in_its_order(averaged.lora, state.average["masters"])
-    assert all(torch.equal(a, b) for a, b in zip(kept, trained_matrices(averaged.lora), strict=True))
+    averages = in_its_order(averaged.lora, state.average["masters"])
+    assert all(torch.equal(a, b) for a, b in zip(averages, trained_matrices(averaged.lora), strict=True))
     assert not torch.equal(steps[-1][1], expected[1])
 
 
@@ -295,11 +295,11 @@ def test_a_named_state_goes_on_from_just_that_one_as_often_as_it_is_queued(tiny_
 
 def test_a_named_state_that_is_gone_is_told_and_no_finished_run_is_taken_for_its(tiny_flux, tmp_path):
     train(tiny_flux, mixed_data(), tmp_path, steps=1)
-    gone = f"{run_folder(tmp_path).name}/state-000002.tessera"
+    state = f"{run_folder(tmp_path).name}/state-000002.tessera"
     with pytest.raises(
-        ValueError, match=f"^resume: there is no state '{re.escape(gone)}'; choose one of the list, 'latest'"
+        ValueError, match=f"^resume: there is no state '{re.escape(state)}'; choose one of the list, 'latest'"
     ):
-        train(tiny_flux, mixed_data(), tmp_path, steps=1, resume=gone)
+        train(tiny_flux, mixed_data(), tmp_path, steps=1, resume=state)
 
 
 def test_a_cancelled_run_leaves_whole_states_and_a_lora_of_that_step(tiny_flux, tmp_path):
@@ -333,8 +333,8 @@ def test_runs_are_numbered_and_found_finished_by_their_key_wherever_they_were_co
         shutil.copytree(result.path.parent, other / folder)
     for folder, result in folders.items():
         seed = {} if result is first else {"seed": 9}
-        again = train(tiny_flux, data, other, steps=2, output_name="styles/tiny", **seed)
-        assert again.path == other / folder / "tiny.safetensors" and again.loss == result.loss
+        repeat = train(tiny_flux, data, other, steps=2, output_name="styles/tiny", **seed)
+        assert repeat.path == other / folder / "tiny.safetensors" and repeat.loss == result.loss
         state = f"{folder}/state-000002.tessera"
         longer = train(tiny_flux, data, other, steps=3, output_name="styles/tiny", resume=state, **seed)
         assert longer.loss[:2] == result.loss and longer.path.parent.name == f"tiny ({6 if result is first else 7:03})"
@@ -344,12 +344,12 @@ def test_two_processes_do_not_train_into_one_folder(tiny_flux, tmp_path):
     data = mixed_data()
     cancelled(tiny_flux, data, tmp_path, 3)
     folder = run_folder(tmp_path)
-    before = files_in(folder)
+    files = files_in(folder)
     other = RunFolder(folder, "tiny")
     said = f"another ComfyUI on this machine is training into {re.escape(folder.name)} right now; wait for it"
     with claim.lock_folder(other.path), pytest.raises(ValueError, match=said):
         train(tiny_flux, data, tmp_path)
-    assert files_in(folder) == before
+    assert files_in(folder) == files
     assert len(train(tiny_flux, data, tmp_path).loss) == 6
     with claim.lock_folder(other.path):  # it has let go of it
         pass
@@ -375,26 +375,26 @@ def test_a_run_that_trains_on_another_machine_is_left_alone_and_one_that_was_kil
 
     thread = threading.Thread(target=beat)
     thread.start()
-    before = files_in(folder).keys()
+    files = files_in(folder).keys()
     try:
         with pytest.raises(ValueError, match=r"another ComfyUI on node-7 is training into tiny \(001\) right now"):
             train(tiny_flux, data, tmp_path)
     finally:
         stopped.set()
         thread.join()
-    assert files_in(folder).keys() == before and "node-7" in (folder / "run.json").read_text()
+    assert files_in(folder).keys() == files and "node-7" in (folder / "run.json").read_text()
     assert len(train(tiny_flux, data, tmp_path, watcher=watcher).loss) == 6 and run_folder(tmp_path) == folder
     assert any("node-7 does not train into" in phase for phase in watcher.phases)
 
 
 def test_no_more_than_two_states_are_kept(tiny_flux, tmp_path):
-    most = []
+    counts = []
 
-    def look(done):
-        most.append(len(list(tmp_path.rglob("*.tessera"))))
+    def look(step):
+        counts.append(len(list(tmp_path.rglob("*.tessera"))))
 
     train(tiny_flux, mixed_data(), tmp_path, Watcher(at_step=look), save_every=1)
-    assert max(most) == 2
+    assert max(counts) == 2
     assert sorted(p.name for p in tmp_path.rglob("*.tessera")) == ["state-000005.tessera", "state-000006.tessera"]
 
 
@@ -402,11 +402,11 @@ def test_no_more_than_two_states_are_kept(tiny_flux, tmp_path):
 def test_a_changed_setting_starts_anew_beside_the_other_run(change, tiny_flux, tmp_path):
     data = mixed_data()
     cancelled(tiny_flux, data, tmp_path, 4)
-    before = files_in(run_folder(tmp_path))
+    files = files_in(run_folder(tmp_path))
     watcher = Watcher()
     result = train(tiny_flux, data, tmp_path, watcher, **change)
     assert len(watcher.losses) == 6 and not [n for n in watcher.notes if "Resumed" in n]
-    assert {path: path.read_bytes() for path in before} == before and result.path not in before
+    assert {path: path.read_bytes() for path in files} == files and result.path not in files
 
 
 def test_raised_steps_go_on_where_the_finished_run_ended(tiny_flux, tmp_path):
@@ -426,19 +426,19 @@ def test_a_run_that_finds_only_states_of_other_settings_says_how_to_go_on_from_o
         os.utime(state, (1, 1))  # steps are quicker than the clock of some disks
     (folder / "state-000005.tessera").write_bytes(b"not whole")
 
-    def told(**changes):
+    def notes_of(**changes):
         watcher = cancel_at(0)
         with pytest.raises(InterruptProcessingException):
             train(tiny_flux, data, tmp_path, watcher, **changes)
         return [note for note in watcher.notes if "step 0" in note]
 
     for steps, state in ((6, "state-000004"), (3, "state-000002")):
-        (note,) = told(optimizer={"learning_rate": 1e-3}, steps=steps)
+        (note,) = notes_of(optimizer={"learning_rate": 1e-3}, steps=steps)
         assert (
             "settings changed since the last run of" in note and f"choose {folder.name}/{state}.tessera under" in note
         )
-    assert not told(optimizer={"learning_rate": 1e-3}, steps=1)
-    (note,) = told(steps=1)
+    assert not notes_of(optimizer={"learning_rate": 1e-3}, steps=1)
+    (note,) = notes_of(steps=1)
     assert "of this run are beyond steps = 1" in note and "raise steps to 2 or more" in note
 
 
@@ -470,36 +470,36 @@ def test_a_run_that_goes_on_from_a_state_of_other_settings_is_a_run_of_its_own(t
 
 def test_a_run_that_went_on_under_other_settings_goes_on_by_name_as_itself(tiny_flux, tmp_path):
     data, slower = mixed_data(), {"optimizer": {"learning_rate": 1e-3}}
-    root, again = tmp_path / "runs", tmp_path / "again"
+    root, copy = tmp_path / "runs", tmp_path / "again"
     cancelled(tiny_flux, data, root, 2)
     founding = f"{run_folder(root).name}/state-000002.tessera"
     shutil.copytree(root, tmp_path / "whole")
     whole = train(tiny_flux, data, tmp_path / "whole", resume=founding, **slower)
     cancelled(tiny_flux, data, root, 4, resume=founding, **slower)
-    (own,) = root.glob("*/state-000004.tessera")
-    name = own.relative_to(root).as_posix()
+    (state_file,) = root.glob("*/state-000004.tessera")
+    name = state_file.relative_to(root).as_posix()
 
     # As it was queued it begins again where it was told to, and says where it was left.
-    shutil.copytree(root, again)
+    shutil.copytree(root, copy)
     watcher = Watcher()
-    equal(train(tiny_flux, data, again, watcher, resume=founding, **slower), whole)
+    equal(train(tiny_flux, data, copy, watcher, resume=founding, **slower), whole)
     assert len(watcher.losses) == 4 and any(f"choose {name} under resume" in note for note in watcher.notes)
 
     watcher = Watcher()
     result = train(tiny_flux, data, root, watcher, resume=name, **slower)
     equal(result, whole)
-    assert len(watcher.losses) == 2 and result.path.parent == own.parent
+    assert len(watcher.losses) == 2 and result.path.parent == state_file.parent
     assert not [note for note in watcher.notes if "other data" in note or "hoose" in note]
     assert result.summary["continued_from"] == whole.summary["continued_from"]
 
     watcher = Watcher()
-    for state in (founding, name, f"{own.parent.name}/state-000006.tessera"):
+    for state in (founding, name, f"{state_file.parent.name}/state-000006.tessera"):
         equal(train(tiny_flux, data, root, watcher, resume=state, **slower), result)
     assert not watcher.losses
     longer = train(tiny_flux, data, root, watcher, resume=state, steps=7, **slower)
     assert len(watcher.losses) == 1 and longer.summary["continued_from"] == whole.summary["continued_from"]
-    found = train(tiny_flux, data, root, watcher, resume=name, steps=7, **slower)
-    assert len(watcher.losses) == 1 and found.path == longer.path
+    continued = train(tiny_flux, data, root, watcher, resume=name, steps=7, **slower)
+    assert len(watcher.losses) == 1 and continued.path == longer.path
 
 
 def test_a_run_started_anew_goes_on_in_its_own_folder_and_what_a_killed_process_wrote_is_removed(tiny_flux, tmp_path):
@@ -527,9 +527,9 @@ def test_a_run_that_was_killed_before_its_first_save_uses_its_folder_again(resum
     assert not (folder / "previews" / ".0123.part").exists() and (folder / "previews" / "step000000_0.png").is_file()
     # What was saved, or finished, is left as it is.
     lora, summary = folder / "tiny.safetensors", folder / "summary.json"
-    for kept in (lora, folder / "state-000002.tessera", summary):
+    for survivor in (lora, folder / "state-000002.tessera", summary):
         for path in folder.iterdir():
-            if path not in (kept, folder / "previews", folder / "run.json"):
+            if path not in (survivor, folder / "previews", folder / "run.json"):
                 path.rename(tmp_path / path.name)
         other = train(tiny_flux, mixed_data(), tmp_path, steps=2, resume="off").path.parent
         assert other != folder
@@ -567,10 +567,10 @@ def test_a_finished_run_is_returned_from_disk_and_trained_again_when_its_file_is
     first = train(tiny_flux, data, tmp_path)
     stamp = first.path.stat().st_mtime_ns
     watcher = Watcher()
-    again = train(tiny_flux, data, tmp_path, watcher)
-    equal(again, first)
-    assert not watcher.losses and again.path == first.path and first.path.stat().st_mtime_ns == stamp
-    assert again.lora.metadata == first.lora.metadata and again.summary["status"] == "finished"
+    repeat = train(tiny_flux, data, tmp_path, watcher)
+    equal(repeat, first)
+    assert not watcher.losses and repeat.path == first.path and first.path.stat().st_mtime_ns == stamp
+    assert repeat.lora.metadata == first.lora.metadata and repeat.summary["status"] == "finished"
 
     first.path.unlink()
     restored = train(tiny_flux, data, tmp_path)
@@ -584,7 +584,7 @@ def test_a_finished_run_is_returned_from_disk_and_trained_again_when_its_file_is
     assert len(watcher.losses) == 6
 
 
-def without(field):
+def drop_field(field):
     """Takes a field out of a summary."""
 
     def change(text):
@@ -603,7 +603,7 @@ DAMAGED = {
     "losses that are none": ("summary.json", lambda content: content.replace(b'"loss": [', b'"loss": [null,')),
     "previews that are none": ("summary.json", lambda content: content.replace(b'"loss"', b'"previews": [], "loss"')),
     "points that are none": ("summary.json", lambda content: content.replace(b'"points": [', b'"points": [{},')),
-    **{f"a summary without {name}": ("summary.json", without(name)) for name in ("loss", "key", "status", "folder")},
+    **{f"a summary without {name}": ("summary.json", drop_field(name)) for name in ("loss", "key", "status", "folder")},
 }
 
 
@@ -619,19 +619,19 @@ def test_a_finished_run_whose_files_cannot_be_read_is_restored_as_one_whose_file
         restored = train(tiny_flux, mixed_data(), tmp_path, watcher, **options)
         assert restored.path == first.path and "Resumed at step 2." in watcher.notes and not watcher.losses, name
         equal(restored, first)
-        again = train(tiny_flux, mixed_data(), tmp_path, watcher := Watcher(), **options)
-        assert again.validation == first.validation and not any("Resumed" in note for note in watcher.notes), name
-        equal(again, first)
+        repeat = train(tiny_flux, mixed_data(), tmp_path, watcher := Watcher(), **options)
+        assert repeat.validation == first.validation and not any("Resumed" in note for note in watcher.notes), name
+        equal(repeat, first)
 
 
 def test_training_neither_reads_nor_moves_the_global_generators(tiny_flux, tmp_path):
     data = mixed_data()
     whole = train(tiny_flux, data, tmp_path / "whole", **HARD)
     torch.manual_seed(7)
-    before = torch.get_rng_state()
+    state = torch.get_rng_state()
     equal(train(tiny_flux, data, tmp_path / "again", **HARD), whole)
-    assert torch.equal(torch.get_rng_state(), before)
-    disturbed = Watcher(at_step=lambda done: torch.manual_seed(done) and torch.rand(5))
+    assert torch.equal(torch.get_rng_state(), state)
+    disturbed = Watcher(at_step=lambda step: torch.manual_seed(step) and torch.rand(5))
     equal(train(tiny_flux, data, tmp_path / "disturbed", disturbed, **HARD), whole)
 
 

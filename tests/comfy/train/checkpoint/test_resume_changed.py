@@ -23,7 +23,7 @@ def trained(model, root, **changes):
     return f"{result.path.parent.name}/state-000004.tessera"
 
 
-def without(path, *fields):
+def drop_fields(path, *fields):
     """The state as it was written before these fields were."""
     with safe_open(path, "pt") as file:
         plain = json.loads(file.metadata()["tessera"])
@@ -70,10 +70,10 @@ NETWORKS = {
 def test_a_state_of_another_network_is_refused_before_the_model_is_loaded(
     changed, tiny_flux, tmp_path, nothing_is_loaded
 ):
-    before, after, told = NETWORKS[changed]
+    before, after, message = NETWORKS[changed]
     state = trained(tiny_flux, tmp_path, network={"include": TWO_LAYERS} | before)
     nothing_is_loaded()
-    with pytest.raises(ValueError, match=rf"^resume: that state.*{told}.*or set resume to 'off'"):
+    with pytest.raises(ValueError, match=rf"^resume: that state.*{message}.*or set resume to 'off'"):
         train(tiny_flux, mixed_data(), tmp_path, network={"include": TWO_LAYERS} | after, resume=state)
 
 
@@ -86,19 +86,19 @@ def test_what_an_algorithm_does_not_read_may_change(tiny_flux, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"optimizer": {"optimizer": "lion"}}, "is of the optimizer torch.AdamW and this run has pytorch_optimizer.Li"),
         ({"network": {"include": ONE_LAYER, "lora_plus_ratio": 4.0}}, "was trained without LoRA.; set lora_plus_ratio"),
     ],
 )
 def test_a_state_of_another_optimizer_is_refused_before_the_model_is_loaded(
-    changes, told, tiny_flux, tmp_path, nothing_is_loaded
+    changes, message, tiny_flux, tmp_path, nothing_is_loaded
 ):
     network = {"network": {"include": ONE_LAYER}}
     state = trained(tiny_flux, tmp_path, **network)
     nothing_is_loaded()
-    with pytest.raises(ValueError, match=rf"^resume: that state {told}"):
+    with pytest.raises(ValueError, match=rf"^resume: that state {message}"):
         train(tiny_flux, mixed_data(), tmp_path, resume=state, **(network | changes))
 
 
@@ -111,7 +111,7 @@ def test_an_average_that_ends_at_a_resume_says_so(tiny_flux, tmp_path):
     assert note.startswith("The state has an average of the LoRA") and "ema_decay" in note and "step 4" in note
 
 
-def told(result):
+def entries_of(result):
     """Earlier parts by the LoRA's metadata; the summary says the same."""
     with safe_open(result.path, "pt") as file:
         earlier = json.loads(file.metadata()["tessera"])["continued_from"]
@@ -122,30 +122,30 @@ def told(result):
 def test_a_lora_says_what_its_earlier_parts_were_made_with(tiny_flux, tmp_path):
     network = {"network": {"include": ONE_LAYER}, "save_every": 0}
     first = train(tiny_flux, mixed_data(), tmp_path, steps=2, seed=5, **network)
-    assert told(first) == []
+    assert entries_of(first) == []
     state = f"{first.path.parent.name}/state-000002.tessera"
     slower = network | {"optimizer": {"learning_rate": 1e-3}}
     with pytest.raises(InterruptProcessingException):
         train(tiny_flux, mixed_data(), tmp_path, cancel_at(3), resume=state, steps=4, **slower)
     second = train(tiny_flux, mixed_data(), tmp_path, resume=state, steps=4, **slower)
     part = {"from_step": 0, "to_step": 2, "settings": {"optimizer": {"learning_rate": 1e-2}, "seed": 5}}
-    assert told(second) == [part]
+    assert entries_of(second) == [part]
 
     # A third part with other data; what a part had is told against the last one.
     state = f"{second.path.parent.name}/state-000004.tessera"
     fewer = training_data(*mixed_data().samples[:3])
     third = train(tiny_flux, fewer, tmp_path, resume=state, seed=5, **slower)
-    one, two = told(third)
-    assert one["settings"]["optimizer"] == {"learning_rate": 1e-2} and "seed" not in one["settings"]
+    older, two = entries_of(third)
+    assert older["settings"]["optimizer"] == {"learning_rate": 1e-2} and "seed" not in older["settings"]
     assert (two["from_step"], two["to_step"]) == (2, 4) and two["settings"]["seed"] == 3
-    for entry in (one, two):
+    for entry in (older, two):
         assert entry["settings"].keys() >= {"data", "data_fingerprint", "samples"}
         assert "model_fingerprint" not in entry["settings"]
 
 
 def test_an_option_that_there_was_not_yet_is_no_change():
-    before = {"seed": 5, "objective": {"shift": 3.0}, "network": {"rank": 4}}
+    old_settings = {"seed": 5, "objective": {"shift": 3.0}, "network": {"rank": 4}}
     options = {"network": asdict(NetworkOptions(rank=4)), "optimizer": asdict(OptimizerOptions())}
-    now = {"seed": 6, "objective": asdict(ObjectiveOptions(guidance_loss_scale=2.0)), **options}
-    (told_of,) = continued_from([{"made_with": before, "to_step": 2}, {"made_with": now}])
+    new_settings = {"seed": 6, "objective": asdict(ObjectiveOptions(guidance_loss_scale=2.0)), **options}
+    (told_of,) = continued_from([{"made_with": old_settings, "to_step": 2}, {"made_with": new_settings}])
     assert told_of["settings"] == {"seed": 5, "objective": {"shift": 3.0, "guidance_loss_scale": 0.0}}

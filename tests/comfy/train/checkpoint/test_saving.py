@@ -45,12 +45,12 @@ def test_the_newest_loras_stay_and_nothing_else_goes(tiny_flux, tmp_path):
     }
     result = train(tiny_flux, mixed_data(), tmp_path, watcher, steps=6, **options)
     folder = result.path.parent
-    of_steps = {"tiny-step000004.safetensors", "tiny-step000005.safetensors"}
+    step_files = {"tiny-step000004.safetensors", "tiny-step000005.safetensors"}
     loras = {"tiny.safetensors", "tiny-best.safetensors"}
     assert {path.name for path in folder.iterdir() if "safetensors" in path.name} == loras | set(foreign)
-    assert {path.name for path in (folder / "tiny_steps").iterdir()} == of_steps | set(foreign)
+    assert {path.name for path in (folder / "tiny_steps").iterdir()} == step_files | set(foreign)
     assert steps_kept(first) == [1, 2]
-    assert set(result.summary["files"]) == loras | {f"tiny_steps/{name}" for name in of_steps}
+    assert set(result.summary["files"]) == loras | {f"tiny_steps/{name}" for name in step_files}
 
 
 def test_a_run_that_goes_on_earlier_leaves_what_lies_ahead(tiny_flux, tmp_path):
@@ -95,21 +95,23 @@ def test_the_metadata_says_what_the_run_was_made_with(tiny_flux, tmp_path):
     data = replace(
         data, made_with={"fit": "ragged edge", "folders": [{"repeats": 3, "captions": {"tag_dropout": 0.1}}]}
     )
-    held = {"part": 0.2, "every_n_steps": 3, "seed": 9}
-    result = train(tiny_flux, data, tmp_path, steps=3, save_every=0, save_every_epochs=7, keep_last=2, validation=held)
+    validation = {"part": 0.2, "every_n_steps": 3, "seed": 9}
+    result = train(
+        tiny_flux, data, tmp_path, steps=3, save_every=0, save_every_epochs=7, keep_last=2, validation=validation
+    )
     with safe_open(result.path, "pt") as file:
         metadata = file.metadata()
     assert "secret" not in json.dumps(metadata) and str(tmp_path) not in json.dumps(metadata)
     said = json.loads(metadata["tessera"])
-    assert {k: said["validation"][k] for k in held} == held and said["validation"]["data"] is None
+    assert {k: said["validation"][k] for k in validation} == validation and said["validation"]["data"] is None
     assert said["saving"] == {"save_every": 0, "save_every_epochs": 7, "keep_last": 2} and said["compile"] == "off"
     names = result.summary["validation"]["samples"]
-    left = [one for one in data.samples if one.name not in names]
+    remaining = [item for item in data.samples if item.name not in names]
     assert said["data"]["made_with"] == data.made_with
-    assert said["data"]["samples"] == len(left) == 5
-    assert said["data"]["shown_per_epoch"] == said["samples"] == sum(one.repeats for one in left)
+    assert said["data"]["samples"] == len(remaining) == 5
+    assert said["data"]["shown_per_epoch"] == said["samples"] == sum(item.repeats for item in remaining)
     buckets = {tuple(bucket["grid"]): bucket["samples"] for bucket in said["data"]["buckets"]}
-    assert buckets == {grid: sum(one.grid == grid for one in left) for grid in {one.grid for one in left}}
+    assert buckets == {grid: sum(item.grid == grid for item in remaining) for grid in {item.grid for item in remaining}}
 
 
 def test_what_contradicts_itself_ends_in_one_sentence():
@@ -149,11 +151,11 @@ def test_an_allowed_folder_stands_in_the_workflow_files_by_its_last_part(monkeyp
     photos = tmp_path / "ann" / "photos"
     (tmp_path / "tessera.json").write_text(json.dumps({"allowed_folders": [str(tmp_path / "ann")]}))
     monkeypatch.setattr(folder_paths, "get_user_directory", lambda: str(tmp_path))
-    kept = ["/imagine a fox", "/", "input/set", 3, None, str(tmp_path / "other"), f"see {tmp_path}"]
+    values = ["/imagine a fox", "/", "input/set", 3, None, str(tmp_path / "other"), f"see {tmp_path}"]
 
     def graph(folder):
-        inputs = {"folder": folder, "text": kept, "link": ["2", 0]}
-        nodes = [{"type": "A", "widgets_values": [folder, *kept]}]
+        inputs = {"folder": folder, "text": values, "link": ["2", 0]}
+        nodes = [{"type": "A", "widgets_values": [folder, *values]}]
         return {"1": {"class_type": "A", "inputs": inputs}}, {"workflow": {"nodes": nodes}}
 
     assert workflow_files(*graph(str(photos))) == workflow_files(*graph("photos"))
@@ -198,5 +200,5 @@ def test_the_workflow_beside_the_lora_is_what_was_queued_and_trains_it_again(ser
     server.post("/free", {"unload_models": True, "free_memory": True})  # what core has kept of it
     server.run(queued)
     (folder,) = (server.base / "output" / "loras").glob("again (*)")
-    again = load_file(folder / "again.safetensors")
-    assert all(torch.equal(again[name], first[name]) for name in first)
+    repeated = load_file(folder / "again.safetensors")
+    assert all(torch.equal(repeated[name], first[name]) for name in first)

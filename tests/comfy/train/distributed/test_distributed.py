@@ -86,22 +86,24 @@ def test_two_experts_are_trained_by_two_processes_as_by_one(ranks, tmp_path):
     """One after the other, and the second of them alone where the first is there already."""
     files = [str(tiny.write_wan(tmp_path / f"{seed}.safetensors", layers=1, seed=seed)) for seed in (1, 2)]
     settings = STEP | {"batch_size": 2, "gradient_accumulation": 1, "output_name": "film"}
-    wanted = []
+    expected = []
     experts, data = planned_experts(files, run_settings(**settings))
     for expert in experts:
-        wanted.append(dict(train_lora(RunRequest(expert.model, data, expert.settings, tmp_path / "1", Watcher())).lora))
+        expected.append(
+            dict(train_lora(RunRequest(expert.model, data, expert.settings, tmp_path / "1", Watcher())).lora)
+        )
     answers = ranks.train(2, tmp_path / "2", settings, experts=files)
     assert not any(errors_of(answers)), answers
-    assert_close(ranks.lora(), wanted[1], 1e-4)
+    assert_close(ranks.lora(), expected[1], 1e-4)
     (first,) = (tmp_path / "2").rglob("film_high_noise.safetensors")
     (alone,) = (tmp_path / "1").rglob("film_high_noise.safetensors")
     assert_close(load_file(first), load_file(alone), 1e-4)
-    assert not torch.equal(*(next(iter(lora.values())) for lora in wanted))
+    assert not torch.equal(*(next(iter(lora.values())) for lora in expected))
     shutil.rmtree(next((tmp_path / "2").glob("film_low_noise (*)")))
-    again = ranks.train(2, tmp_path / "2", settings, experts=files)
-    assert not any(errors_of(again)), again
-    assert any("already finished" in note for note in again[0]["notes"])
-    assert_close(ranks.lora(), wanted[1], 1e-4)
+    repeated = ranks.train(2, tmp_path / "2", settings, experts=files)
+    assert not any(errors_of(repeated)), repeated
+    assert any("already finished" in note for note in repeated[0]["notes"])
+    assert_close(ranks.lora(), expected[1], 1e-4)
 
 
 def test_a_step_takes_one_sum_of_the_gradients_and_sends_no_weight(ranks, tiny_flux, tmp_path):
@@ -126,9 +128,9 @@ def test_only_the_first_writes_and_reports(ranks, tiny_flux, tmp_path):
     alone = train(tiny_flux, mixed_data(), tmp_path / "1", **settings)
     (folder_alone,) = (tmp_path / "1").iterdir()
     assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in folder_alone.iterdir())
-    points, wanted = (one["validation"]["points"] for one in (first["summary"], alone.summary))
+    points, expected = (run["validation"]["points"] for run in (first["summary"], alone.summary))
     assert [p["step"] for p in points] == [0, 2, 4]
-    assert [p["loss"] for p in points] == pytest.approx([p["loss"] for p in wanted], rel=1e-5)
+    assert [p["loss"] for p in points] == pytest.approx([p["loss"] for p in expected], rel=1e-5)
     assert first["summary"]["slow_calls"] == 1 and second["waited"] > 2.5
     # One batch at each of three times, which the first takes, where two could be dealt out.
     assert [answer["measured"] for answer in (first, second)] == [3, 0]
@@ -154,15 +156,15 @@ def test_what_the_others_go_on_with_is_there_and_they_write_nothing_themselves(r
 
 
 def test_validation_is_dealt_out(ranks, tiny_flux, tmp_path):
-    held = {"part": 0.6, "every_n_steps": 2, "sigmas": "0.2,0.4,0.6,0.8"}
-    settings = STEP | {"steps": 2, "batch_size": 2, "gradient_accumulation": 3, "validation": held}
-    alone, found = (ranks.train(size, tmp_path / str(size), settings) for size in (1, 3))
-    assert not any(errors_of([*alone, *found])), found
-    measured = [answer["measured"] for answer in found]
+    validation = {"part": 0.6, "every_n_steps": 2, "sigmas": "0.2,0.4,0.6,0.8"}
+    settings = STEP | {"steps": 2, "batch_size": 2, "gradient_accumulation": 3, "validation": validation}
+    alone, answers = (ranks.train(size, tmp_path / str(size), settings) for size in (1, 3))
+    assert not any(errors_of([*alone, *answers])), answers
+    measured = [answer["measured"] for answer in answers]
     assert sum(measured) == alone[0]["measured"] > 6 and max(measured) - min(measured) <= 2
-    points, wanted = (one[0]["summary"]["validation"]["points"] for one in (found, alone))
-    assert [p["losses"] for p in points] == [pytest.approx(p["losses"], rel=1e-5) for p in wanted]
-    assert [p["losses"] for p in points[:1]] == [p["losses"] for p in wanted[:1]]  # before the first step
+    points, expected = (run[0]["summary"]["validation"]["points"] for run in (answers, alone))
+    assert [p["losses"] for p in points] == [pytest.approx(p["losses"], rel=1e-5) for p in expected]
+    assert [p["losses"] for p in points[:1]] == [p["losses"] for p in expected[:1]]  # before the first step
 
 
 def test_what_the_user_asks_of_the_first_is_done_by_all_after_the_same_step(ranks, tiny_flux, tmp_path):
@@ -246,13 +248,15 @@ def test_a_cancel_while_others_are_waited_for_is_told_as_such_whether_they_come_
     assert [path.name for path in folder.glob("*.tessera")] == ["state-000002.tessera"]
 
 
-@pytest.mark.parametrize(("meets", "do"), one_in(3, [(False, "kill"), (True, "hang"), (False, "hang")]))
-def test_a_process_that_is_gone_or_hangs_ends_the_run_and_its_last_state_goes_on(meets, do, ranks, tiny_flux, tmp_path):
-    act = {"rank": 1, "do": do, "step": 2}
-    limit = 4 if do == "hang" else 10  # seconds, in place of half an hour
+@pytest.mark.parametrize(("meets", "action"), one_in(3, [(False, "kill"), (True, "hang"), (False, "hang")]))
+def test_a_process_that_is_gone_or_hangs_ends_the_run_and_its_last_state_goes_on(
+    meets, action, ranks, tiny_flux, tmp_path
+):
+    act = {"rank": 1, "do": action, "step": 2}
+    limit = 4 if action == "hang" else 10  # seconds, in place of half an hour
     answers = ranks.train(3, tmp_path / "ended", STEP, meets=meets, step_limit=limit, act=act)
     assert answers[1] == {} and "did not get to the end of step 3" in answers[0]["error"], answers
-    assert "Device 1" in answers[0]["error"] or do == "kill"
+    assert "Device 1" in answers[0]["error"] or action == "kill"
     assert "Everything up to step 2 is saved" in answers[0]["error"]
     (folder,) = (tmp_path / "ended").iterdir()
     assert [path.name for path in folder.glob("*.tessera")] == ["state-000002.tessera"]
@@ -286,8 +290,8 @@ def test_a_process_killed_at_any_moment_leaves_a_state_that_goes_on(seed, ranks,
     act["seconds"] = chance.random() * 0.3
     limits = {"step_limit": 10, "wait_limit": 15}
     answers = ranks.train(size, tmp_path, settings, meets=chance.random() < 0.5, act=act, **limits)
-    over = [rank for rank, answer in enumerate(answers) if answer.get("done") == STEPS or "loss" in answer]
-    assert answers[act["rank"]] == {} or over, answers
+    survivors = [rank for rank, answer in enumerate(answers) if answer.get("done") == STEPS or "loss" in answer]
+    assert answers[act["rank"]] == {} or survivors, answers
     resumed = train(tiny_flux, mixed_data(), tmp_path, **settings)
     if not whole_runs:
         whole_runs |= train(tiny_flux, mixed_data(), tmp_path / "whole", **settings).lora
@@ -315,7 +319,7 @@ def test_masks_weigh_in_a_batch_over_processes_as_in_one(ranks, tiny_flux, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("own", "said"),
+    ("own_settings", "said"),
     [
         ({"seed": 4}, "Device 1 has another run than device 0; give all of them the same workflow"),
         (
@@ -325,8 +329,8 @@ def test_masks_weigh_in_a_batch_over_processes_as_in_one(ranks, tiny_flux, tmp_p
         ({"batch_size": 3, "gradient_accumulation": 1}, "batch_size is 3 and gradient_accumulation 1, which 2 devices"),
     ],
 )
-def test_a_process_that_differs_is_told_before_the_first_step(own, said, ranks, tmp_path):
-    first, second = ranks.train(2, tmp_path, STEP, own={"1": own})
+def test_a_process_that_differs_is_told_before_the_first_step(own_settings, said, ranks, tmp_path):
+    first, second = ranks.train(2, tmp_path, STEP, own={"1": own_settings})
     assert said in (first["error"] + second["error"]) and first["sums"] == second["sums"] == 0, (first, second)
     assert not list(tmp_path.iterdir())
 
@@ -350,24 +354,24 @@ def test_a_device_that_sees_no_state_is_told_before_the_first_step(ranks, tmp_pa
     assert [answer["sums"] for answer in answers] == [0, 0] and not (tmp_path / "second").exists()
 
 
-@pytest.mark.parametrize(("step", "found"), [(STEPS - 1, STEPS), (0, 2)])
-def test_devices_that_went_apart_end_the_run_with_what_was_trained(step, found, ranks, tmp_path):
+@pytest.mark.parametrize(("step", "expected"), [(STEPS - 1, STEPS), (0, 2)])
+def test_devices_that_went_apart_end_the_run_with_what_was_trained(step, expected, ranks, tmp_path):
     """At the next save, and at the last one."""
-    settings = STEP | {"save_every": 2 if found == 2 else 0}
+    settings = STEP | {"save_every": 2 if expected == 2 else 0}
     answers = ranks.train(2, tmp_path, settings, act={"rank": 1, "do": "drift", "step": step})
     assert "Device 1 and device 0 computed different LoRAs" in answers[0]["error"]
-    assert answers[0]["done"] == found
+    assert answers[0]["done"] == expected
     (folder,) = tmp_path.iterdir()
-    assert [path.name for path in folder.glob("*.tessera")] == [f"state-{found:06d}.tessera"]
+    assert [path.name for path in folder.glob("*.tessera")] == [f"state-{expected:06d}.tessera"]
 
 
-@pytest.mark.parametrize(("optimizer", "found"), [("adamw", 2), ("came", STEPS)])
-def test_devices_whose_optimizers_alone_went_apart_end_the_run_at_the_next_save(optimizer, found, ranks, tmp_path):
+@pytest.mark.parametrize(("optimizer", "expected"), [("adamw", 2), ("came", STEPS)])
+def test_devices_whose_optimizers_alone_went_apart_end_the_run_at_the_next_save(optimizer, expected, ranks, tmp_path):
     """One moment of one weight, in the optimizer that steps all weights as one and in one that does not."""
-    settings = STEP | {"save_every": 2 if found == 2 else 0, "optimizer": {"optimizer": optimizer}}
-    answers = ranks.train(2, tmp_path, settings, other_moments=1, moments_after=found)
+    settings = STEP | {"save_every": 2 if expected == 2 else 0, "optimizer": {"optimizer": optimizer}}
+    answers = ranks.train(2, tmp_path, settings, other_moments=1, moments_after=expected)
     assert "Device 1 and device 0 computed different LoRAs" in answers[0]["error"]
-    assert [answer["stepped"] for answer in answers] == [found, found]
+    assert [answer["stepped"] for answer in answers] == [expected, expected]
 
 
 def test_devices_that_begin_apart_do_not_begin(ranks, tmp_path):

@@ -10,13 +10,13 @@ SHARD = SWAP | {"shard": True}
 SHORT = STEP | {"steps": 2, "gradient_accumulation": 1}
 
 
-def both(ranks, size, root, settings, memory=SHARD, **job):
+def train_both(ranks, size, root, settings, memory=SHARD, **job):
     """Train with blocks from the host, then with shared ones: the first answers, the first LoRA, the second answers."""
     plain = ranks.train(size, root / "host", settings | {"memory": memory | {"shard": False}}, **job)
     assert not any(errors_of(plain)), plain
-    wanted = ranks.lora()
+    expected = ranks.lora()
     answers = ranks.train(size, root / "shard", settings | {"memory": memory}, **job)
-    return plain, wanted, answers
+    return plain, expected, answers
 
 
 CASES = {
@@ -31,11 +31,11 @@ CASES = {
 @pytest.mark.parametrize("case", one_in(2, CASES))
 def test_shared_blocks_train_the_same_lora_to_the_bit(case, ranks, tmp_path):
     size, settings, memory, job = CASES[case]
-    plain, wanted, answers = both(ranks, size, tmp_path, settings, memory, **job)
+    plain, expected, answers = train_both(ranks, size, tmp_path, settings, memory, **job)
     assert not any(errors_of(answers)), answers
     assert [answer["loss"] for answer in answers] == [answer["loss"] for answer in plain]
     for rank in range(size):
-        assert_equal(ranks.lora(rank), wanted)
+        assert_equal(ranks.lora(rank), expected)
     sharing = job.get("local", size)
     assert {answer["summary"]["blocks_shared_by"] for answer in answers} == {
         sharing
@@ -53,11 +53,11 @@ def whole(size, count):
 @pytest.mark.parametrize("size", [2, 3])
 def test_each_holds_its_part_and_gathers_what_a_step_needs(size, ranks, tmp_path):
     settings = STEP | {"batch_size": size, "gradient_accumulation": 2, "steps": 3}
-    plain, wanted, answers = both(ranks, size, tmp_path, settings, unchecked=True)
+    plain, expected, answers = train_both(ranks, size, tmp_path, settings, unchecked=True)
     assert not any(errors_of(answers)), answers
     for rank, answer in enumerate(answers):
-        assert_equal(ranks.lora(rank), wanted)
-        blocks = [whole(one, size) for one in answer["sizes"]]
+        assert_equal(ranks.lora(rank), expected)
+        blocks = [whole(nbytes, size) for nbytes in answer["sizes"]]
         assert len(blocks) == 3 and (size == 2 or blocks != answer["sizes"])
         assert answer["held"] == 2 * max(blocks) + sum(blocks) // size
         assert answer["outside"] == 0
@@ -69,22 +69,24 @@ def test_each_holds_its_part_and_gathers_what_a_step_needs(size, ranks, tmp_path
 
 
 def test_a_device_that_runs_more_forwards_finds_the_others_there(ranks, tmp_path):
-    held = {"validation": {"part": 0.2, "every_n_steps": 2, "sigmas": "0.5"}}
-    plain, wanted, answers = both(ranks, 2, tmp_path, SHORT | held | {"batch_size": 2}, act={"rank": 1, "do": "more"})
+    validation = {"validation": {"part": 0.2, "every_n_steps": 2, "sigmas": "0.5"}}
+    plain, expected, answers = train_both(
+        ranks, 2, tmp_path, SHORT | validation | {"batch_size": 2}, act={"rank": 1, "do": "more"}
+    )
     assert not any(errors_of(answers)), answers
     for rank in range(2):
-        assert_equal(ranks.lora(rank), wanted)
+        assert_equal(ranks.lora(rank), expected)
     # One batch is measured, by the first device alone.
-    points, theirs = (one[0]["summary"]["validation"]["points"] for one in (answers, plain))
-    assert points == theirs and [point["step"] for point in points] == [0, 2]
+    points, plain_points = (run[0]["summary"]["validation"]["points"] for run in (answers, plain))
+    assert points == plain_points and [point["step"] for point in points] == [0, 2]
 
 
 def test_a_device_that_was_needed_for_something_else_has_all_slots_filled_anew(ranks, tmp_path):
-    _, wanted, answers = both(ranks, 2, tmp_path, SHORT | {"batch_size": 2}, unloads=True, unchecked=True)
+    _, expected, answers = train_both(ranks, 2, tmp_path, SHORT | {"batch_size": 2}, unloads=True, unchecked=True)
     assert not any(errors_of(answers)), answers
     for rank, answer in enumerate(answers):
-        assert_equal(ranks.lora(rank), wanted)
-        blocks = [whole(one, 2) for one in answer["sizes"]]
+        assert_equal(ranks.lora(rank), expected)
+        blocks = [whole(nbytes, 2) for nbytes in answer["sizes"]]
         assert answer["gathers"] == [blocks[j] for j in 2 * [0, 1, 2, 0]]
 
 
@@ -95,14 +97,14 @@ def test_devices_out_of_memory_go_on_with_one_smaller_plan(ranks, tmp_path, unch
     job = {"free": [30_000_000, 20_000_000], "in_forward": {"rank": 1, "do": "oom", "at": 2}, "unchecked": unchecked}
     answers = ranks.train(2, tmp_path / "less", settings, **job)
     assert not any(errors_of(answers)), answers
-    found = ranks.lora()
-    assert_equal(ranks.lora(1), found)
+    lora = ranks.lora()
+    assert_equal(ranks.lora(1), lora)
     notes = answers[0]["notes"]
-    first, again = (note for note in notes if "blocks are shared by 2 devices" in note)
-    assert "of 19.1 MB free" in first and "Out of memory at step 1" in again, notes  # the device that has least
-    assert again.partition("less. ")[2] in answers[0]["summary"]["memory_plan"]
+    first, retry = (note for note in notes if "blocks are shared by 2 devices" in note)
+    assert "of 19.1 MB free" in first and "Out of memory at step 1" in retry, notes  # the device that has least
+    assert retry.partition("less. ")[2] in answers[0]["summary"]["memory_plan"]
     answers = ranks.train(2, tmp_path / "host", settings | {"memory": SWAP})
-    assert_close(found, ranks.lora())
+    assert_close(lora, ranks.lora())
 
 
 def test_a_cancel_in_the_middle_of_a_forward_ends_all(ranks, tmp_path):

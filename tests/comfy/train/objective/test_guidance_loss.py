@@ -25,35 +25,35 @@ FP32 = 1e-4
 BY_NAME = {row.name: row for row in ROWS}
 
 
-def with_empty(one, length=EMPTY, of_class=False, weights=None):
+def with_empty(item, length=EMPTY, is_class=False, weights=None):
     """The sample with an empty caption of its own length; on request with a class caption and a mask."""
-    own = replace(one.load(), weights=weights)
+    tensors = replace(item.load(), weights=weights)
     empty = sample("", 1, 1, length).load()
-    other = sample(f"the class of {one.name}", *one.grid[1:]).load()
+    other = sample(f"the class of {item.name}", *item.grid[1:]).load()
     prompts = {
         "empty_prompt": Prompt(empty.text, empty.conditioning),
-        "class_prompt": Prompt(other.text, other.conditioning) if of_class else None,
+        "class_prompt": Prompt(other.text, other.conditioning) if is_class else None,
     }
 
     def load(choice=None):
-        asked = {"empty_prompt": choice and choice.empty_caption, "class_prompt": choice and choice.class_caption}
-        return replace(own, **{name: prompts[name] for name, wanted in asked.items() if wanted})
+        requests = {"empty_prompt": choice and choice.empty_caption, "class_prompt": choice and choice.class_caption}
+        return replace(tensors, **{name: prompts[name] for name, is_wanted in requests.items() if is_wanted})
 
-    return replace(one, class_caption=of_class, empty_length=length, load=load)
+    return replace(item, class_caption=is_class, empty_length=length, load=load)
 
 
 def data():
     """Three samples of one token count, one with a mask and one with a class caption."""
     masked = with_empty(sample("a", 4, 4), weights=torch.linspace(0, 1, 16))
-    return training_data(masked, with_empty(sample("b", 2, 8), of_class=True), with_empty(sample("c", 8, 2)))
+    return training_data(masked, with_empty(sample("b", 2, 8), is_class=True), with_empty(sample("c", 8, 2)))
 
 
-def asked(trainer, *indices):
+def with_variants(trainer, *indices):
     """A micro-batch as the trainer draws it."""
     classes = [trainer.context.data.samples[index].class_caption for index in indices]
     return [
-        (index, SampleVariant(class_caption=of_class, empty_caption=True))
-        for index, of_class in zip(indices, classes, strict=True)
+        (index, SampleVariant(class_caption=is_class, empty_caption=True))
+        for index, is_class in zip(indices, classes, strict=True)
     ]
 
 
@@ -66,18 +66,18 @@ def reference(trainer, tensors, micro_batches):
     total = torch.zeros((), dtype=torch.float64)
     for micro, indices in enumerate(micro_batches):
         for place, index in enumerate(indices):
-            one = trainer.context.data.samples[index]
-            read = one.load(SampleVariant(class_caption=True, empty_caption=True))
-            row = ReferenceRow(settings, weights, one, read, micro, place)
+            item = trainer.context.data.samples[index]
+            read = item.load(SampleVariant(class_caption=True, empty_caption=True))
+            row = ReferenceRow(settings, weights, item, read, micro, place)
             with torch.no_grad():
-                held = row.velocity(read, {}) - row.velocity(read.empty_prompt, {})
-            error = row.velocity(read, lora) - (row.target + (SCALE - 1) * held)
-            counted = torch.ones(one.tokens) if read.weights is None else read.weights
+                difference = row.velocity(read, {}) - row.velocity(read.empty_prompt, {})
+            error = row.velocity(read, lora) - (row.target + (SCALE - 1) * difference)
+            counted = torch.ones(item.tokens) if read.weights is None else read.weights
             loss = (error.square().mean(dim=2)[0] * counted.double()).sum() / counted.double().sum()
             if read.class_prompt and settings.objective.preservation_weight:
                 with torch.no_grad():
-                    without = row.velocity(read.class_prompt, {})
-                loss = loss + WEIGHT * (row.velocity(read.class_prompt, lora) - without).square().mean()
+                    frozen = row.velocity(read.class_prompt, {})
+                loss = loss + WEIGHT * (row.velocity(read.class_prompt, lora) - frozen).square().mean()
             total = total + loss / (len(indices) * len(micro_batches))
     total.backward()
     return float(total.detach()), {name: p.grad for name, p in masters.items()}
@@ -101,29 +101,29 @@ def test_gradients_equal_the_fp64_reference(mode, tiny_files, tiny_flux, tmp_pat
     settings = {"batch_size": 2, "gradient_accumulation": 2, "objective": objective, "memory": memory}
     trainer = tiny.make_trainer(tiny_flux, data(), tmp_path, backend=backend, **settings)
     tiny.fill_up_matrices(trainer)
-    before = {name: master.clone() for name, master in trainer.network.master_weights().items()}
+    initial = {name: master.clone() for name, master in trainer.network.master_weights().items()}
     micro_batches = [(0, 1), (2, 0)]
-    loss = trainer.train_step.forward_backward([asked(trainer, *indices) for indices in micro_batches])
+    loss = trainer.train_step.forward_backward([with_variants(trainer, *indices) for indices in micro_batches])
     expected_loss, expected = reference(trainer, load_file(tiny_files["flux"]), micro_batches)
     assert abs(loss - expected_loss) < FP32 * expected_loss
     for name, pair in trainer.network.pairs.items():
         for side, p in zip(("down", "up"), pair, strict=True):
-            wanted = expected[f"{name}.{side}"]
-            assert float((p.grad.double() - wanted).norm() / wanted.norm()) < FP32, (name, side)
+            gradient = expected[f"{name}.{side}"]
+            assert float((p.grad.double() - gradient).norm() / gradient.norm()) < FP32, (name, side)
     after = trainer.network.master_weights()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(torch.equal(initial[name], after[name]) for name in initial)
     trainer.close()
 
 
 @pytest.mark.parametrize(("length", "graphs"), [(EMPTY, 4), (16, 2)])
 def test_the_graphs_of_the_empty_caption_are_planned_and_no_other_is_made(length, graphs, tiny_flux, tmp_path):
     torch._dynamo.reset()
-    made = Graphs()
-    given = training_data(*(with_empty(sample(name, 4, 4), length) for name in "ab"))
+    graph_count = Graphs()
+    training_set = training_data(*(with_empty(sample(name, 4, 4), length) for name in "ab"))
     settings = {"batch_size": 2, "steps": 3, "memory": MemoryOptions(checkpointing="none"), "objective": OBJECTIVE}
-    trainer = tiny.make_trainer(tiny_flux, given, tmp_path, backend="eager", **settings)
+    trainer = tiny.make_trainer(tiny_flux, training_set, tmp_path, backend="eager", **settings)
     trainer.run()
-    assert made() == trainer.placed.execution.runner.planned_graphs == graphs and made.breaks == 0
+    assert graph_count() == trainer.placed.execution.runner.planned_graphs == graphs and graph_count.breaks == 0
     calls = sum(region.compiled_calls for region in trainer.placed.execution.runner.report.regions)
     assert calls == 3 * 3 * 4  # steps, forwards of each, blocks
     trainer.close()
@@ -137,12 +137,12 @@ def test_a_native_model_of_any_objective_runs_it_on_its_raw_output(name, tmp_pat
     caption, other = sample_of(row, "a"), sample_of(row, "another", row.text[0] + 3)
     empty = other.load()
     read = replace(caption.load(), empty_prompt=Prompt(empty.text, empty.conditioning))
-    given = replace(caption, empty_length=empty.text.shape[1], load=lambda *_: read)
+    item = replace(caption, empty_length=empty.text.shape[1], load=lambda *_: read)
     timestep_sampling = "uniform" if name == "sdxl" else "logit_normal"
     objective = ObjectiveOptions(guidance_loss_scale=SCALE, timestep_sampling=timestep_sampling)
-    trainer = tiny.make_trainer(model, training_data(given), tmp_path, objective=objective)
+    trainer = tiny.make_trainer(model, training_data(item), tmp_path, objective=objective)
     start = make_batch(
-        trainer.context.patcher, trainer.context.family, [(given, read)], objective, trainer.device, 3, (0, 0)
+        trainer.context.patcher, trainer.context.family, [(item, read)], objective, trainer.device, 3, (0, 0)
     )
     plain = [trainer.placed.velocity(inputs, None).detach() for inputs in (start.inputs, start.unconditional)]
     tiny.fill_up_matrices(trainer)
@@ -160,13 +160,13 @@ def test_a_native_run_compiles_each_length_of_text_once_as_planned(tmp_path):
     caption, other = sample_of(row, "a"), sample_of(row, "", row.text[0] + 3).load()
     read = replace(caption.load(), empty_prompt=Prompt(other.text, other.conditioning))
     data = training_data(replace(caption, empty_length=row.text[0] + 3, load=lambda *_: read))
-    made = Graphs()
+    graph_count = Graphs()
     objective = ObjectiveOptions(guidance_loss_scale=SCALE)
     trainer = tiny.make_trainer(build(row), data, tmp_path, backend="eager", steps=2, objective=objective)
     planned, runner = trainer.placed.execution.runner.planned_graphs, trainer.placed.execution.runner
     assert runner.rules.graphs == 2 == len(data.graph_keys(empty=True)) and len(data.graph_keys()) == 1
     trainer.run()
-    assert made() <= planned == runner.planned_graphs and made.breaks == 0 and not runner.failed
+    assert graph_count() <= planned == runner.planned_graphs and graph_count.breaks == 0 and not runner.failed
     trainer.close()
 
 
@@ -178,8 +178,8 @@ def test_a_resumed_run_learns_the_same_and_off_is_a_run_without(tiny_flux, tmp_p
     resumed = train(tiny_flux, data(), tmp_path / "cancelled", **options)
     assert whole.loss == resumed.loss
     assert all(torch.equal(whole.lora[name], resumed.lora[name]) for name in whole.lora)
-    off = train(tiny_flux, data(), tmp_path / "off", **options | {"objective": {}})
-    assert off.loss != whole.loss
+    plain = train(tiny_flux, data(), tmp_path / "off", **options | {"objective": {}})
+    assert plain.loss != whole.loss
     keys = {
         scale: run_settings(objective={"guidance_loss_scale": scale}).lineage("data", "model")
         for scale in (0.0, 1.0, SCALE)
@@ -193,8 +193,8 @@ def test_validation_measures_the_plain_loss(tiny_flux, tmp_path):
         train(tiny_flux, data(), tmp_path / str(scale), steps=2, validation=dict(validation), objective=objective)
         for scale, objective in (("off", {}), ("on", {"guidance_loss_scale": SCALE}))
     ]
-    off, on = (result.validation for result in points)
-    assert off[0]["loss"] == on[0]["loss"] and off[-1]["loss"] != on[-1]["loss"]
+    plain, guided = (result.validation for result in points)
+    assert plain[0]["loss"] == guided[0]["loss"] and plain[-1]["loss"] != guided[-1]["loss"]
 
 
 def test_what_it_lacks_is_refused_and_what_it_costs_is_told(tiny_flux, tmp_path):
@@ -219,7 +219,7 @@ def test_what_it_lacks_is_refused_and_what_it_costs_is_told(tiny_flux, tmp_path)
         train(tiny_flux, narrow, tmp_path, objective={"guidance_loss_scale": SCALE})
     with pytest.raises(ValueError, match="guidance_loss_scale is 1.75 and training_adapter is undo, which removes"):
         check_guidance_loss(OBJECTIVE, samples, "FLUX.1", True, "undo")
-    dropped = [replace(one, caption_dropout=0.1) for one in samples]
+    dropped = [replace(item, caption_dropout=0.1) for item in samples]
     assert check_guidance_loss(ObjectiveOptions(), dropped, "FLUX.1", True) == ()
     watcher = Watcher()
     train(tiny_flux, data(), tmp_path, watcher, steps=1, objective={"guidance_loss_scale": SCALE})
@@ -234,17 +234,17 @@ def test_latents_take_the_empty_caption_of_core_with_what_comes_from_their_own_p
     with torch.inference_mode():  # a node for edit models puts the reference that it is given on the empty one too
         empty = [torch.randn(1, 7, 64), {"pooled_output": torch.randn(1, 32), "reference_latents": [latent["samples"]]}]
     plain = latents_to_data([latent], [[caption]], 1)
-    found = with_empty_caption(plain, [empty])
-    (one,) = found.samples
-    assert one.empty_length == 7 and one.load().empty_prompt is None
-    read = one.load(SampleVariant(empty_caption=True))
+    result = with_empty_caption(plain, [empty])
+    (item,) = result.samples
+    assert item.empty_length == 7 and item.load().empty_prompt is None
+    read = item.load(SampleVariant(empty_caption=True))
     assert torch.equal(read.text, caption[0]) and torch.equal(read.empty_prompt.text, empty[0])
     assert not read.empty_prompt.text.is_inference()
     conditioning = read.empty_prompt.conditioning
     assert conditioning.keys() == {"pooled_output", "reference_latents", "frame_rate"}
     assert torch.equal(conditioning["pooled_output"], empty[1]["pooled_output"])
     assert torch.equal(conditioning["reference_latents"][0], read.conditioning["reference_latents"][0])
-    assert found.fingerprint != plain.fingerprint
+    assert result.fingerprint != plain.fingerprint
     with pytest.raises(ValueError, match="empty has 2 conditionings; connect one CLIP Text Encode without text"):
         with_empty_caption(plain, [empty, empty])
     with pytest.raises(ValueError, match=r"empty has the shape \(2, 7, 64\); it must be \(1, tokens, width\)"):

@@ -10,11 +10,11 @@ from tessera.train.objective.options import ObjectiveOptions
 from tiny.train.runs import sample, train, training_data
 
 
-def masked(one, weights):
+def masked(item, weights):
     """The sample with these weights of its tokens."""
-    read = one.load()
+    read = item.load()
     tensors = SampleTensors(read.latent, read.text, read.conditioning, weights)
-    return replace(one, load=lambda *_: tensors)
+    return replace(item, load=lambda *_: tensors)
 
 
 def half_masked():
@@ -29,10 +29,10 @@ def gradients(model, folder, change, **settings):
 
     trainer = tiny.make_trainer(model, training_data(*half_masked()), folder, batch_size=2, **settings)
     tiny.fill_up_matrices(trainer)
-    made = batches.make_batch
+    original = batches.make_batch
 
     def changed(*args):
-        batch = made(*args)
+        batch = original(*args)
         change(batch)
         return batch
 
@@ -40,10 +40,10 @@ def gradients(model, folder, change, **settings):
     try:
         loss = trainer.train_step.forward_backward([tiny.micro_batch(0, 1)])
     finally:
-        batches.make_batch = made
-    found = {name: p.grad.clone() for name, pair in trainer.network.pairs.items() for p in pair[1:]}
+        batches.make_batch = original
+    gradients_by_name = {name: p.grad.clone() for name, pair in trainer.network.pairs.items() for p in pair[1:]}
     trainer.close()
-    return loss, found
+    return loss, gradients_by_name
 
 
 @pytest.mark.parametrize("loss", ["mse", "l1", "huber", "pseudo_huber"])
@@ -66,23 +66,23 @@ def test_the_target_of_masked_tokens_has_exactly_no_effect(loss, tiny_flux, tmp_
 
 
 def test_the_loss_is_the_weighted_mean_over_the_tokens_of_each_picture(tiny_flux, tmp_path):
-    kept = {}
+    captured = {}
 
     def keep(batch):
-        kept["batch"] = batch
+        captured["batch"] = batch
 
-    found, _ = gradients(tiny_flux, tmp_path / "a", keep)
-    batch = kept["batch"]
+    actual, _ = gradients(tiny_flux, tmp_path / "a", keep)
+    batch = captured["batch"]
     trainer = tiny.make_trainer(tiny_flux, training_data(*half_masked()), tmp_path / "b", batch_size=2)
     tiny.fill_up_matrices(trainer)
     with torch.no_grad():
         error = (trainer.placed.velocity(batch.inputs, (0, 0)) - batch.target).double().square().mean(dim=2)
     first = sum(w * float(e) for w, e in zip([0.25, 1.0] * 4, error[0], strict=False)) / 5.0
-    assert found == pytest.approx((first + float(error[1].mean())) / 2, rel=1e-5)
+    assert actual == pytest.approx((first + float(error[1].mean())) / 2, rel=1e-5)
     trainer.close()
 
 
 def test_a_masked_run_learns(tiny_flux, tmp_path):
-    one, _ = half_masked()
-    result = train(tiny_flux, training_data(one), tmp_path, steps=2)
+    item, _ = half_masked()
+    result = train(tiny_flux, training_data(item), tmp_path, steps=2)
     assert len(result.loss) == 2

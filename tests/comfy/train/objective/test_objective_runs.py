@@ -31,45 +31,45 @@ HARD = {"batch_size": 2, "gradient_accumulation": 2, "objective": EVERYTHING}
 
 
 @pytest.fixture
-def drawn(monkeypatch):
+def draws(monkeypatch):
     """Every sigma that is drawn, with its stratum, by the step and the sample's number in it.
 
     A cancelled run has made the next step's first batch already, so that a resumed one draws it again: alike.
     """
-    found = {}
+    records = {}
     key = None
     choose, draw = batches.sample_stratum, batches.sample_sigma
 
-    def chosen(*args):
+    def record_stratum(*args):
         nonlocal key
         key = args[2:4]
         return choose(*args)
 
     def recorded(*args):
         sigma = draw(*args)
-        assert found.setdefault(key, (sigma, args[-1])) == (sigma, args[-1])
+        assert records.setdefault(key, (sigma, args[-1])) == (sigma, args[-1])
         return sigma
 
-    monkeypatch.setattr(batches, "sample_stratum", chosen)
+    monkeypatch.setattr(batches, "sample_stratum", record_stratum)
     monkeypatch.setattr(batches, "sample_sigma", recorded)
-    return found
+    return records
 
 
 @pytest.mark.parametrize("stratified", ["epoch", "batch"])
-def test_a_resumed_run_draws_and_learns_the_same(stratified, tiny_flux, tmp_path, drawn):
+def test_a_resumed_run_draws_and_learns_the_same(stratified, tiny_flux, tmp_path, draws):
     options = HARD | {"objective": EVERYTHING | {"stratified": stratified}}
     whole = train(tiny_flux, mixed_data(), tmp_path / "whole", **options)
-    uninterrupted = dict(drawn)
-    drawn.clear()
+    uninterrupted = dict(draws)
+    draws.clear()
     with pytest.raises(InterruptProcessingException):
         train(tiny_flux, mixed_data(), tmp_path / "cancelled", cancel_at(3), **options)
     resumed = train(tiny_flux, mixed_data(), tmp_path / "cancelled", **options)
-    assert drawn == uninterrupted and len(drawn) == 6 * 4
+    assert draws == uninterrupted and len(draws) == 6 * 4
     assert whole.loss == resumed.loss
     assert all(torch.equal(whole.lora[name], resumed.lora[name]) for name in whole.lora)
     # 4 samples in a step, 5 in an epoch: each group holds each of its parts once
     size = 4 if stratified == "batch" else 5
-    strata = [stratum for _, stratum in drawn.values()]
+    strata = [stratum for _, stratum in draws.values()]
     assert all(sorted(strata[i : i + size]) == [(k, size) for k in range(size)] for i in range(0, 24 - size + 1, size))
 
 
@@ -81,21 +81,23 @@ def test_the_draws_of_a_step_and_an_epoch_are_counted_with_repeats():
 
 def test_perturbed_input_and_offset_noise_are_what_the_formulas_say(tiny_flux, tmp_path):
     trainer = tiny.make_trainer(tiny_flux, tiny.make_data([(4, 4)], [16]), tmp_path)
-    (one,) = trainer.context.data.samples
-    samples = [(one, one.load())]
+    (item,) = trainer.context.data.samples
+    samples = [(item, item.load())]
     x0 = (samples[0][1].latent.double() - 0.1159) * 0.3611
     objective = ObjectiveOptions(ip_noise_gamma=0.3, noise_offset=0.2)
-    made = make_batch(trainer.context.patcher, trainer.context.family, samples, objective, trainer.device, 3, (5, 1))
+    step_batch = make_batch(
+        trainer.context.patcher, trainer.context.family, samples, objective, trainer.device, 3, (5, 1)
+    )
     noise = sample_noise(x0.shape, generator(3, "noise", 5, 1, 0), 0.2).double()
     xi = torch.randn(x0.shape, generator=generator(3, "ip_noise", 5, 1, 0)).double()
-    sigma = float(made.sigma)
+    sigma = float(step_batch.sigma)
 
     def tokens(latent):
         return latent.reshape(16, 4, 2, 4, 2).permute(1, 3, 0, 2, 4).reshape(1, 16, 64).float()
 
-    torch.testing.assert_close(made.target, tokens(noise - x0), rtol=1e-5, atol=1e-5)
-    shown = (1 - sigma) * x0 + sigma * (noise + 0.3 * xi)
-    torch.testing.assert_close(made.inputs.tokens, tokens(shown), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(step_batch.target, tokens(noise - x0), rtol=1e-5, atol=1e-5)
+    noisy = (1 - sigma) * x0 + sigma * (noise + 0.3 * xi)
+    torch.testing.assert_close(step_batch.inputs.tokens, tokens(noisy), rtol=1e-5, atol=1e-5)
     trainer.close()
 
 
@@ -104,27 +106,29 @@ def test_a_batch_of_a_noise_schedule_holds_its_noise_its_timestep_and_its_weight
     trainer = tiny.make_trainer(tiny_flux, tiny.make_data([(4, 4)], [16]), tmp_path)
     (patched,) = ModelSamplingDiscrete().patch(trainer.context.patcher, "eps", zsnr=False)
     monkeypatch.setattr(type(trainer.context.family), "objective", lambda self, patcher: objective_of(patcher))
-    (one,) = trainer.context.data.samples
-    samples = [(one, one.load())]
+    (item,) = trainer.context.data.samples
+    samples = [(item, item.load())]
     x0 = (samples[0][1].latent.double() - 0.1159) * 0.3611
     objective = ObjectiveOptions(ip_noise_gamma=0.3, weighting="min_snr")
-    made = make_batch(patched, trainer.context.family, samples, objective, trainer.device, 3, (0, 0))
+    step_batch = make_batch(patched, trainer.context.family, samples, objective, trainer.device, 3, (0, 0))
     noise = sample_noise(x0.shape, generator(3, "noise", 0, 0, 0), 0.0).double()
     xi = torch.randn(x0.shape, generator=generator(3, "ip_noise", 0, 0, 0)).double()
-    step = int(float(made.sigma) * 1000)
+    step = int(float(step_batch.sigma) * 1000)
     sigma = float(patched.get_model_object("model_sampling").sigmas[step])
 
     def tokens(latent):
         return latent.reshape(16, 4, 2, 4, 2).permute(1, 3, 0, 2, 4).reshape(1, 16, 64).float()
 
-    assert 0 < step < 999 and made.inputs.timestep.tolist() == [step]
-    torch.testing.assert_close(made.target, tokens(noise), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(made.inputs.tokens, tokens(x0 + sigma * (noise + 0.3 * xi)), rtol=1e-5, atol=1e-5)
-    assert made.signal.noise_ratio.tolist() == made.signal.output_scale.tolist() == pytest.approx([sigma])
+    assert 0 < step < 999 and step_batch.inputs.timestep.tolist() == [step]
+    torch.testing.assert_close(step_batch.target, tokens(noise), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(step_batch.inputs.tokens, tokens(x0 + sigma * (noise + 0.3 * xi)), rtol=1e-5, atol=1e-5)
+    assert step_batch.signal.noise_ratio.tolist() == step_batch.signal.output_scale.tolist() == pytest.approx([sigma])
 
-    monkeypatch.setattr(trainer.placed, "velocity", lambda inputs, rng_key: made.target + 1)
+    monkeypatch.setattr(trainer.placed, "velocity", lambda inputs, rng_key: step_batch.target + 1)
     monkeypatch.setattr(trainer.train_step.losses, "objective", objective)
-    assert float(trainer.train_step.losses.batch_loss(made, (0, 0))) == pytest.approx(min(1.0, 5 * sigma**2), rel=1e-5)
+    assert float(trainer.train_step.losses.batch_loss(step_batch, (0, 0))) == pytest.approx(
+        min(1.0, 5 * sigma**2), rel=1e-5
+    )
     trainer.close()
 
 
@@ -142,10 +146,12 @@ def test_the_loss_of_a_step_is_the_weighted_loss_of_its_samples(tiny_flux, tmp_p
     trainer = tiny.make_trainer(tiny_flux, data, tmp_path, batch_size=2, objective=objective)
     tiny.fill_up_matrices(trainer)
     samples = [(s, s.load()) for s in data.samples]
-    made = make_batch(trainer.context.patcher, trainer.context.family, samples, objective, trainer.device, 3, (0, 0))
+    step_batch = make_batch(
+        trainer.context.patcher, trainer.context.family, samples, objective, trainer.device, 3, (0, 0)
+    )
     with torch.no_grad():
-        error = (trainer.placed.velocity(made.inputs, (0, 0)) - made.target).double().abs().mean(dim=(1, 2))
-    weights = [min((1 - s) ** 2, 5 * s**2) for s in made.sigma.double().tolist()]
+        error = (trainer.placed.velocity(step_batch.inputs, (0, 0)) - step_batch.target).double().abs().mean(dim=(1, 2))
+    weights = [min((1 - s) ** 2, 5 * s**2) for s in step_batch.sigma.double().tolist()]
     expected = sum(float(e) * w for e, w in zip(error, weights, strict=True)) / 2
     assert trainer.train_step.forward_backward([tiny.micro_batch(0, 1)]) == pytest.approx(expected, rel=1e-5)
     assert all(p.grad is not None and p.grad.isfinite().all() for p in trainer.network.parameters())
@@ -156,13 +162,15 @@ def test_weights_of_tokens_and_of_noise_levels_go_together(tiny_flux, tmp_path):
     objective = ObjectiveOptions(loss="huber", huber_c=0.5, weighting="sigma_sqrt")
     trainer = tiny.make_trainer(tiny_flux, tiny.make_data([(4, 4)], [16]), tmp_path, objective=objective)
     samples = [(s, s.load()) for s in trainer.context.data.samples]
-    made = make_batch(trainer.context.patcher, trainer.context.family, samples, objective, trainer.device, 3, (0, 0))
+    step_batch = make_batch(
+        trainer.context.patcher, trainer.context.family, samples, objective, trainer.device, 3, (0, 0)
+    )
     weights = torch.rand(1, 16, generator=generator(1))
-    masked = batches.Batch(made.inputs, made.target, made.sigma, weights)
+    masked = batches.Batch(step_batch.inputs, step_batch.target, step_batch.sigma, weights)
     with torch.no_grad():
-        e = (trainer.placed.velocity(made.inputs, (0, 0)) - made.target).double().abs()
-        each = torch.where(e <= 0.5, e**2, e - 0.25).mean(dim=2)
-        expected = float((each * weights).sum() / weights.sum()) / float(made.sigma) ** 2
+        e = (trainer.placed.velocity(step_batch.inputs, (0, 0)) - step_batch.target).double().abs()
+        token_losses = torch.where(e <= 0.5, e**2, e - 0.25).mean(dim=2)
+        expected = float((token_losses * weights).sum() / weights.sum()) / float(step_batch.sigma) ** 2
         assert float(trainer.train_step.losses.batch_loss(masked, (0, 0))) == pytest.approx(expected, rel=1e-5)
     trainer.close()
 
@@ -197,9 +205,9 @@ def test_every_loss_learns(loss, tiny_flux, tmp_path):
 
     def error():
         with torch.no_grad():
-            return sum(float(trainer.train_step.losses.batch_loss(made, (0, 0))) for made in fixed)
+            return sum(float(trainer.train_step.losses.batch_loss(step_batch, (0, 0))) for step_batch in fixed)
 
-    before = error()
+    initial = error()
     trainer.run()
-    assert error() < 0.95 * before
+    assert error() < 0.95 * initial
     trainer.close()

@@ -23,11 +23,13 @@ OBJECTIVE = ObjectiveOptions(preservation_weight=WEIGHT)
 FP32 = 1e-4
 
 
-def with_class(one):
+def with_class(item):
     """The sample with a class caption, whose numbers are a function of its name."""
-    own, of_class = one.load(), sample(f"the class of {one.name}", *one.grid[1:]).load()
-    told = replace(own, class_prompt=Prompt(of_class.text, of_class.conditioning))
-    return replace(one, class_caption=True, load=lambda choice=None: told if choice and choice.class_caption else own)
+    tensors, class_tensors = item.load(), sample(f"the class of {item.name}", *item.grid[1:]).load()
+    both_prompts = replace(tensors, class_prompt=Prompt(class_tensors.text, class_tensors.conditioning))
+    return replace(
+        item, class_caption=True, load=lambda choice=None: both_prompts if choice and choice.class_caption else tensors
+    )
 
 
 def data():
@@ -35,7 +37,7 @@ def data():
     return training_data(with_class(sample("a", 4, 4)), sample("b", 2, 8), with_class(sample("c", 8, 2)))
 
 
-def shown(trainer, *indices):
+def with_classes(trainer, *indices):
     """A micro-batch as the trainer draws it."""
     samples = trainer.context.data.samples
     return [(index, SampleVariant(class_caption=samples[index].class_caption)) for index in indices]
@@ -48,14 +50,14 @@ def reference(trainer, tensors, indices):
     lora, masters = tiny.reference_masters(trainer)
     total = torch.zeros((), dtype=torch.float64)
     for place, index in enumerate(indices):
-        one = trainer.context.data.samples[index]
-        read = one.load(SampleVariant(class_caption=True))
-        row = ReferenceRow(settings, weights, one, read, 0, place)
+        item = trainer.context.data.samples[index]
+        read = item.load(SampleVariant(class_caption=True))
+        row = ReferenceRow(settings, weights, item, read, 0, place)
         total = total + (row.velocity(read, lora) - row.target).square().mean()
         if read.class_prompt:
             with torch.no_grad():
-                without = row.velocity(read.class_prompt, {})
-            total = total + WEIGHT * (row.velocity(read.class_prompt, lora) - without).square().mean()
+                frozen = row.velocity(read.class_prompt, {})
+            total = total + WEIGHT * (row.velocity(read.class_prompt, lora) - frozen).square().mean()
     (total / len(indices)).backward()
     return float(total.detach()) / len(indices), {name: p.grad for name, p in masters.items()}
 
@@ -76,17 +78,17 @@ def test_gradients_equal_the_fp64_reference(mode, tiny_files, tiny_flux, tmp_pat
     settings = {"batch_size": 2, "objective": OBJECTIVE, "memory": memory}
     trainer = tiny.make_trainer(tiny_flux, data(), tmp_path, backend=backend, **settings)
     tiny.fill_up_matrices(trainer)
-    before = {name: master.clone() for name, master in trainer.network.master_weights().items()}
-    loss = trainer.train_step.forward_backward([shown(trainer, 0, 1)])
+    initial = {name: master.clone() for name, master in trainer.network.master_weights().items()}
+    loss = trainer.train_step.forward_backward([with_classes(trainer, 0, 1)])
     assert 0 < trainer.summary()["preservation_loss"] < loss
     expected_loss, expected = reference(trainer, load_file(tiny_files["flux"]), (0, 1))
     assert abs(loss - expected_loss) < FP32 * expected_loss
     for name, pair in trainer.network.pairs.items():
         for side, p in zip(("down", "up"), pair, strict=True):
-            wanted = expected[f"{name}.{side}"]
-            assert float((p.grad.double() - wanted).norm() / wanted.norm()) < FP32, (name, side)
+            gradient = expected[f"{name}.{side}"]
+            assert float((p.grad.double() - gradient).norm() / gradient.norm()) < FP32, (name, side)
     after = trainer.network.master_weights()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(torch.equal(initial[name], after[name]) for name in initial)
     trainer.close()
 
 
@@ -116,13 +118,13 @@ def test_switched_off_the_model_is_as_it_came_and_what_is_trained_comes_back(alg
     with torch.no_grad():
         for index, p in enumerate(trainer.network.parameters()):
             p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(index)))
-    moved, masters = trainer.placed.velocity(inputs, None).detach(), trainer.network.master_weights()
-    before = {name: master.clone() for name, master in masters.items()}
-    without = trainer.placed.velocity_without(inputs)
-    assert not without.requires_grad
-    torch.testing.assert_close(without, start, rtol=1e-5, atol=1e-6)
-    assert (moved - start).abs().max() > 1e-3
-    assert all(torch.equal(masters[name], before[name]) for name in before)
+    trained, masters = trainer.placed.velocity(inputs, None).detach(), trainer.network.master_weights()
+    initial = {name: master.clone() for name, master in masters.items()}
+    frozen = trainer.placed.velocity_without(inputs)
+    assert not frozen.requires_grad
+    torch.testing.assert_close(frozen, start, rtol=1e-5, atol=1e-6)
+    assert (trained - start).abs().max() > 1e-3
+    assert all(torch.equal(masters[name], initial[name]) for name in initial)
 
     def interrupt(*_):
         raise InterruptProcessingException
@@ -130,17 +132,17 @@ def test_switched_off_the_model_is_as_it_came_and_what_is_trained_comes_back(alg
     trainer.placed.weights.transformer.forward = interrupt
     with pytest.raises(InterruptProcessingException):
         trainer.placed.velocity_without(inputs)
-    assert all(torch.equal(masters[name], before[name]) for name in before)
+    assert all(torch.equal(masters[name], initial[name]) for name in initial)
     trainer.close()
 
 
 def batch_of(trainer):
     from tessera.train.objective.batch import make_batch
 
-    one = trainer.context.data.samples[0]
-    options, read = trainer.settings.objective, one.load(SampleVariant(class_caption=True))
+    item = trainer.context.data.samples[0]
+    options, read = trainer.settings.objective, item.load(SampleVariant(class_caption=True))
     return make_batch(
-        trainer.context.patcher, trainer.context.family, [(one, read)], options, trainer.device, 3, (0, 0)
+        trainer.context.patcher, trainer.context.family, [(item, read)], options, trainer.device, 3, (0, 0)
     )
 
 
@@ -153,22 +155,22 @@ def test_a_resumed_run_learns_the_same_and_a_weight_of_0_is_a_run_without(tiny_f
     assert whole.loss == resumed.loss
     assert all(torch.equal(whole.lora[name], resumed.lora[name]) for name in whole.lora)
     watcher = Watcher()
-    off = train(tiny_flux, data(), tmp_path / "off", watcher, **options | {"objective": {}})
+    disabled = train(tiny_flux, data(), tmp_path / "off", watcher, **options | {"objective": {}})
     plain = [sample("a", 4, 4), sample("b", 2, 8), sample("c", 8, 2)]
-    without = train(tiny_flux, training_data(*plain), tmp_path / "none", **options | {"objective": {}})
-    assert off.loss == without.loss != whole.loss
+    plain_run = train(tiny_flux, training_data(*plain), tmp_path / "none", **options | {"objective": {}})
+    assert disabled.loss == plain_run.loss != whole.loss
     assert any(note.startswith("class_word (or blank_prompt_preservation) has no effect") for note in watcher.notes)
 
 
 def test_it_holds_the_class_where_it_was(tiny_flux, tmp_path):
     """After the same steps the class caption's output has moved much less, while the loss has fallen."""
-    moved = {}
+    distances = {}
     for weight in (0.0, 5.0):
         objective = ObjectiveOptions(preservation_weight=weight)
-        one = training_data(with_class(sample("a", 4, 4)))
+        class_data = training_data(with_class(sample("a", 4, 4)))
         trainer = tiny.make_trainer(
             tiny_flux,
-            one,
+            class_data,
             tmp_path / str(weight),
             steps=12,
             objective=objective,
@@ -177,9 +179,9 @@ def test_it_holds_the_class_where_it_was(tiny_flux, tmp_path):
         inputs = batch_of(trainer).preserved.inputs
         start = trainer.placed.velocity(inputs, None).detach()
         trainer.run()
-        moved[weight] = float((trainer.placed.velocity(inputs, None).detach() - start).square().mean())
+        distances[weight] = float((trainer.placed.velocity(inputs, None).detach() - start).square().mean())
         trainer.close()
-    assert moved[5.0] < 0.5 * moved[0.0]
+    assert distances[5.0] < 0.5 * distances[0.0]
 
 
 def test_what_it_cannot_do_is_refused_or_told(tiny_flux, tmp_path):
@@ -196,20 +198,20 @@ def test_what_it_cannot_do_is_refused_or_told(tiny_flux, tmp_path):
 def test_of_a_clip_with_a_clean_frame_all_but_that_frame_is_held_whatever_its_mask(tmp_path):
     """Wan 2.2 5B is given its first frame, where no sampler reads its output; a mask is for the loss alone."""
     model = tiny.load_wan(tiny.write_wan(tmp_path / "wan.safetensors", variant="2.2-5b"))
-    one = tiny.wan_sample("a", (3, 4, 2), "2.2-5b", clean_frames=1)
-    read, other = one.load(), tiny.wan_sample("class", (3, 4, 2), "2.2-5b").load()
+    clip = tiny.wan_sample("a", (3, 4, 2), "2.2-5b", clean_frames=1)
+    read, other = clip.load(), tiny.wan_sample("class", (3, 4, 2), "2.2-5b").load()
     masked = replace(read, weights=torch.rand(24), class_prompt=Prompt(other.text, other.conditioning))
-    one = replace(one, class_caption=True, load=lambda *_: masked)
-    trainer = tiny.make_trainer(model, training_data(one), tmp_path, objective=OBJECTIVE)
+    clip = replace(clip, class_caption=True, load=lambda *_: masked)
+    trainer = tiny.make_trainer(model, training_data(clip), tmp_path, objective=OBJECTIVE)
     tiny.fill_up_matrices(trainer)
     batch = batch_of(trainer)
     assert batch.preserved.weights.tolist() == [[0.0] * 8 + [1.0] * 16]
     assert batch.weights[0, 8:].tolist() == masked.weights[8:].tolist()
     assert torch.equal(batch.preserved.inputs.tokens, batch.inputs.tokens)
     assert not torch.equal(batch.preserved.inputs.text, batch.inputs.text)
-    without = trainer.placed.velocity_without(batch.preserved.inputs)
+    frozen = trainer.placed.velocity_without(batch.preserved.inputs)
     velocity = trainer.placed.velocity(batch.preserved.inputs, (0, 0)).detach()
-    moved = (velocity - without)[:, 8:].double().square().mean()
-    _, found = (float(loss.detach()) for loss in trainer.train_step.losses(batch, (0, 0)))
-    assert found == pytest.approx(WEIGHT * float(moved), rel=1e-5) and found > 0
+    distance = (velocity - frozen)[:, 8:].double().square().mean()
+    _, preservation = (float(loss.detach()) for loss in trainer.train_step.losses(batch, (0, 0)))
+    assert preservation == pytest.approx(WEIGHT * float(distance), rel=1e-5) and preservation > 0
     trainer.close()

@@ -62,11 +62,11 @@ def test_the_saves_of_runs_are_listed_by_step(lora_folder, files):
 def run(model, vae, **changes):
     inputs = {"loras": "", "run": "none", "strengths": "1", "without_lora": True, **SAMPLER, "seeds": 1, **changes}
     with torch.inference_mode():
-        made = TesseraCompareLoras.execute(model, vae, conditioning("flux", 16), **inputs)
-    return made.result
+        output = TesseraCompareLoras.execute(model, vae, conditioning("flux", 16), **inputs)
+    return output.result
 
 
-def of_core(model, vae, name, strength, seed, text=0):
+def core_picture(model, vae, name, strength, seed, text=0):
     with torch.inference_mode():
         if name is not None:
             (model,) = core.LoraLoaderModelOnly().load_lora_model_only(model, name, strength)
@@ -83,27 +83,29 @@ def test_a_scaled_fp8_model_that_was_unloaded_outside_inference_mode_is_compared
     _, pictures = run(model, tiny_vae, loras=f"{RUN}/film")
     assert [tuple(picture.shape) for picture in pictures] == [(1, 48, 64, 3)] * 2
     for picture, name in zip(pictures, (None, files[2]), strict=True):
-        assert torch.equal(picture, of_core(model, tiny_vae, name, 1.0, 4))
+        assert torch.equal(picture, core_picture(model, tiny_vae, name, 1.0, 4))
 
 
 def test_every_picture_is_that_of_core_s_nodes_and_stands_in_the_grid_under_its_name(
     tiny_flux, tiny_vae, files, monkeypatch
 ):
-    drawn = []
-    monkeypatch.setattr(module, "render_sheet", lambda *args: drawn.append(args) or render_sheet(*args))
+    sheets = []
+    monkeypatch.setattr(module, "render_sheet", lambda *args: sheets.append(args) or render_sheet(*args))
     sampler = {**SAMPLER, "width": 64, "height": 48, "seeds": 1}
-    more = TesseraPreview.execute(tiny_vae, conditioning("flux", 16, 3), 5, True, **sampler, label="a fox").result[0]
+    more_prompts = TesseraPreview.execute(
+        tiny_vae, conditioning("flux", 16, 3), 5, True, **sampler, label="a fox"
+    ).result[0]
     grid, pictures = run(
-        tiny_flux, tiny_vae, loras=f"{RUN}/film", run=RUN, strengths="1, 0.5", seeds=2, more_prompts=more
+        tiny_flux, tiny_vae, loras=f"{RUN}/film", run=RUN, strengths="1, 0.5", seeds=2, more_prompts=more_prompts
     )
     columns = [(None, 0.0)] + [(name, s) for name in (files[2], files[0], files[1]) for s in (1.0, 0.5)]
     rows = [(4, 0), (5, 0), (4, 3)]
-    expected = [of_core(tiny_flux, tiny_vae, *column, *row) for row in rows for column in columns]
+    expected = [core_picture(tiny_flux, tiny_vae, *column, *row) for row in rows for column in columns]
     assert len(pictures) == len(expected) == 21
-    assert all(torch.equal(one, other) for one, other in zip(pictures, expected, strict=True))
-    assert len({one.numpy().tobytes() for one in expected}) == 21
+    assert all(torch.equal(picture, other) for picture, other in zip(pictures, expected, strict=True))
+    assert len({picture.numpy().tobytes() for picture in expected}) == 21
 
-    ((titles, names, cells, _),) = drawn
+    ((titles, names, cells, _),) = sheets
     assert titles == ["prompt 1, seed 4", "prompt 1, seed 5", "a fox, seed 4"]
     assert names[:3] == ["without LoRA", "film x 1", "film x 0.5"] and names[-1] == "film-step000100 x 0.5"
     assert np.array_equal(np.asarray(cells[2, 6]), np.asarray(to_picture(expected[-1][0])))
@@ -119,7 +121,7 @@ def test_a_lora_of_the_graph_is_compared_too_and_the_model_is_as_it_was(tiny_flu
     lora = lora_of(0)
     _, pictures = run(tiny_flux, tiny_vae, without_lora=False, lora_models={"lora0": lora, "lora1": None})
     assert len(pictures) == 1
-    assert torch.equal(pictures[0], of_core(tiny_flux, tiny_vae, f"{RUN}/film-step000100.safetensors", 1.0, 4))
+    assert torch.equal(pictures[0], core_picture(tiny_flux, tiny_vae, f"{RUN}/film-step000100.safetensors", 1.0, 4))
     assert tiny_flux.patches == patches
     comfy.model_management.unload_all_models()
 
@@ -135,9 +137,9 @@ def test_a_file_that_core_reads_in_part_is_shown_as_a_whole_and_said(tiny_flux, 
     inputs = {"run": "none", "strengths": "1", "without_lora": False, **SAMPLER, "seeds": 1}
     with torch.inference_mode():
         positive = conditioning("flux", 16)
-        shown = TesseraCompareLoras.execute(tiny_flux, tiny_vae, positive, loras="strange", **inputs)
-    assert torch.equal(shown.result[1][0], of_core(tiny_flux, tiny_vae, "plain.safetensors", 1.0, 4))
-    ((note,),) = (entry["notes"] for entry in shown.ui["tessera"])
+        output = TesseraCompareLoras.execute(tiny_flux, tiny_vae, positive, loras="strange", **inputs)
+    assert torch.equal(output.result[1][0], core_picture(tiny_flux, tiny_vae, "plain.safetensors", 1.0, 4))
+    ((note,),) = (entry["notes"] for entry in output.ui["tessera"])
     assert "ComfyUI's LoRA loaders read strange.safetensors otherwise (double_blocks.0.img_attn.qkv.weight)" in note
     for name in ("plain", "strange"):
         (lora_folder / f"{name}.safetensors").unlink()
@@ -151,8 +153,8 @@ def test_a_run_is_in_the_order_of_its_steps_and_lines_stand_for_what_is_listed(f
     assert loras_named(f"{RUN}\\film-step000100.safetensors", "none") == [files[1]]
     assert read_strengths("0.6, 1;-1 1") == [0.6, 1.0, -1.0]
     fingerprint = TesseraCompareLoras.fingerprint_inputs
-    before = fingerprint(loras=f"{RUN}/*", run="none")
-    assert before == fingerprint(loras=f"{RUN}/*", run="none") != fingerprint(loras=f"{RUN}/film", run="none")
+    original = fingerprint(loras=f"{RUN}/*", run="none")
+    assert original == fingerprint(loras=f"{RUN}/*", run="none") != fingerprint(loras=f"{RUN}/film", run="none")
     assert TesseraCompareLoras.validate_inputs(run=RUN) is True
     assert "there is no run 'gone' any more" in TesseraCompareLoras.validate_inputs(run="gone")
 
@@ -187,5 +189,5 @@ def test_long_names_are_cut_in_their_middle_and_empty_places_stay_empty():
     pixels = np.asarray(sheet)
     assert (pixels == 127).all(-1).sum() == 2 * 32 * 48
     assert sheet.width < 200 and sheet.height < 300
-    many = {(0, column): picture.resize((1024, 1024)) for column in range(40)}
-    assert max(render_sheet(["a row"], [str(column) for column in range(40)], many).size) <= 8192
+    many_cells = {(0, column): picture.resize((1024, 1024)) for column in range(40)}
+    assert max(render_sheet(["a row"], [str(column) for column in range(40)], many_cells).size) <= 8192

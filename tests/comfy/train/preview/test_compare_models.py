@@ -64,7 +64,7 @@ def run(model, vae, name, **changes):
         return TesseraCompareLoras.execute(model, vae, conditioning(name, 16), **inputs).result
 
 
-def of_core(model, vae, name, lora, strength=1.0):
+def core_picture(model, vae, name, lora, strength=1.0):
     with torch.inference_mode():
         if lora is not None:
             (model,) = core.LoraLoaderModelOnly().load_lora_model_only(model, f"{lora}.safetensors", strength)
@@ -78,9 +78,9 @@ def test_pictures_of_every_family_are_those_of_core_s_nodes(name, tiny_files, lo
     model, vae = tiny.load_model(name, tiny_files[name]), vae_of(name, tiny_files)
     names = loras(model)
     _, pictures = run(model, vae, name, strengths="-1")
-    expected = [of_core(model, vae, name, lora, -1.0) for lora in (None, *names)]
+    expected = [core_picture(model, vae, name, lora, -1.0) for lora in (None, *names)]
     assert [picture.shape for picture in pictures] == [(1, 48, 32, 3)] * 4
-    assert all(torch.equal(one, other) for one, other in zip(pictures, expected, strict=True))
+    assert all(torch.equal(actual, other) for actual, other in zip(pictures, expected, strict=True))
     assert len({picture.numpy().tobytes() for picture in pictures}) == 4
 
 
@@ -99,7 +99,9 @@ def test_compiled_experts_one_of_them_swapped_have_the_same_graphs_for_every_lor
     first = counted()
     _, pictures = run(high, vae, "wan", **pair)
     assert first > 0 and (counted(), counted.breaks) == (first, 0)
-    assert len(pictures) == 4 and all(torch.equal(one, other) for one, other in zip(pictures, expected, strict=True))
+    assert len(pictures) == 4 and all(
+        torch.equal(picture, other) for picture, other in zip(pictures, expected, strict=True)
+    )
     torch._dynamo.reset()
 
 
@@ -128,27 +130,34 @@ def test_the_model_is_off_its_device_as_it_was_and_no_lora_is_in_memory_however_
     run(model, tiny_vae, "flux", loras="model_a", steps=1, cfg=1.0)
     check_left(model, weights, read)
 
-    done, sample = [], comfy.sample.sample
-    monkeypatch.setattr(comfy.sample, "sample", lambda *args, **kwargs: (sample(*args, **kwargs), done.append("s"))[0])
+    events, sample = [], comfy.sample.sample
+    monkeypatch.setattr(
+        comfy.sample, "sample", lambda *args, **kwargs: (sample(*args, **kwargs), events.append("s"))[0]
+    )
 
     class Decodes:
         latent_channels = 16
 
         def decode(self, latent):
-            done.append("d")
+            events.append("d")
             return tiny_vae.decode(latent)
 
-    for after in (["s"] * 3, [*["s"] * 4, "d"]):  # between the pictures of a LoRA, and between two that are decoded
-        done.clear()
-        monkeypatch.setattr(node, "throw_exception_if_processing_interrupted", partial(cancelled, done, after))
+    for expected_events in (
+        ["s"] * 3,
+        [*["s"] * 4, "d"],
+    ):  # between the pictures of a LoRA, and between two that are decoded
+        events.clear()
+        monkeypatch.setattr(
+            node, "throw_exception_if_processing_interrupted", partial(cancelled, events, expected_events)
+        )
         with pytest.raises(InterruptProcessingException):
             run(model, Decodes(), "flux", loras="model_a", steps=1, cfg=1.0, seeds=2)
-        assert done == after
+        assert events == expected_events
         check_left(model, weights, read)
 
 
-def cancelled(done, after):
-    if done == after:
+def cancelled(events, expected_events):
+    if events == expected_events:
         raise InterruptProcessingException
 
 
@@ -162,6 +171,6 @@ def check_left(model, weights, read):
     assert read and not any(tensor() is not None for tensor in read)
     entries = comfy.model_management.current_loaded_models
     assert not any(entry.model is not None and entry.model.is_clone(model) for entry in entries) and not model.backup
-    left = bytes_of(model)
-    assert left.keys() == weights.keys() and all(torch.equal(left[name], weights[name]) for name in weights)
+    remaining = bytes_of(model)
+    assert remaining.keys() == weights.keys() and all(torch.equal(remaining[name], weights[name]) for name in weights)
     read.clear()

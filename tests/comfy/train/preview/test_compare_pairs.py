@@ -83,24 +83,24 @@ def run(experts, vae, **changes):
         return TesseraCompareLoras.execute(experts[0], vae, conditioning("wan", 10), **inputs)
 
 
-def of_core(experts, vae, pair, strengths, seed, text=0, met=3, sampler="euler"):
+def core_clip(experts, vae, pair, strengths, seed, text=0, boundary_step=3, sampler="euler"):
     """Core's Load LoRA on each expert and two KSampler (Advanced) over an empty video latent, decoded."""
     texts = conditioning("wan", 10, text), conditioning("wan", 10, 1)
     latent = {"samples": torch.zeros(1, 16, 2, 4, 4)}
-    node, how = core.KSamplerAdvanced(), (4, 2.0, sampler, "simple", *texts)
+    node, sampler_options = core.KSamplerAdvanced(), (4, 2.0, sampler, "simple", *texts)
     with torch.inference_mode():
         high, low = (
             model if name is None else core.LoraLoaderModelOnly().load_lora_model_only(model, name, strength)[0]
             for model, name, strength in zip(experts, pair, strengths, strict=True)
         )
-        (half,) = node.sample(high, "enable", seed, *how, latent, 0, met, "enable")
-        (whole,) = node.sample(low, "disable", seed, *how, half, met, 10000, "disable")
+        (half,) = node.sample(high, "enable", seed, *sampler_options, latent, 0, boundary_step, "enable")
+        (whole,) = node.sample(low, "disable", seed, *sampler_options, half, boundary_step, 10000, "disable")
         return core.VAEDecode().decode(vae, whole)[0]
 
 
 def test_every_clip_is_that_of_two_advanced_samplers_with_a_lora_on_each_expert(experts, vae, files, monkeypatch):
-    drawn, draw = [], module.render_sheet
-    monkeypatch.setattr(module, "render_sheet", lambda *args: drawn.append(args) or draw(*args))
+    sheets, draw = [], module.render_sheet
+    monkeypatch.setattr(module, "render_sheet", lambda *args: sheets.append(args) or draw(*args))
     loaded, load = [], comfy.model_management.load_models_gpu
 
     def load_models_gpu(models, *args, **kwargs):
@@ -108,26 +108,31 @@ def test_every_clip_is_that_of_two_advanced_samplers_with_a_lora_on_each_expert(
         return load(models, *args, **kwargs)
 
     monkeypatch.setattr(comfy.model_management, "load_models_gpu", load_models_gpu)
-    more = TesseraPreview.execute(vae, conditioning("wan", 10, 3), 5, True, **SAMPLER, **TEXT, seeds=1, label="a fox")
+    more_prompts = TesseraPreview.execute(
+        vae, conditioning("wan", 10, 3), 5, True, **SAMPLER, **TEXT, seeds=1, label="a fox"
+    )
     lines = f"{LOW_RUN}/pair_low_noise\nlight_HIGH + light_LOW\nnone + lone_low_noise"
-    made = run(experts, vae, loras=lines, strengths="1, 0.5/0", more_prompts=more.result[0])
-    _, clips = made.result
+    output = run(experts, vae, loras=lines, strengths="1, 0.5/0", more_prompts=more_prompts.result[0])
+    _, clips = output.result
     # One after the other: each expert is loaded once for a column, not once for a clip.
     order = ["high" if model is experts[0].model else "low" for model in loaded]
-    assert [one for one, before in zip(order, [None, *order], strict=False) if one != before] == ["high", "low"] * 6
+    assert [item for item, previous in zip(order, [None, *order], strict=False) if item != previous] == [
+        "high",
+        "low",
+    ] * 6
     monkeypatch.undo()
 
-    nothing, both = (None, None), [(1.0, 1.0), (0.5, 0.0)]
-    named = [(file(f"{HIGH_RUN}/pair_high_noise"), file(f"{LOW_RUN}/pair_low_noise"))]
-    named.append((file("light_HIGH"), file("light_LOW")))
-    columns = [(nothing, (0.0, 0.0)), *((names, strengths) for names in named for strengths in both)]
+    nothing, strength_pairs = (None, None), [(1.0, 1.0), (0.5, 0.0)]
+    file_pairs = [(file(f"{HIGH_RUN}/pair_high_noise"), file(f"{LOW_RUN}/pair_low_noise"))]
+    file_pairs.append((file("light_HIGH"), file("light_LOW")))
+    columns = [(nothing, (0.0, 0.0)), *((names, strengths) for names in file_pairs for strengths in strength_pairs)]
     columns.append(((None, file("lone_low_noise")), (0.0, 1.0)))
     rows = [(3, 0), (3, 3)]
-    expected = [of_core(experts, vae, *column, *row) for row in rows for column in columns]
+    expected = [core_clip(experts, vae, *column, *row) for row in rows for column in columns]
     assert len(clips) == len(expected) == 12 and clips[0].shape == (5, 32, 32, 3)
-    assert all(torch.equal(one, other) for one, other in zip(clips, expected, strict=True))
+    assert all(torch.equal(item, other) for item, other in zip(clips, expected, strict=True))
     assert len({clip.numpy().tobytes() for clip in clips}) == 12
-    ((titles, names, _, _),) = drawn
+    ((titles, names, _, _),) = sheets
     assert titles == ["prompt 1, seed 3", "a fox, seed 3"]
     assert names[:3] == ["without LoRA", "pair x 1", "pair x 0.5/0"]
     assert names[3:5] == ["light_HIGH + light_LOW x 1", "light_HIGH + light_LOW x 0.5/0"]
@@ -135,30 +140,32 @@ def test_every_clip_is_that_of_two_advanced_samplers_with_a_lora_on_each_expert(
 
 
 @pytest.mark.parametrize(
-    ("changes", "met"),
+    ("changes", "boundary_step"),
     [({}, 3), ({"expert_boundary": 0.92}, 2), ({"switch_step": 1}, 1), ({"sampler_name": "dpmpp_2m_sde"}, 3)],
 )
-def test_the_experts_change_hands_where_the_user_says_so(experts, vae, files, changes, met):
-    made = run(experts, vae, loras="own_low_noise", without_lora=False, seeds=2, **changes)
+def test_the_experts_change_hands_where_the_user_says_so(experts, vae, files, changes, boundary_step):
+    output = run(experts, vae, loras="own_low_noise", without_lora=False, seeds=2, **changes)
     names, sampler = (file("own_high_noise"), file("own_low_noise")), changes.get("sampler_name", "euler")
-    for clip, seed in zip(made.result[1], (3, 4), strict=True):
-        assert torch.equal(clip, of_core(experts, vae, names, (1.0, 1.0), seed, met=met, sampler=sampler))
+    for clip, seed in zip(output.result[1], (3, 4), strict=True):
+        assert torch.equal(
+            clip, core_clip(experts, vae, names, (1.0, 1.0), seed, boundary_step=boundary_step, sampler=sampler)
+        )
 
 
 def test_loras_of_the_graph_are_paired_by_their_inputs(experts, vae, files):
     loras = {f"lora{number}": lora_of(number) for number in (4, 5)}
     high, low = {"lora0": loras["lora4"], "lora1": None}, {"lora0": loras["lora5"]}
-    made = run(experts, vae, without_lora=False, lora_models=high, lora_models_low_noise=low)
+    output = run(experts, vae, without_lora=False, lora_models=high, lora_models_low_noise=low)
     names = FILES[4] + ".safetensors", FILES[5] + ".safetensors"  # which hold the same
-    assert torch.equal(made.result[1][0], of_core(experts, vae, names, (1.0, 1.0), 3))
+    assert torch.equal(output.result[1][0], core_clip(experts, vae, names, (1.0, 1.0), 3))
 
 
 def test_either_half_names_a_pair_and_either_run_all_of_its_saves(files):
     saves = [halves("-step000020"), halves("-step000100"), halves(), halves("-best")]
     assert pairs("", HIGH_RUN) == pairs("", LOW_RUN) == pairs("pair_*/*", "none") == pairs("pair_*/*", LOW_RUN) == saves
-    own = Pair(file("own_high_noise"), file("own_low_noise"))
+    own_pair = Pair(file("own_high_noise"), file("own_low_noise"))
     for line in ("own", "own_high_noise", "own_low_noise.safetensors", "own_*", "own\nown_low_noise"):
-        assert pairs(line, "none") == [own]
+        assert pairs(line, "none") == [own_pair]
     numbered = Pair(file("saved/own_high_noise_00001"), file("saved/own_low_noise_00001"))
     assert pairs("saved\\own_00001", "none") == pairs("saved/own_low_noise_00001", "none") == [numbered]
     for line in ("old", "old_low_noise"):  # which once was the high noise half's name
@@ -172,14 +179,14 @@ def test_either_half_names_a_pair_and_either_run_all_of_its_saves(files):
     assert [pair.title for pair in saves] == ["pair-step000020", "pair-step000100", "pair", "pair-best"]
     assert (halves().name, numbered.name) == ("pair (001)/pair", "saved/own_00001")
     fingerprint = TesseraCompareLoras.fingerprint_inputs
-    known = fingerprint(loras="own_high_noise", run="none", model_low_noise=None)
-    assert [name for name, _ in known] == [own.high, own.low]
-    assert [name for name, _ in fingerprint(loras="own_high_noise", run="none")] == [own.high]
+    file_names = fingerprint(loras="own_high_noise", run="none", model_low_noise=None)
+    assert [name for name, _ in file_names] == [own_pair.high, own_pair.low]
+    assert [name for name, _ in fingerprint(loras="own_high_noise", run="none")] == [own_pair.high]
 
 
 def test_of_several_runs_those_that_were_trained_alike_are_a_pair(experts, files):
     data = training_data(wan_sample("a", (1, 2, 2)))
-    made = []
+    results = []
     for rate in (0.01, 0.02):
         settings = run_settings(
             output_name="sets/film", steps=2, save_every=1, optimizer={"learning_rate": rate}, validation={"part": 0.5}
@@ -188,17 +195,19 @@ def test_of_several_runs_those_that_were_trained_alike_are_a_pair(experts, files
         planned = plan_experts(*experts, data, settings)
         observers = [ExpertObserver(Watcher(), expert, number, 2) for number, expert in enumerate(planned)]
         with torch.inference_mode(False):
-            both = zip(planned, observers, strict=True)
-            made.append([train_lora(RunRequest(e.model, data, e.settings, files, observer)) for e, observer in both])
+            observed = zip(planned, observers, strict=True)
+            results.append(
+                [train_lora(RunRequest(e.model, data, e.settings, files, observer)) for e, observer in observed]
+            )
     folder_paths.filename_list_cache.clear()
-    runs = [[result.path.parent.relative_to(files).as_posix() for result in pair] for pair in made]
+    runs = [[result.path.parent.relative_to(files).as_posix() for result in pair] for pair in results]
     assert len({folder for pair in runs for folder in pair}) == 4
     for high, low in runs:
-        found = pairs("", high)
-        assert found == pairs("", low) and len(found) == 3
-        folders = {tuple(str(run_folder(half)) for half in (pair.high, pair.low)) for pair in found}
+        pair_list = pairs("", high)
+        assert pair_list == pairs("", low) and len(pair_list) == 3
+        folders = {tuple(str(run_folder(half)) for half in (pair.high, pair.low)) for pair in pair_list}
         assert folders == {(high, low)}
-        assert all(Path(pair.low).name == Path(pair.high).name.replace("high", "low") for pair in found)
+        assert all(Path(pair.low).name == Path(pair.high).name.replace("high", "low") for pair in pair_list)
 
 
 @pytest.mark.parametrize(
@@ -295,22 +304,24 @@ def test_strengths_may_differ_between_the_experts():
 
 @pytest.mark.parametrize(("clips", "frames"), [("3 frames", [[0, 2, 4]]), ("animation", [[n] for n in range(5)])])
 def test_the_grid_shows_frames_of_a_clip_or_runs(experts, vae, files, clips, frames):
-    made = run(experts, vae, loras="own", clips=clips, fps=10.0, steps=2)
-    grid, both = made.result
-    assert len(both) == 2 and len(grid) == len(frames) and both[0].shape == (5, 32, 32, 3)
+    output = run(experts, vae, loras="own", clips=clips, fps=10.0, steps=2)
+    grid, pair_clips = output.result
+    assert len(pair_clips) == 2 and len(grid) == len(frames) and pair_clips[0].shape == (5, 32, 32, 3)
     for sheet, numbers in zip(grid, frames, strict=True):
         for number in numbers:
-            for clip, left in zip(both, (8, 64), strict=True):  # cells of 48 and spaces of 8, a clip in their middle
+            for clip, offset in zip(
+                pair_clips, (8, 64), strict=True
+            ):  # cells of 48 and spaces of 8, a clip in their middle
                 picture = torch.floor(255 * clip[number]) / 255
-                across = range(left, min(left + 17, sheet.shape[1] - 31))
+                across = range(offset, min(offset + 17, sheet.shape[1] - 31))
                 places = [(y, x) for y in range(sheet.shape[0] - 31) for x in across]
                 assert sum(torch.equal(sheet[y : y + 32, x : x + 32], picture) for y, x in places) == 1
-    told = made.ui
-    (shown,) = told["images"]
-    with Image.open(Path(folder_paths.get_temp_directory(), shown["subfolder"], shown["filename"])) as picture:
+    ui = output.ui
+    (image,) = ui["images"]
+    with Image.open(Path(folder_paths.get_temp_directory(), image["subfolder"], image["filename"])) as picture:
         assert getattr(picture, "n_frames", 1) == len(frames)
         assert picture.size == (grid.shape[2], grid.shape[1])
         if clips == "animation":
             picture.load()
             assert picture.info["duration"] == 100
-    assert told["animated"] == (clips == "animation",)
+    assert ui["animated"] == (clips == "animation",)

@@ -34,30 +34,30 @@ class Sees:
 @pytest.fixture
 def events(monkeypatch) -> list[Any]:
     """("make", step, micro-batch), ("read", step) and ("update", step) in the order in which they happen."""
-    seen: list[Any] = []
-    made, read, updated = step_batches.make_batch, TrainStep.finite, TrainStep.optimizer_step
+    log: list[Any] = []
+    original, read, updated = step_batches.make_batch, TrainStep.finite, TrainStep.optimizer_step
 
     def make(*args: Any) -> Any:
-        seen.append(("make", *args[6]))
-        return made(*args)
+        log.append(("make", *args[6]))
+        return original(*args)
 
     def finite(self: Any, total: Any) -> float:
-        seen.append(("read", self.progress.step))
+        log.append(("read", self.progress.step))
         return read(self, total)
 
     def optimizer_step(self: Any) -> None:
-        seen.append(("update", self.progress.step))
+        log.append(("update", self.progress.step))
         updated(self)
 
     monkeypatch.setattr(step_batches, "make_batch", make)
     monkeypatch.setattr(TrainStep, "finite", finite)
     monkeypatch.setattr(TrainStep, "optimizer_step", optimizer_step)
-    return seen
+    return log
 
 
-def step(number: int, *between: Any) -> list[Any]:
+def step(number: int, *middle: Any) -> list[Any]:
     """The reading of a step, what is made before it, and its update."""
-    return [*between, ("read", number), ("update", number)]
+    return [*middle, ("read", number), ("update", number)]
 
 
 def test_the_next_first_batch_is_made_before_the_read_and_none_after_the_last_step(events, tiny_flux, tmp_path):
@@ -111,11 +111,11 @@ def test_a_batch_that_was_made_ahead_makes_room_for_a_preview_that_is_asked_for(
 
 def test_when_a_batch_is_made_ahead_none_of_its_own_step_is_left(tiny_flux, tmp_path, monkeypatch):
     """So the memory plan counts one batch."""
-    made, alive, batches = step_batches.make_batch, [], []
+    original, alive, batches = step_batches.make_batch, [], []
 
     def make(*args: Any) -> Any:
-        alive.append(sum(one() is not None for one in batches))
-        batch = made(*args)
+        alive.append(sum(ref() is not None for ref in batches))
+        batch = original(*args)
         batches.append(weakref.ref(batch))
         return batch
 
@@ -126,43 +126,43 @@ def test_when_a_batch_is_made_ahead_none_of_its_own_step_is_left(tiny_flux, tmp_
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_batch_that_was_made_ahead_of_a_cancel_is_trained_on_once(accumulation, tiny_flux, tmp_path, monkeypatch):
-    shown, trained = [], TrainStep.micro_batch
+    indices, trained = [], TrainStep.micro_batch
 
     def recorded(self: Any, requests: Any, *args: Any) -> None:
-        shown.extend(requests)
+        indices.extend(requests)
         trained(self, requests, *args)
 
     monkeypatch.setattr(TrainStep, "micro_batch", recorded)
     options = {"steps": 5, "gradient_accumulation": accumulation, "save_every": 0}
     whole = train(tiny_flux, mixed_data(), tmp_path / "whole", **options)
-    uninterrupted = list(shown)
-    shown.clear()
+    uninterrupted = list(indices)
+    indices.clear()
     with pytest.raises(InterruptProcessingException):
         train(tiny_flux, mixed_data(), tmp_path / "cut", cancel_at(2), **options)
     (state,) = (tmp_path / "cut").rglob("*.tessera")
     saved = load_state(state)
-    assert saved.batches == saved.step * accumulation == len(shown)
+    assert saved.batches == saved.step * accumulation == len(indices)
     resumed = train(tiny_flux, mixed_data(), tmp_path / "cut", **options)
-    assert shown == uninterrupted and resumed.loss == whole.loss
+    assert indices == uninterrupted and resumed.loss == whole.loss
     assert all(torch.equal(resumed.lora[name], whole.lora[name]) for name in whole.lora)
 
 
 def test_a_batch_that_can_not_be_made_ahead_is_made_by_its_own_step(events, tiny_flux, tmp_path, monkeypatch):
     whole = train(tiny_flux, mixed_data(), tmp_path / "whole", steps=4)
     events.clear()
-    made = step_batches.make_batch
+    original = step_batches.make_batch
 
     def make(*args: Any) -> Any:
         if ("read", 0) not in events and args[6] == (1, 0):
             events.append("out of memory")
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return made(*args)
+        return original(*args)
 
     monkeypatch.setattr(step_batches, "make_batch", make)
-    found = train(tiny_flux, mixed_data(), tmp_path / "tight", steps=4)
-    later = [one for number in (1, 2, 3) for one in (("make", number, 0), *step(number))]
+    result = train(tiny_flux, mixed_data(), tmp_path / "tight", steps=4)
+    later = [event for number in (1, 2, 3) for event in (("make", number, 0), *step(number))]
     assert events == [("make", 0, 0), *step(0, "out of memory"), *later]
-    assert found.loss == whole.loss
+    assert result.loss == whole.loss
 
 
 def test_a_model_that_is_placed_anew_finds_no_batch_in_its_way(events, tiny_flux, tmp_path):

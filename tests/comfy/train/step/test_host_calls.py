@@ -35,15 +35,15 @@ class Calls:
         if event == "call":
             self.counts[frame.f_code.co_filename, frame.f_code.co_name] += 1
 
-    def of_pack(self) -> Counter[tuple[str, str]]:
+    def pack_counts(self) -> Counter[tuple[str, str]]:
         """Those of our own code, without the blocks' and this test's."""
-        ours: Counter[tuple[str, str]] = Counter()
+        totals: Counter[tuple[str, str]] = Counter()
         for (file, name), count in self.counts.items():
             path = Path(file)  # of a graph that dynamo made it is <eval_with_key>, which lies nowhere
             within = path.resolve().relative_to(PACK).parts if path.is_absolute() and path.is_relative_to(PACK) else ()
             if within and within[0] not in ("models", "tests"):
-                ours["/".join(within), name] += count
-        return ours
+                totals["/".join(within), name] += count
+        return totals
 
 
 def calls_of_a_block(
@@ -86,10 +86,10 @@ def test_full_checkpointing_makes_less_than_half_of_the_calls_of_torchs_own(tiny
     (least, least_back, blocks), (full, full_back, _) = (
         calls_of_a_block(tiny_flux, tmp_path / mode, monkeypatch, mode) for mode in ("none", "full")
     )
-    more = (full.counts.total() - least.counts.total()) / blocks
+    extra = (full.counts.total() - least.counts.total()) / blocks
     more_back = (full_back.counts.total() - least_back.counts.total()) / blocks
-    print(f"full checkpointing: {more} calls more a block forward, {more_back} back")
-    assert blocks == 4 and 0 < more <= 385 and 0 < more_back <= 764
+    print(f"full checkpointing: {extra} calls more a block forward, {more_back} back")
+    assert blocks == 4 and 0 < extra <= 385 and 0 < more_back <= 764
 
 
 # Calls of our own a block, forward and back: choose how to run it and where its weights lie (3), count it, watch for
@@ -104,11 +104,11 @@ OURS = {
 @pytest.mark.parametrize(("mode", "swap"), OURS)
 def test_a_compiled_block_costs_few_calls_of_our_own(mode, swap, tiny_flux, tmp_path, monkeypatch):
     forward, back, blocks = calls_of_a_block(tiny_flux, tmp_path, monkeypatch, mode, "eager", swap)
-    ours, ours_back = forward.of_pack(), back.of_pack()
+    own_counts, ours_back = forward.pack_counts(), back.pack_counts()
     # Those of a step: the backward itself, and its gradients moved into the flat ones, whatever their number.
     files = ("train/loop/learner.py", "lora/network.py", "lora/flat_group.py")
-    of_a_step = [place for place in ours_back if place[0] in files]
-    assert 2 <= sum(ours_back.pop(place) for place in of_a_step) <= 15
-    print(mode, swap, {name: count / blocks for name, count in ours.items()}, forward.counts.total() / blocks)
+    step_places = [place for place in ours_back if place[0] in files]
+    assert 2 <= sum(ours_back.pop(place) for place in step_places) <= 15
+    print(mode, swap, {name: count / blocks for name, count in own_counts.items()}, forward.counts.total() / blocks)
     print({name: count / blocks for name, count in ours_back.items()})
-    assert (ours.total() / blocks, ours_back.total() / blocks) == OURS[mode, swap]
+    assert (own_counts.total() / blocks, ours_back.total() / blocks) == OURS[mode, swap]

@@ -68,7 +68,7 @@ def trainer_of(file: Any, folder: Any, dtype: torch.dtype) -> Any:
 def written_out(trainer: Any, tensors: dict[str, Tensor]) -> Written:
     settings, samples = trainer.settings, trainer.context.data.samples
     lora, masters = tiny.reference_masters(trainer)
-    moved = {name: torch.zeros_like(p) for name, p in masters.items()}
+    momentum = {name: torch.zeros_like(p) for name, p in masters.items()}
     order = batch_order(samples, 1, settings.seed)
     weights, losses, norms = [], [], []
 
@@ -85,8 +85,8 @@ def written_out(trainer: Any, tensors: dict[str, Tensor]) -> Written:
         loss.backward()
         norm = torch.cat([gradient(p).flatten() for p in masters.values()]).norm()
         for name, p in masters.items():
-            moved[name] = MOMENTUM * moved[name] + gradient(p) * min(1.0, LIMIT / float(norm))
-            p.data -= rate * moved[name]
+            momentum[name] = MOMENTUM * momentum[name] + gradient(p) * min(1.0, LIMIT / float(norm))
+            p.data -= rate * momentum[name]
             p.grad = None
         weights.append({name: p.detach().clone() for name, p in masters.items()})
         losses.append(float(loss.detach()))
@@ -102,21 +102,21 @@ BOUNDS = {torch.float32: (5e-4, 1e-5), torch.float16: (1e-2, 1e-3)}
 def test_a_run_takes_the_steps_that_are_written_out(case_file, tmp_path, dtype):
     file = case_file(CASE, dtype=dtype)
     trainer = trainer_of(file, tmp_path, dtype)
-    seen, expected = Recorder(trainer), written_out(trainer, load_file(file))
+    recorder, expected = Recorder(trainer), written_out(trainer, load_file(file))
     assert min(expected.norms) < 0.9 * LIMIT and max(expected.norms) > 1.1 * LIMIT
     trainer.run()
-    start, *steps = seen.weights
+    start, *steps = recorder.weights
     assert len(steps) == STEPS and start.keys() == expected.weights[0].keys()
     matrix, loss = BOUNDS[dtype]
-    for found, wanted, before, before_there in zip(
+    for actual, reference, previous, before_there in zip(
         steps, expected.weights, [start, *steps], [start, *expected.weights], strict=False
     ):
         for name in start:
-            change = wanted[name] - before_there[name]
-            assert (found[name] - before[name] - change).norm() <= matrix * change.norm(), name
-    assert [report.loss for report in seen.reports] == pytest.approx(expected.losses, rel=loss)
-    assert [report.learning_rate for report in seen.reports] == pytest.approx(RATES)
-    assert [r.seconds_left / r.seconds_per_step for r in seen.reports] == pytest.approx([4, 3, 2, 1, 0])
+            change = reference[name] - before_there[name]
+            assert (actual[name] - previous[name] - change).norm() <= matrix * change.norm(), name
+    assert [report.loss for report in recorder.reports] == pytest.approx(expected.losses, rel=loss)
+    assert [report.learning_rate for report in recorder.reports] == pytest.approx(RATES)
+    assert [r.seconds_left / r.seconds_per_step for r in recorder.reports] == pytest.approx([4, 3, 2, 1, 0])
     scale = trainer.learner.scaler.get_scale()
     assert scale == (2.0**16 if dtype == torch.float16 else 1.0)
     trainer.close()
@@ -127,16 +127,16 @@ def test_fp16_steps_whose_gradients_overflow_are_skipped_and_the_state_keeps_the
     trainer, resumed = (trainer_of(file, tmp_path, torch.float16) for _ in range(2))
     scaler = trainer.learner.scaler
     scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**60})
-    seen = Recorder(trainer)
+    recorder = Recorder(trainer)
     trainer.run()
-    start, *steps = seen.weights
-    assert len(steps) == STEPS and all(torch.equal(found[name], start[name]) for found in steps for name in start)
+    start, *steps = recorder.weights
+    assert len(steps) == STEPS and all(torch.equal(weights[name], start[name]) for weights in steps for name in start)
     assert scaler.get_scale() == 2.0 ** (60 - STEPS)
     trainer.save_final()
     resumed.resume(state_path(tmp_path, STEPS))
     assert resumed.learner.scaler.get_scale() == 2.0 ** (60 - STEPS)
-    for one in (trainer, resumed):
-        one.close()
+    for candidate in (trainer, resumed):
+        candidate.close()
 
 
 @pytest.mark.parametrize("kind", ["dropout", "rank_dropout", "module_dropout"])
@@ -150,9 +150,9 @@ def test_each_micro_batch_of_each_step_and_each_layer_has_dropout_masks_of_its_o
     masks, sample_masks = list[bytes](), LoraNetwork.sample_masks
 
     def recorded(*args: Any) -> Any:
-        found = sample_masks(*args)
-        masks.extend(mask.update.numpy().tobytes() for mask in found.values())
-        return found
+        sampled = sample_masks(*args)
+        masks.extend(mask.update.numpy().tobytes() for mask in sampled.values())
+        return sampled
 
     monkeypatch.setattr(LoraNetwork, "sample_masks", recorded)
     trainer.run()

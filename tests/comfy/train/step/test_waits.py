@@ -39,11 +39,11 @@ def make_sample(family: str, name: str) -> Any:
 
 def with_everything(family: str, name: str) -> Any:
     """A sample with a mask, a weight of its own and a class caption."""
-    one = make_sample(family, name)
-    read, other = one.load(), make_sample(family, f"the class of {name}").load()
-    weights = torch.linspace(0, 1, one.tokens)
-    told = replace(read, weights=weights, class_prompt=Prompt(other.text, other.conditioning))
-    return replace(one, class_caption=True, loss_weight=0.5, load=lambda *_: told)
+    item = make_sample(family, name)
+    read, other = item.load(), make_sample(family, f"the class of {name}").load()
+    weights = torch.linspace(0, 1, item.tokens)
+    both_prompts = replace(read, weights=weights, class_prompt=Prompt(other.text, other.conditioning))
+    return replace(item, class_caption=True, loss_weight=0.5, load=lambda *_: both_prompts)
 
 
 class PerStep(SilentObserver):
@@ -52,18 +52,18 @@ class PerStep(SilentObserver):
     def __init__(self, devices: TwoDevices) -> None:
         self.devices = devices
         self.reads: list[Counter[str]] = []
-        self.moved: list[int] = []
+        self.move_counts: list[int] = []
         self.mixed: list[Counter[str]] = []
         self.reports: list[StepReport] = []
 
     def step(self, report: StepReport) -> None:
         devices = self.devices
-        for kept, counted in (
+        for record, counted in (
             (self.reads, devices.reads),
-            (self.moved, devices.moved_count),
+            (self.move_counts, devices.moved_count),
             (self.mixed, devices.mixed),
         ):
-            kept.append(counted)
+            record.append(counted)
         devices.reads, devices.moved_count, devices.mixed = Counter(), 0, Counter()
         self.reports.append(report)
 
@@ -105,8 +105,8 @@ def test_a_step_waits_once_and_moves_its_batches_without_waiting(family, tiny_fi
     counted = run(tiny.make_trainer(model, data, tmp_path / "counted", **settings))
     assert counted.reads == [ONCE] * 2
     # The second step's first batch is made and moved in the first one.
-    assert counted.moved == [(ACCUMULATION + 1) * MOVED[family], (ACCUMULATION - 1) * MOVED[family]]
-    assert len(calls) == sum(counted.moved)
+    assert counted.move_counts == [(ACCUMULATION + 1) * MOVED[family], (ACCUMULATION - 1) * MOVED[family]]
+    assert len(calls) == sum(counted.move_counts)
     # The lengths of captions are read where they are, on the host.
     lengths = {"ragged_attention", "ragged_attention_backward"} if family == "qwen_image" else set()
     assert [set(mixed) for mixed in counted.mixed] == [lengths] * 2
@@ -164,32 +164,34 @@ def test_with_each_optimizer_a_step_waits_once_but_for_what_its_library_reads(na
     trainer.learner = trainer.train_step.learner = Learner(trainer.network, options, 4, torch.float32, "cpu")
     devices.put_weights_of(trainer)
     matrices = len(trainer.network.parameters())
-    first, later, moved = OWN.get(name, (lambda p: {}, lambda p: {}, 0))
-    for own, moves in ((first, moved), (later, 0)):
+    first, later, move_count = OWN.get(name, (lambda p: {}, lambda p: {}, 0))
+    for extra_reads, moves in ((first, move_count), (later, 0)):
         devices.reads, devices.moved_count, devices.mixed = Counter(), 0, Counter()
         with devices.watched():
             assert math.isfinite(trainer.train_step.finite(loss))
             trainer.train_step.optimizer_step()
-        assert devices.reads == ONCE | own(matrices)
+        assert devices.reads == ONCE | extra_reads(matrices)
         assert devices.moved_count == moves * matrices and not devices.mixed
 
 
-@pytest.mark.parametrize(("what", "number"), [("loss", math.inf), ("loss", math.nan), ("gradient", math.inf)])
-def test_what_is_not_finite_is_named_and_moves_nothing(what, number, tiny_flux, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize(("quantity", "number"), [("loss", math.inf), ("loss", math.nan), ("gradient", math.inf)])
+def test_what_is_not_finite_is_named_and_moves_nothing(quantity, number, tiny_flux, tmp_path, monkeypatch) -> None:
     trainer = tiny.make_trainer(tiny_flux, tiny.make_data([(4, 4)], [16]), tmp_path)
-    before = {name: master.clone() for name, master in trainer.network.master_weights().items()}
+    initial = {name: master.clone() for name, master in trainer.network.master_weights().items()}
     computed = trainer.train_step.forward_backward
 
-    def spoilt(drawn: Any) -> torch.Tensor:
-        total = computed(drawn)
+    def spoilt(batch: Any) -> torch.Tensor:
+        total = computed(batch)
         parameter = trainer.network.parameters()[-1]
         parameter.grad[0, 0] = number  # a loss that is not finite has such gradients too
-        return total + number if what == "loss" else total
+        return total + number if quantity == "loss" else total
 
     monkeypatch.setattr(trainer.train_step, "forward_backward", spoilt)
-    with pytest.raises(TrainingStopped, match=f"The {what} is NaN or infinite at step 1, before the LoRA has changed"):
+    with pytest.raises(
+        TrainingStopped, match=f"The {quantity} is NaN or infinite at step 1, before the LoRA has changed"
+    ):
         trainer.run()
-    assert all(torch.equal(before[name], master) for name, master in trainer.network.master_weights().items())
+    assert all(torch.equal(initial[name], master) for name, master in trainer.network.master_weights().items())
     assert not any(trainer.learner.optimizer.state.values()) and trainer.progress.intact
 
 
@@ -197,20 +199,20 @@ def test_the_stand_in_for_a_gpu_sees_what_a_gpu_waits_for() -> None:
     devices = TwoDevices()
     on_host = torch.tensor([1.0, 0.0])
     with devices.watched():
-        there = on_host.to(DEVICE)
-        made = torch.ones(2, device=there.device)
+        on_device = on_host.to(DEVICE)
+        ones = torch.ones(2, device=on_device.device)
         for wait in (
-            lambda: float(there.sum()),
-            lambda: bool((there > 0).all()),
-            lambda: there[there > 0],
-            lambda: there.nonzero(),
-            lambda: (there + made).tolist(),
-            lambda: there.to("cpu"),
+            lambda: float(on_device.sum()),
+            lambda: bool((on_device > 0).all()),
+            lambda: on_device[on_device > 0],
+            lambda: on_device.nonzero(),
+            lambda: (on_device + ones).tolist(),
+            lambda: on_device.to("cpu"),
         ):
-            before = devices.reads.total()
+            read_count = devices.reads.total()
             wait()
-            assert devices.reads.total() > before
+            assert devices.reads.total() > read_count
         assert float(on_host.sum()) == 1.0 and devices.moved_count == 1 and not devices.mixed
-        there.copy_(on_host)
-        there[:1] = on_host[:1]
+        on_device.copy_(on_host)
+        on_device[:1] = on_host[:1]
         assert devices.mixed == {"copy_": 2}

@@ -29,7 +29,10 @@ def trainer_of(name: str, files: Any, folder: Path) -> Any:
     if name in NATIVE:
         patcher, data = build(NATIVE[name], torch.float32), data_of(NATIVE[name])
     else:
-        patcher, data = tiny.load_model(name, files[name]), training_data(*(make_sample(name, each) for each in "ab"))
+        patcher, data = (
+            tiny.load_model(name, files[name]),
+            training_data(*(make_sample(name, sample_name) for sample_name in "ab")),
+        )
     patcher.load_device = DEVICE
     return tiny.make_trainer(patcher, data, folder)
 

@@ -30,17 +30,20 @@ def test_a_model_that_is_known_by_rule_gets_one_and_a_resumed_run_keeps_it(tmp_p
     with pytest.raises(InterruptProcessingException):
         run(BY_RULE, tmp_path, cancel_at(2), steps=4)
     (summary,) = tmp_path.rglob("summary.json")
-    made = json.loads(summary.read_text())["certificate"]
-    assert "forward equal, gradients within" in made["text"] and made["file"]["layers_loaded"] == made["file"]["layers"]
+    certificate = json.loads(summary.read_text())["certificate"]
+    assert (
+        "forward equal, gradients within" in certificate["text"]
+        and certificate["file"]["layers_loaded"] == certificate["file"]["layers"]
+    )
 
-    def again(*_: Any) -> Any:
+    def fail_again(*_: Any) -> Any:
         raise AssertionError("checked again")
 
-    monkeypatch.setattr(certificates, "make_certificate", again)
+    monkeypatch.setattr(certificates, "make_certificate", fail_again)
     watcher = Watcher()
     result = run(BY_RULE, tmp_path, watcher, steps=4)
-    assert result.summary["certificate"] == made
-    assert any(note.startswith(made["text"]) and "checked when the run began" in note for note in watcher.notes)
+    assert result.summary["certificate"] == certificate
+    assert any(note.startswith(certificate["text"]) and "checked when the run began" in note for note in watcher.notes)
     assert result.summary["final_file"]["layers_loaded"] == result.summary["final_file"]["layers"] > 0
     assert result.summary["final_file"]["layers_that_differ"] == 0
 
@@ -52,10 +55,10 @@ def test_a_run_that_crashes_keeps_it(tmp_path, monkeypatch):
     with pytest.raises(InterruptProcessingException):
         run(BY_RULE, tmp_path, cancel_at(1), steps=2)
     (summary,) = tmp_path.rglob("summary.json")
-    made = json.loads(summary.read_text())["certificate"]
+    certificate = json.loads(summary.read_text())["certificate"]
     monkeypatch.undo()
     monkeypatch.setattr(certificates, "make_certificate", None)
-    assert run(BY_RULE, tmp_path, steps=2).summary["certificate"] == made
+    assert run(BY_RULE, tmp_path, steps=2).summary["certificate"] == certificate
 
 
 def test_a_check_without_memory_is_left_out_and_made_when_the_run_goes_on(tmp_path, monkeypatch):
@@ -66,17 +69,17 @@ def test_a_check_without_memory_is_left_out_and_made_when_the_run_goes_on(tmp_pa
     with pytest.raises(InterruptProcessingException):
         run(BY_RULE, tmp_path, cancel_at(1), steps=2)
     (summary,) = tmp_path.rglob("summary.json")
-    made = json.loads(summary.read_text())["certificate"]
-    assert made["not_checked"] == {"blocks": "it is out of memory"} and "gradients within" in made["text"]
+    record = json.loads(summary.read_text())["certificate"]
+    assert record["not_checked"] == {"blocks": "it is out of memory"} and "gradients within" in record["text"]
     monkeypatch.undo()
     assert "not_checked" not in run(BY_RULE, tmp_path, steps=2).summary["certificate"]
 
 
 def test_a_rank_that_leaves_during_a_check_ends_the_run(tmp_path, monkeypatch):
-    def left(*_: Any) -> Any:
+    def leave_run(*_: Any) -> Any:
         raise CannotContinue("Device 1 has left the run")
 
-    monkeypatch.setattr(certificate, "targets_without_gradient", left)
+    monkeypatch.setattr(certificate, "targets_without_gradient", leave_run)
     with pytest.raises((CannotContinue, TrainingStopped), match="Device 1 has left the run"):
         run(BY_RULE, tmp_path, steps=1)
 
@@ -94,18 +97,21 @@ def test_a_row_whose_class_is_newer_than_the_tests_comfyui_gets_one(tmp_path):
 
 
 def test_off_makes_none_and_a_named_model_needs_none(tmp_path):
-    off = run(BY_RULE, tmp_path / "a", steps=1, memory={"verify": "off"})
-    named = run("z-image", tmp_path / "b", steps=1)
-    assert "certificate" not in off.summary and "certificate" not in named.summary
-    assert named.summary["final_file"]["layers_loaded"] == named.summary["final_file"]["layers"]
+    unchecked = run(BY_RULE, tmp_path / "a", steps=1, memory={"verify": "off"})
+    named_run = run("z-image", tmp_path / "b", steps=1)
+    assert "certificate" not in unchecked.summary and "certificate" not in named_run.summary
+    assert named_run.summary["final_file"]["layers_loaded"] == named_run.summary["final_file"]["layers"]
 
 
 def test_on_checks_a_forward_of_our_own_too(tmp_path, tiny_flux):
     watcher = Watcher()
     result = train(tiny_flux, mixed_data(), tmp_path, watcher, steps=1, memory={"verify": "on", "blocks_to_swap": 1})
-    made = result.summary["certificate"]
-    assert made["text"].startswith("FLUX.1: forward equal, gradients within") and made["text"] in watcher.notes
-    assert max(made["gradients"].values()) < 2e-3 and made["effect_difference"] < 1e-3
+    certificate = result.summary["certificate"]
+    assert (
+        certificate["text"].startswith("FLUX.1: forward equal, gradients within")
+        and certificate["text"] in watcher.notes
+    )
+    assert max(certificate["gradients"].values()) < 2e-3 and certificate["effect_difference"] < 1e-3
 
 
 def test_weights_and_matmuls_in_int8_get_one(tmp_path, tiny_files):
@@ -113,9 +119,11 @@ def test_weights_and_matmuls_in_int8_get_one(tmp_path, tiny_files):
     data = tiny.make_data([(6, 6), (4, 9)], [40, 40])  # enough tokens for int8 matmuls
     memory = {"verify": "on", "quantize": "int8", "low_bit_matmul": "int8", "blocks_to_swap": 1}
     summary = train(model, data, tmp_path, steps=1, memory=memory).summary
-    made = summary["certificate"]
-    assert made["text"].startswith("FLUX.1: forward equal, gradients within") and "not_checked" not in made
-    assert made["seconds"] > 0 and made["peak_memory_mib"] > 0
+    certificate = summary["certificate"]
+    assert (
+        certificate["text"].startswith("FLUX.1: forward equal, gradients within") and "not_checked" not in certificate
+    )
+    assert certificate["seconds"] > 0 and certificate["peak_memory_mib"] > 0
     assert {layer["forward"] for layer in summary["low_bit_matmul"]["layers"]} == {"int8"}
 
 
@@ -125,9 +133,9 @@ def test_what_the_file_lacks_is_said(tmp_path, monkeypatch, tiny_flux):
 
     save = lora_writer.save_lora
 
-    def without_one(path: Any, lora: Any, *rest: Any, **named: Any) -> None:
-        left = {key: tensor for key, tensor in lora.items() if "double_blocks_0_img_attn_qkv" not in key}
-        save(path, type(lora)(left, lora.metadata, lora.names), *rest, **named)
+    def without_one(path: Any, lora: Any, *rest: Any, **kwargs: Any) -> None:
+        remaining = {key: tensor for key, tensor in lora.items() if "double_blocks_0_img_attn_qkv" not in key}
+        save(path, type(lora)(remaining, lora.metadata, lora.names), *rest, **kwargs)
 
     assert formats.save_lora is save
     monkeypatch.setattr(lora_writer, "save_lora", without_one)

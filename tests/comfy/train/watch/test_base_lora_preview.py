@@ -21,10 +21,10 @@ def test_a_preview_at_the_start_is_that_of_core_with_the_base_lora(tiny_flux, ti
     network = {"base_lora": LoraSource("base.safetensors", "x", lambda: tensors), "base_strength": 0.2}
     settings = run_settings(output_name="with_base", steps=1, network=network)
     result = run(tiny_flux, PREVIEW["one_size"](), settings, Watcher(), {}, [PREVIEW["preview"](tiny_vae, every=0)])
-    made = PREVIEW["read"](result.path.parent, "step000000_0.png")
+    picture = PREVIEW["read"](result.path.parent, "step000000_0.png")
     loaded, _ = comfy.sd.load_lora_for_models(tiny_flux, None, tensors, 0.2, 0)
-    assert np.array_equal(made, PREVIEW["of_core"](loaded, tiny_vae, None, 5))
-    assert not np.array_equal(made, PREVIEW["of_core"](tiny_flux, tiny_vae, None, 5))
+    assert np.array_equal(picture, PREVIEW["core_picture"](loaded, tiny_vae, None, 5))
+    assert not np.array_equal(picture, PREVIEW["core_picture"](tiny_flux, tiny_vae, None, 5))
     assert shared_lora_notes(settings) == [
         "base_lora base.safetensors is used for both experts; to give the low noise one its own, set "
         "base_lora_low_noise on LoRA Network."

@@ -43,11 +43,13 @@ def one_size():
 def run(model, root, previews=(), watcher=None, **changes):
     changes = {"steps": 4, "optimizer": {"learning_rate": 0.05}, **changes}
     watchers = [Previewer(previews, model, texts=TEXTS)] if previews else []
-    how = CompileSettings("eager")
-    return train_lora(RunRequest(model, one_size(), run_settings(**changes), root, watcher or Watcher(), how, watchers))
+    compile_settings = CompileSettings("eager")
+    return train_lora(
+        RunRequest(model, one_size(), run_settings(**changes), root, watcher or Watcher(), compile_settings, watchers)
+    )
 
 
-def of_core(model, vae, lora, seed, text=0):
+def core_picture(model, vae, lora, seed, text=0):
     """Core's Load LoRA, KSampler and VAE Decode, as 8 bits. lora: a file, or None."""
     import comfy.sd
     import comfy.utils
@@ -78,14 +80,14 @@ def test_the_picture_at_a_step_is_what_core_makes_of_the_lora_saved_at_it(tiny_f
     assert result.summary["previews"] == {"sheet": "previews/sheet.png", "files": files, "graphs_compiled": 0}
     with Image.open(folder / "previews" / "sheet.png", formats=["PNG"]) as sheet:
         assert sheet.text == TEXTS
-    made = {}
+    pictures = {}
     for step, lora in {0: None, 2: folder / "tiny_steps" / "tiny-step000002.safetensors", 4: result.path}.items():
         for row, (seed, text) in enumerate([(5, 0), (6, 0), (5, 3)]):
-            made[step, row] = read(folder, f"step{step:06d}_{row}.png")
-            assert np.array_equal(made[step, row], of_core(tiny_flux, tiny_vae, lora, seed, text)), (step, row)
+            pictures[step, row] = read(folder, f"step{step:06d}_{row}.png")
+            assert np.array_equal(pictures[step, row], core_picture(tiny_flux, tiny_vae, lora, seed, text)), (step, row)
         stepped = read(folder, f"step{step:06d}_3.png")  # the prompt of row 0 with the weights that are stepped
-        assert np.array_equal(stepped, made[step, 0]) == (step == 0)
-    assert len({picture.tobytes() for picture in made.values()}) == 9
+        assert np.array_equal(stepped, pictures[step, 0]) == (step == 0)
+    assert len({picture.tobytes() for picture in pictures.values()}) == 9
     with Image.open(folder / "previews" / "step000002_1.png", formats=["PNG"]) as picture:
         said = json.loads(picture.text["tessera"])
     assert (said["step"], said["title"], said["settings"]["seed"]) == (2, "prompt 1, seed 6", 6)
@@ -111,36 +113,38 @@ def test_the_run_is_bit_for_bit_that_without_and_leaves_the_random_states(tiny_v
     torch.manual_seed(11)
     state = torch.get_rng_state()
     previews = [preview(tiny_vae, every=1, use_ema=False, sampler_name="euler_ancestral")]
-    seen = run(tiny_flux, tmp_path / "seen", previews, watcher := Watcher(), network={"dropout": 0.3})
+    previewed = run(tiny_flux, tmp_path / "seen", previews, watcher := Watcher(), network={"dropout": 0.3})
     assert not any("failed" in note for note in watcher.notes) and not tiny_flux.backup
-    left = bytes_of(tiny_flux)
-    assert left.keys() == weights.keys() and all(torch.equal(left[name], weights[name]) for name in weights)
+    remaining = bytes_of(tiny_flux)
+    assert remaining.keys() == weights.keys() and all(torch.equal(remaining[name], weights[name]) for name in weights)
     assert torch.equal(torch.get_rng_state(), state)
-    assert seen.loss == quiet.loss and seen.summary["key"] == quiet.summary["key"]
-    assert all(torch.equal(seen.lora[name], quiet.lora[name]) for name in quiet.lora)
+    assert previewed.loss == quiet.loss and previewed.summary["key"] == quiet.summary["key"]
+    assert all(torch.equal(previewed.lora[name], quiet.lora[name]) for name in quiet.lora)
 
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_a_scaled_fp8_model_that_was_unloaded_outside_inference_mode_is_previewed_and_trained_on(
     tiny_vae, tmp_path, swapped
 ):
-    fresh, again = loaded(tmp_path, True), loaded(tmp_path, True)
-    weights = bytes_of(again)
-    unload_outside_inference_mode(again)
+    fresh, reloaded = loaded(tmp_path, True), loaded(tmp_path, True)
+    weights = bytes_of(reloaded)
+    unload_outside_inference_mode(reloaded)
     for place in weight_refs("", fresh.model):  # copies too: in the mapped file they lie otherwise aligned
         place.table[place.attribute] = with_parts(tensor := place.tensor(), [p.clone() for p in parts_of(tensor)])
     # As on a loader's MODEL, of which a LoRA covers some layers and leaves others.
     network, memory = {"include": ("single_blocks.*.linear1",)}, {"blocks_to_swap": 3 if swapped else 0}
     previews = [preview(tiny_vae, every=1)]
     quiet = run(fresh, tmp_path / "fresh", previews, steps=2, network=network, memory=memory)
-    seen = run(again, tmp_path / "again", previews, watcher := Watcher(), steps=2, network=network, memory=memory)
-    assert not any("failed" in note for note in watcher.notes) and not again.backup
-    assert seen.loss == quiet.loss and seen.summary["previews"] == quiet.summary["previews"]
+    previewed = run(
+        reloaded, tmp_path / "again", previews, watcher := Watcher(), steps=2, network=network, memory=memory
+    )
+    assert not any("failed" in note for note in watcher.notes) and not reloaded.backup
+    assert previewed.loss == quiet.loss and previewed.summary["previews"] == quiet.summary["previews"]
     for file in quiet.summary["previews"]["files"]:
         name = file.removeprefix("previews/")
-        assert np.array_equal(read(quiet.path.parent, name), read(seen.path.parent, name)), name
-    left = bytes_of(again)
-    assert left.keys() == weights.keys() and all(torch.equal(left[name], weights[name]) for name in weights)
+        assert np.array_equal(read(quiet.path.parent, name), read(previewed.path.parent, name)), name
+    remaining = bytes_of(reloaded)
+    assert remaining.keys() == weights.keys() and all(torch.equal(remaining[name], weights[name]) for name in weights)
 
 
 def test_ordinary_quantised_weights_are_put_back_as_loaded_over_the_same_memory(tmp_path):
@@ -150,14 +154,14 @@ def test_ordinary_quantised_weights_are_put_back_as_loaded_over_the_same_memory(
         torch.nn.Parameter(weights[0].to("cpu"), requires_grad=False)  # as core's _quantized_apply moves it
     restore_inference_mode(model.model)
     assert {name: part.data_ptr() for name, part in plain_tensors(weight_refs("", model.model))} == lay
-    now = [w for w in model.model.parameters() if isinstance(w, QuantizedTensor)]
+    current_weights = [w for w in model.model.parameters() if isinstance(w, QuantizedTensor)]
     with torch.inference_mode():
-        moved = [torch.nn.Parameter(weight.to("cpu"), requires_grad=False) for weight in now]
-    assert len(moved) == len(weights) and all(weight.is_inference() for weight in now)
-    assert all(torch.equal(a.dequantize(), b.dequantize()) for a, b in zip(moved, weights, strict=True))
+        copies = [torch.nn.Parameter(weight.to("cpu"), requires_grad=False) for weight in current_weights]
+    assert len(copies) == len(weights) and all(weight.is_inference() for weight in current_weights)
+    assert all(torch.equal(a.dequantize(), b.dequantize()) for a, b in zip(copies, weights, strict=True))
     restore_inference_mode(model.model)
     after = [w for w in model.model.parameters() if isinstance(w, QuantizedTensor)]
-    assert all(a is b for a, b in zip(now, after, strict=True))
+    assert all(a is b for a, b in zip(current_weights, after, strict=True))
 
 
 def test_a_model_that_cannot_be_unloaded_after_a_preview_ends_the_run_with_its_state_saved(
@@ -186,16 +190,16 @@ class Notes(Watcher):
     def __init__(self, model):
         super().__init__(at_step=self.look)
         self.counted = Graphs()
-        self.model, self.loaded, self.graphs, self.held = model, [], [], []
-        self.made = Since()
+        self.model, self.loaded, self.graphs, self.holdings = model, [], [], []
+        self.new_tensors = Since()
 
     def look(self, step):
         self.loaded.append([type(e.model).__name__ for e in comfy.model_management.current_loaded_models])
         compiled_model = compiled_model_of(self.model)
         in_preview = compiled_model.report().counts().graphs if compiled_model else 0
         self.graphs.append((self.counted(), in_preview))
-        made = self.made()
-        self.held.append((sum(isinstance(t, torch.nn.Parameter) for t in made), size_of(made)))
+        tensors = self.new_tensors()
+        self.holdings.append((sum(isinstance(t, torch.nn.Parameter) for t in tensors), size_of(tensors)))
 
 
 def test_nothing_is_left_behind_and_training_compiles_nothing_anew(tiny_flux, tiny_vae, tmp_path, monkeypatch):
@@ -211,11 +215,11 @@ def test_nothing_is_left_behind_and_training_compiles_nothing_anew(tiny_flux, ti
     monkeypatch.setattr(module, "sample_latent", sample_latent)
     result = run(model, tmp_path, [preview(tiny_vae, every=1)], watcher, compile="auto")
     assert watcher.loaded == [["ResidentWeights"]] * 4 and "ResidentWeights" not in while_sampled
-    assert watcher.held == [watcher.held[0]] * 4 and min(watcher.held[0]) > 0
+    assert watcher.holdings == [watcher.holdings[0]] * 4 and min(watcher.holdings[0]) > 0
     # Two kinds of blocks: a graph of each in training, and of each in previews.
     assert watcher.graphs == [(4, 2)] * 4
-    told = [text for text in watcher.phases if text.startswith("Training")]
-    assert told == ["Training; the first step compiles and takes longer"] * 2 + ["Training"] * 3
+    phases = [text for text in watcher.phases if text.startswith("Training")]
+    assert phases == ["Training; the first step compiles and takes longer"] * 2 + ["Training"] * 3
     assert result.summary["graphs_compiled"] == result.summary["graphs_planned"] == 2
     assert result.summary["previews"]["graphs_compiled"] == 2
     assert comfy.model_management.current_loaded_models == []
@@ -239,8 +243,8 @@ def test_a_preview_that_fails_is_told_and_training_goes_on(tiny_flux, tiny_vae, 
     watcher = Watcher()
     result = run(tiny_flux, tmp_path / "broken", [broken], watcher, steps=4)
     assert result.loss == quiet.loss
-    told = [note for note in watcher.notes if "preview" in note]
-    assert told == [
+    notes = [note for note in watcher.notes if "preview" in note]
+    assert notes == [
         "The preview at step 1 failed (out of memory; make the previews smaller); training goes on and the next one "
         "is tried.",
         "The preview at step 2 failed (no); no more are made.",
@@ -297,29 +301,29 @@ def test_what_cannot_be_sampled_is_refused_before_anything_is_trained(tiny_flux,
 
 def test_without_a_negative_prompt_it_is_that_of_core_s_conditioning_zero_out():
     positive = conditioning("flux", 16)
-    ((text, extra),), ((of_core, kept),) = zeroed(positive), core.ConditioningZeroOut().zero_out(positive)[0]
-    assert torch.equal(text, of_core) and not text.any()
-    assert extra.keys() == kept.keys() and not extra["pooled_output"].any()
+    ((text, extra),), ((core_text, core_extra),) = zeroed(positive), core.ConditioningZeroOut().zero_out(positive)[0]
+    assert torch.equal(text, core_text) and not text.any()
+    assert extra.keys() == core_extra.keys() and not extra["pooled_output"].any()
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("where", ["training", "model"])
-def test_swapped_blocks_are_previewed_and_trained_on_as_without_swap(tiny_vae, tmp_path, monkeypatch, where, fp8):
-    given = loaded(tmp_path, fp8)
-    plain = run(given, tmp_path / "plain", [preview(tiny_vae, every=1)], steps=3)
+@pytest.mark.parametrize("swap_site", ["training", "model"])
+def test_swapped_blocks_are_previewed_and_trained_on_as_without_swap(tiny_vae, tmp_path, monkeypatch, swap_site, fp8):
+    source = loaded(tmp_path, fp8)
+    plain = run(source, tmp_path / "plain", [preview(tiny_vae, every=1)], steps=3)
     with torch.inference_mode(False):
-        model = TesseraBlockSwap.execute(given, 3, 1, "auto").result[0] if where == "model" else given
-    before = of_core(model, tiny_vae, None, 5)  # which makes a ring, for flat buffers
+        model = TesseraBlockSwap.execute(source, 3, 1, "auto").result[0] if swap_site == "model" else source
+    picture = core_picture(model, tiny_vae, None, 5)  # which makes a ring, for flat buffers
     rings, ring = [], training.SlotRing
     monkeypatch.setattr(training, "SlotRing", lambda *args: rings.append(ring(*args)) or rings[-1])
     monkeypatch.setattr(inference, "into_flat", lambda *_: pytest.fail("copies blocks that training holds"))
-    lay, shared = [], []
+    lay, shared_sizes = [], []
 
     def look(_):
         parts = list(plain_tensors(weight_refs("", model.model)))
         masters = {master.untyped_storage().data_ptr() for master in rings[-1].flat_weights}
         lay.append({name: part.data_ptr() for name, part in parts})
-        shared.append(sum(part.nbytes for _, part in parts if part.untyped_storage().data_ptr() in masters))
+        shared_sizes.append(sum(part.nbytes for _, part in parts if part.untyped_storage().data_ptr() in masters))
 
     memory = {"blocks_to_swap": 3}
     swapped = run(
@@ -330,6 +334,6 @@ def test_swapped_blocks_are_previewed_and_trained_on_as_without_swap(tiny_vae, t
         name = file.removeprefix("previews/")
         assert np.array_equal(read(plain.path.parent, name), read(swapped.path.parent, name)), name
     monkeypatch.undo()
-    assert np.array_equal(of_core(model, tiny_vae, None, 5), before)
+    assert np.array_equal(core_picture(model, tiny_vae, None, 5), picture)
     assert lay[0] == lay[1] == lay[2]  # the masters that the MODEL shares with training have not moved
-    assert shared[0] == shared[1] == shared[2] > 10**6
+    assert shared_sizes[0] == shared_sizes[1] == shared_sizes[2] > 10**6

@@ -33,14 +33,14 @@ def sampling(vae, **changes):
     return Sampling(vae, conditioning("wan", 10), negative=conditioning("wan", 10, 1), **size | changes)
 
 
-def of_core(high, low, vae, met=3):
+def core_clip(high, low, vae, boundary_step=3):
     """Core's two KSampler (Advanced) over an empty video latent, decoded."""
     latent = {"samples": torch.zeros(1, 16, (FRAMES - 1) // 4 + 1, HEIGHT // 8, WIDTH // 8)}
     texts = conditioning("wan", 10), conditioning("wan", 10, 1)
-    node, how = core.KSamplerAdvanced(), (4, 2.0, "euler", "simple", *texts)
+    node, sampler_options = core.KSamplerAdvanced(), (4, 2.0, "euler", "simple", *texts)
     with torch.inference_mode():
-        (half,) = node.sample(high, "enable", 3, *how, latent, 0, met, "enable")
-        (whole,) = node.sample(low, "disable", 3, *how, half, met, 10000, "disable")
+        (half,) = node.sample(high, "enable", 3, *sampler_options, latent, 0, boundary_step, "enable")
+        (whole,) = node.sample(low, "disable", 3, *sampler_options, half, boundary_step, 10000, "disable")
         return core.VAEDecode().decode(vae, whole)[0]
 
 
@@ -49,12 +49,12 @@ def test_both_experts_sample_as_core_s_advanced_samplers_do_and_a_clip_has_its_f
 ):
     high, low = experts
     vae = tiny.load_vae(tiny_files["wan_vae"])
-    made = []
+    sheets = []
 
     class Keeps(Watcher):
         def previewed(self, sheet, step):
             super().previewed(sheet, step)
-            made.append(sheet)
+            sheets.append(sheet)
 
     other_lora = train_lora(
         RunRequest(high, training_data(wan_sample("a", (1, 2, 2))), run_settings(steps=1), tmp_path / "high", Watcher())
@@ -80,17 +80,17 @@ def test_both_experts_sample_as_core_s_advanced_samplers_do_and_a_clip_has_its_f
         comfy.sd.load_lora_for_models(model, None, dict(lora), 1.0, 0)[0]
         for model, lora in ((high, other_lora.lora), (low, result.lora))
     ]
-    expected = of_core(*with_loras, vae)
+    expected = core_clip(*with_loras, vae)
     stages = watchers[0]._stages(dict(result.lora))
     with torch.inference_mode():
-        ours = decode(vae, sample_latent(stages, previews[0].sampling, 3, lambda: None))
-    assert ours.shape == (FRAMES, HEIGHT, WIDTH, 3) and torch.equal(ours, expected)
-    assert not torch.equal(expected, of_core(*with_loras, vae, met=2))
-    assert not torch.equal(expected, of_core(high, with_loras[1], vae))
+        frames = decode(vae, sample_latent(stages, previews[0].sampling, 3, lambda: None))
+    assert frames.shape == (FRAMES, HEIGHT, WIDTH, 3) and torch.equal(frames, expected)
+    assert not torch.equal(expected, core_clip(*with_loras, vae, boundary_step=2))
+    assert not torch.equal(expected, core_clip(high, with_loras[1], vae))
     with Image.open(result.path.parent / "previews" / "step000001_0.webp") as clip:
         clip.seek(FRAMES // 2)
-        shown = np.asarray(clip.convert("L"), dtype=np.float32)
-    likeness = [np.corrcoef(shown.ravel(), frame.mean(-1).numpy().ravel())[0, 1] for frame in expected]
+        pixels = np.asarray(clip.convert("L"), dtype=np.float32)
+    likeness = [np.corrcoef(pixels.ravel(), frame.mean(-1).numpy().ravel())[0, 1] for frame in expected]
     assert np.argmax(likeness) == FRAMES // 2 and max(likeness) > 0.7, likeness  # the file is lossy
     comfy.model_management.unload_all_models()
 
@@ -122,18 +122,18 @@ def test_the_node_previews_each_expert_s_run_with_the_other_beside_it(experts, t
 
     from tessera.nodes.train.train_lora import TesseraTrainLora
 
-    vae, seen = tiny.load_vae(tiny_files["wan_vae"]), []
+    vae, partners = tiny.load_vae(tiny_files["wan_vae"]), []
     stages = Previewer._stages
     hidden = SimpleNamespace(unique_id="1", prompt=None, extra_pnginfo=None)
     monkeypatch.setattr(TesseraTrainLora, "hidden", hidden, raising=False)
-    monkeypatch.setattr(Previewer, "_stages", lambda self, lora: seen.append(self.partner) or stages(self, lora))
+    monkeypatch.setattr(Previewer, "_stages", lambda self, lora: partners.append(self.partner) or stages(self, lora))
     size = {"frames": 1, "width": 32, "height": 32, "steps": 4}
     previews = (Preview(sampling(vae, **size), every_n_steps=0, at_start=False),)
     train = {"output_name": "pair", "steps": 1, "learning_rate": 1e-2, "rank": 2, "batch_size": 1, "seed": 0}
     train |= {"gradient_accumulation": 1, "compile": "off", "save_every": 0, "resume": "off"}
     data = training_data(wan_sample("a", (1, 2, 2)))
     with torch.inference_mode():
-        made = TesseraTrainLora.execute(
+        output = TesseraTrainLora.execute(
             model=experts[0],
             model_low_noise=experts[1],
             data=data,
@@ -141,27 +141,27 @@ def test_the_node_previews_each_expert_s_run_with_the_other_beside_it(experts, t
             objective=ObjectiveOptions(expert_boundary=0.8),
             **train,
         )
-    high, low = made.result[0], made.result[3]
-    of_high, of_low = seen
-    assert (of_high.model.model, of_high.side, of_high.lora) == (experts[1].model, LOW, None)
-    assert (of_low.model.model, of_low.side) == (experts[0].model, HIGH) and of_low.lora is high
-    assert of_high.boundary == of_low.boundary == 0.8
-    assert not torch.equal(made.result[6], made.result[7]) and low.keys() == high.keys()
-    assert [image["filename"] for image in made.ui["images"]] == ["sheet.png", "sheet.png"]
+    high, low = output.result[0], output.result[3]
+    high_partner, low_partner = partners
+    assert (high_partner.model.model, high_partner.side, high_partner.lora) == (experts[1].model, LOW, None)
+    assert (low_partner.model.model, low_partner.side) == (experts[0].model, HIGH) and low_partner.lora is high
+    assert high_partner.boundary == low_partner.boundary == 0.8
+    assert not torch.equal(output.result[6], output.result[7]) and low.keys() == high.keys()
+    assert [image["filename"] for image in output.ui["images"]] == ["sheet.png", "sheet.png"]
 
 
 def test_a_clip_is_compared_whole_and_stands_in_the_grid_with_its_middle_frame(experts, tiny_files, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(compare, "render_sheet", lambda *args: drawn.append(args[2]) or render_sheet(*args))
+    cells = []
+    monkeypatch.setattr(compare, "render_sheet", lambda *args: cells.append(args[2]) or render_sheet(*args))
     vae = tiny.load_vae(tiny_files["wan_vae"])
     plain = compare.Column("without LoRA")
     with torch.inference_mode():
-        made = compare.compare(Stages(experts[0]), [sampling(vae)], [plain], lambda: None, lambda: None)
+        comparison = compare.compare(Stages(experts[0]), [sampling(vae)], [plain], lambda: None, lambda: None)
         latent = {"samples": torch.zeros(1, 16, (FRAMES - 1) // 4 + 1, HEIGHT // 8, WIDTH // 8)}
         texts = conditioning("wan", 10), conditioning("wan", 10, 1)
         (sampled,) = core.KSampler().sample(experts[0], 3, 4, 2.0, "euler", "simple", *texts, latent)
         expected = core.VAEDecode().decode(vae, sampled)[0]
-    (clip,) = made.pictures
+    (clip,) = comparison.pictures
     assert torch.equal(clip, expected)
-    assert np.array_equal(np.asarray(drawn[0][0, 0]), np.asarray(to_picture(expected[FRAMES // 2])))
+    assert np.array_equal(np.asarray(cells[0][0, 0]), np.asarray(to_picture(expected[FRAMES // 2])))
     comfy.model_management.unload_all_models()

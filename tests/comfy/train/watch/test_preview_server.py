@@ -54,18 +54,18 @@ def test_one_graph_trains_previews_and_compares_and_each_picture_is_that_of_core
     assert outputs["train"]["images"] == [
         {"filename": "sheet.png", "subfolder": f"{folder}/previews", "type": "output"}
     ]
-    without, _, last = (read(file, folder) for file in run["previews"]["files"])
+    untrained, _, last = (read(file, folder) for file in run["previews"]["files"])
     (expected,) = images("of_core")
-    assert np.array_equal(last, expected) and not np.array_equal(without, expected)
+    assert np.array_equal(last, expected) and not np.array_equal(untrained, expected)
     (sheet,) = images("sheet")
     assert np.array_equal(sheet, read("sheet.png", f"{folder}/previews"))
     first, second = images("pictures")
-    assert np.array_equal(first, without) and np.array_equal(second, expected)
+    assert np.array_equal(first, untrained) and np.array_equal(second, expected)
     assert len(outputs["compare"]["images"]) == 1
 
     # With other previews it is the same run, which is found on disk with its sheet.
-    again = server.run(graph(tiny_loaders, seeds=2))["outputs"]["train"]
-    assert again["images"] == outputs["train"]["images"] and again["tessera"][0]["loss"] == run["loss"]
+    repeat = server.run(graph(tiny_loaders, seeds=2))["outputs"]["train"]
+    assert repeat["images"] == outputs["train"]["images"] and repeat["tessera"][0]["loss"] == run["loss"]
 
 
 def test_a_pair_of_the_graph_is_compared_with_two_experts_and_its_clips_run_on_the_node(server):
@@ -117,14 +117,14 @@ def test_a_pair_of_the_graph_is_compared_with_two_experts_and_its_clips_run_on_t
 
     clips, expected = ([read(image) for image in outputs[key]["images"]] for key in ("clips", "of_core"))
     assert len(clips) == 5 and all(map(np.array_equal, clips, expected))
-    (shown,) = outputs["compare"]["images"]
-    assert outputs["compare"]["animated"] == [True] and shown["filename"].endswith(".webp")
+    (file_entry,) = outputs["compare"]["images"]
+    assert outputs["compare"]["animated"] == [True] and file_entry["filename"].endswith(".webp")
 
 
 def test_without_previews_what_reads_their_output_does_not_run_and_the_rest_does(server, tiny_loaders):
     prompt = graph(tiny_loaders)
-    wanted = {"model", "clip", "vae", "latent", "positive", "data", "train", "sheet"}
-    prompt = {key: one for key, one in prompt.items() if key in wanted}
+    keys = {"model", "clip", "vae", "latent", "positive", "data", "train", "sheet"}
+    prompt = {key: node for key, node in prompt.items() if key in keys}
     del prompt["train"]["inputs"]["preview"]
     prompt["train"]["inputs"]["output_name"] = "unseen"
     outputs = server.run(prompt)["outputs"]

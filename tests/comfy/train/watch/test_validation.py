@@ -39,16 +39,16 @@ def reference_losses(data, weights, lora, seed, guidance):
     means = []
     for sigma in SIGMAS:
         losses = []
-        for one in data.samples:
-            read = one.load()
+        for item in data.samples:
+            read = item.load()
             x0 = (read.latent.double() - 0.1159) * 0.3611
-            noise = sample_noise(x0.shape, generator(seed, "validation noise", one.name)).double()
-            at = float(torch.tensor(sigma, dtype=torch.float32))
-            tokens, ids = to_tokens((1 - at) * x0 + at * noise)
+            noise = sample_noise(x0.shape, generator(seed, "validation noise", item.name)).double()
+            sigma_value = float(torch.tensor(sigma, dtype=torch.float32))
+            tokens, ids = to_tokens((1 - sigma_value) * x0 + sigma_value * noise)
             target, _ = to_tokens(noise - x0)
             text, pooled = read.text.double(), read.conditioning["pooled_output"].double()
-            level, told = (torch.tensor([number], dtype=torch.float64) for number in (at, guidance))
-            velocity = flux_forward(tensors, tokens, ids, text, pooled, level, told, num_heads=1, lora=lora)
+            level, guidance_value = (torch.tensor([number], dtype=torch.float64) for number in (sigma_value, guidance))
+            velocity = flux_forward(tensors, tokens, ids, text, pooled, level, guidance_value, num_heads=1, lora=lora)
             error = (velocity - target).square().mean(dim=2)[0]
             counted = torch.ones_like(error) if read.weights is None else read.weights.double()
             losses.append(float((error * counted).sum() / counted.sum()))
@@ -64,28 +64,28 @@ def held_out():
 def test_the_loss_equals_an_fp64_reference(backend, tiny_files, tiny_flux, tmp_path):
     """With dropout, which is off here, with a mask and the guidance of training, with swapped blocks, and in batches of
     which the last is short."""
-    first, *others = held_out().samples
+    first, *rest = held_out().samples
     read = replace(first.load(), weights=torch.linspace(0, 1, first.tokens))
-    held = training_data(replace(first, load=lambda *_: read), *others)
-    options = ValidationOptions(data=held, seed=7)
+    held_data = training_data(replace(first, load=lambda *_: read), *rest)
+    options = ValidationOptions(data=held_data, seed=7)
     network, memory = NetworkOptions(rank=4, alpha=8.0, dropout=0.5), MemoryOptions("none", blocks_to_swap=2)
     settings = {"validation": options, "network": network, "memory": memory, "batch_size": 2}
     settings["objective"] = ObjectiveOptions(guidance=3.5)
     data = tiny.make_data([(4, 4)], [16])
-    trainer = tiny.make_trainer(tiny_flux, data, tmp_path, backend=backend, held_out=held, **settings)
+    trainer = tiny.make_trainer(tiny_flux, data, tmp_path, backend=backend, held_out=held_data, **settings)
     tiny.fill_up_matrices(trainer)
     lora = {n: (down.detach().double(), up.detach().double(), 2.0) for n, (down, up) in trainer.network.pairs.items()}
-    expected = reference_losses(held, load_file(tiny_files["flux"]), lora, 7, 3.5)
+    expected = reference_losses(held_data, load_file(tiny_files["flux"]), lora, 7, 3.5)
     assert trainer.watchers[0].losses(trainer.view()) == pytest.approx(expected, rel=1e-4)
     assert all(p.grad is None for p in trainer.network.parameters())
     trainer.close()
 
 
 def test_what_is_measured_are_the_weights_that_would_be_saved(tiny_flux, tmp_path):
-    held = held_out()
-    settings = {"validation": ValidationOptions(data=held), "optimizer": OptimizerOptions(ema_decay=0.9)}
+    held_data = held_out()
+    settings = {"validation": ValidationOptions(data=held_data), "optimizer": OptimizerOptions(ema_decay=0.9)}
     settings["optimizer"] = replace(settings["optimizer"], learning_rate=1e-2)
-    trainer = tiny.make_trainer(tiny_flux, tiny.make_data([(4, 4)], [16]), tmp_path, held_out=held, **settings)
+    trainer = tiny.make_trainer(tiny_flux, tiny.make_data([(4, 4)], [16]), tmp_path, held_out=held_data, **settings)
     trainer.run()
     (first, last) = trainer.progress.validation
     assert (first["step"], last["step"]) == (0, 4)
@@ -121,41 +121,41 @@ def test_training_is_bit_equal_with_and_without_it(tiny_flux, tmp_path):
     assert [point["step"] for point in watched.validation] == [0, 1, 2, 3, 4, 5, 6]
     assert "validation" not in plain.summary
     part = train(tiny_flux, mixed_data(), tmp_path / "part", **options, validation={"part": 0.4})
-    left = [one for one in mixed_data().samples if one.name not in part.summary["validation"]["samples"]]
-    without = train(tiny_flux, training_data(*left), tmp_path / "without", **options)
-    assert len(left) == 3 and part.loss == without.loss
-    assert all(torch.equal(part.lora[name], without.lora[name]) for name in without.lora)
+    remaining = [item for item in mixed_data().samples if item.name not in part.summary["validation"]["samples"]]
+    plain_run = train(tiny_flux, training_data(*remaining), tmp_path / "without", **options)
+    assert len(remaining) == 3 and part.loss == plain_run.loss
+    assert all(torch.equal(part.lora[name], plain_run.lora[name]) for name in plain_run.lora)
 
 
 def test_what_is_held_out_is_never_trained_on_and_leaves_whole(tiny_flux, tmp_path, monkeypatch):
     clips = [replace(sample(f"film {n}, frames {n}", 4, 4, repeats=3), file=f"film {n // 2}") for n in range(8)]
     clips += [replace(sample(f"kept {n}", 4, 4), regularisation=True) for n in range(20)]
-    drawn, draw = [], StepOrder.next_micro_batches
+    files, draw = [], StepOrder.next_micro_batches
 
     def spy(self, *args):
-        found = draw(self, *args)
-        drawn.extend(self.samples[index].file for micro in found for index, _ in micro)
-        return found
+        micro_batches = draw(self, *args)
+        files.extend(self.samples[index].file for micro in micro_batches for index, _ in micro)
+        return micro_batches
 
     monkeypatch.setattr(StepOrder, "next_micro_batches", spy)
     result = train(tiny_flux, training_data(*clips), tmp_path, steps=20, validation={"part": 0.3, "every_n_steps": 20})
     names = result.summary["validation"]["samples"]
-    held = {clip.file for clip in clips if clip.name in names}
-    assert len(held) == 1 and len(names) == 2
-    assert set(drawn) == {f"film {n}" for n in range(4)} - held | {""}
+    held_files = {clip.file for clip in clips if clip.name in names}
+    assert len(held_files) == 1 and len(names) == 2
+    assert set(files) == {f"film {n}" for n in range(4)} - held_files | {""}
 
 
 def test_it_compiles_nothing_that_is_not_planned_and_nothing_twice(tiny_flux, tmp_path):
     """Its own size is one graph of each block kind more; sizes that training has, none."""
     torch._dynamo.reset()
-    held = training_data(sample("as trained", 2, 8), sample("of its own", 4, 5))
-    options = ValidationOptions(data=held, every_n_steps=2)
+    held_data = training_data(sample("as trained", 2, 8), sample("of its own", 4, 5))
+    options = ValidationOptions(data=held_data, every_n_steps=2)
     counted, graphs = Graphs(), []
     network = NetworkOptions(rank=4, dropout=0.3)
     trainer = tiny.make_trainer(
         *(tiny_flux, tiny.make_data([(4, 4)], [16]), tmp_path),
         **{"backend": "eager", "steps": 4, "batch_size": 2, "network": network},
-        **{"validation": options, "held_out": held},
+        **{"validation": options, "held_out": held_data},
     )
     trainer.observer.validated = lambda *_: graphs.append(counted())
     trainer.run()
@@ -169,12 +169,12 @@ def test_a_list_of_sigmas_is_measured_in_place_of_the_nine(tiny_flux, tmp_path):
     options = {"steps": 2, "validation": {"data": held_out()}}
     nine = train(tiny_flux, mixed_data(), tmp_path / "nine", **options).validation[0]
     options["validation"]["sigmas"] = "0.5, 0.1;0.5\n0.8"
-    found = train(tiny_flux, mixed_data(), tmp_path / "listed", **options)
-    point = found.validation[0]
-    assert point["sigmas"] == found.summary["validation"]["sigmas"] == [0.1, 0.5, 0.8]
-    same = [nine["losses"][place] for place in (0, 4, 7)]
-    assert point["losses"] == pytest.approx(same, rel=1e-5)
-    assert point["loss"] == pytest.approx(sum(same) / 3, rel=1e-5)
+    listed = train(tiny_flux, mixed_data(), tmp_path / "listed", **options)
+    point = listed.validation[0]
+    assert point["sigmas"] == listed.summary["validation"]["sigmas"] == [0.1, 0.5, 0.8]
+    expected = [nine["losses"][place] for place in (0, 4, 7)]
+    assert point["losses"] == pytest.approx(expected, rel=1e-5)
+    assert point["loss"] == pytest.approx(sum(expected) / 3, rel=1e-5)
 
 
 def test_a_run_with_other_sigmas_is_another_run():
@@ -200,20 +200,20 @@ def test_a_list_that_leaves_nothing_or_holds_too_much_is_refused():
 
 
 def test_where_training_makes_it_no_better_that_is_said_and_the_start_is_not_the_best(tiny_flux, tmp_path, monkeypatch):
-    told = "The validation loss never went below its value at the start"
+    note_start = "The validation loss never went below its value at the start"
     for lowest in (1.5, 0.5):
-        given = iter((1.0, 2.0, lowest))
-        monkeypatch.setattr(Validation, "losses", lambda *_, given=given: [next(given)] * 9)
+        losses = iter((1.0, 2.0, lowest))
+        monkeypatch.setattr(Validation, "losses", lambda *_, losses=losses: [next(losses)] * 9)
         options = {"steps": 2, "validation": {"data": held_out(), "every_n_steps": 1}}
         result = train(tiny_flux, mixed_data(), tmp_path / str(lowest), watcher := Watcher(), **options)
         best = result.summary["validation"]["best"]
         assert (best["step"], best["loss"]) == (2, lowest)
-        assert any(note.startswith(told) for note in watcher.notes) == (lowest > 1)
+        assert any(note.startswith(note_start) for note in watcher.notes) == (lowest > 1)
 
 
 def test_of_equal_losses_the_earlier_one_stays_the_best(tiny_flux, tmp_path, monkeypatch):
-    given = iter((1.0, 0.5, 0.5, 0.5))
-    monkeypatch.setattr(Validation, "losses", lambda *_: [next(given)] * 9)
+    losses = iter((1.0, 0.5, 0.5, 0.5))
+    monkeypatch.setattr(Validation, "losses", lambda *_: [next(losses)] * 9)
     options = {"steps": 3, "validation": {"data": held_out(), "every_n_steps": 1}}
     result = train(tiny_flux, mixed_data(), tmp_path, **options)
     assert result.summary["validation"]["best"]["step"] == 1
@@ -222,8 +222,8 @@ def test_of_equal_losses_the_earlier_one_stays_the_best(tiny_flux, tmp_path, mon
 def test_after_each_measurement_the_progress_says_what_comes_next(tiny_flux, tmp_path):
     options = {"steps": 2, "validation": {"data": held_out(), "every_n_steps": 1}}
     train(tiny_flux, mixed_data(), tmp_path, watcher := Watcher(), **options)
-    begun = watcher.phases[watcher.phases.index("Validating at step 0") :]
-    assert begun == ["Validating at step 0", "Training", "Validating at step 1", "Training", "Validating at step 2"]
+    phases = watcher.phases[watcher.phases.index("Validating at step 0") :]
+    assert phases == ["Validating at step 0", "Training", "Validating at step 1", "Training", "Validating at step 2"]
 
 
 def test_what_cannot_be_measured_ends_in_one_sentence(tiny_flux, tmp_path):

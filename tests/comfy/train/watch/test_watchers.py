@@ -13,14 +13,14 @@ from tiny.train.runs import Watcher, mixed_data, run_settings
 class Looks:
     """Keeps the steps at which it was called, and what was saved by then. `at` raises at that step."""
 
-    def __init__(self, at=None, error=None):
-        self.at, self.error = at, error
-        self.seen, self.saved = [], []
+    def __init__(self, failing_step=None, error=None):
+        self.failing_step, self.error = failing_step, error
+        self.views, self.saved = [], []
 
     def between_steps(self, run):
-        self.seen.append(run.progress.step)
+        self.views.append(run.progress.step)
         self.saved.append(run.progress.saved_step)
-        if run.progress.step == self.at:
+        if run.progress.step == self.failing_step:
             raise self.error
         comfy.model_management.unload_all_models()
         run.learner.snapshot()
@@ -29,7 +29,7 @@ class Looks:
         return True
 
     def summary(self, run):
-        return {"seen": self.seen}
+        return {"seen": self.views}
 
 
 def run(model, folder, *watchers, **settings):
@@ -45,7 +45,7 @@ def run(model, folder, *watchers, **settings):
 def test_it_is_called_at_the_start_and_after_each_step_when_what_is_due_is_saved(tiny_flux, tmp_path):
     quiet = run(tiny_flux, tmp_path / "quiet")
     watched = run(tiny_flux, tmp_path / "watched", looks := Looks())
-    assert looks.seen == [0, 1, 2, 3, 4]
+    assert looks.views == [0, 1, 2, 3, 4]
     assert looks.saved == [0, 0, 2, 2, 2]
     assert watched.progress.loss == quiet.progress.loss
     for name, master in watched.network.master_weights().items():
@@ -56,8 +56,8 @@ def test_it_is_called_at_the_start_and_after_each_step_when_what_is_due_is_saved
 def test_what_ends_it_ends_the_run_which_is_saved(tiny_flux, tmp_path, error):
     ends = type(error) if isinstance(error, InterruptProcessingException) else TrainingStopped
     with pytest.raises(ends):
-        run(tiny_flux, tmp_path, looks := Looks(at=3, error=error))
-    assert looks.seen == [0, 1, 2, 3]
+        run(tiny_flux, tmp_path, looks := Looks(failing_step=3, error=error))
+    assert looks.views == [0, 1, 2, 3]
     assert (tmp_path / "test_steps" / "test-step000003.safetensors").is_file()
 
 

@@ -13,16 +13,18 @@ from tessera.data.folders.dataset import scan_images
 
 
 def forms(text, trigger_words="", **options):
-    of = make_caption_variants(text, CaptionOptions(**options), trigger_words, "a.txt")
-    assert len(of.texts) == len(set(of.texts)) == len(of.weights) and isclose(sum(of.weights), 1)
-    return of
+    variants = make_caption_variants(text, CaptionOptions(**options), trigger_words, "a.txt")
+    assert len(variants.texts) == len(set(variants.texts)) == len(variants.weights) and isclose(
+        sum(variants.weights), 1
+    )
+    return variants
 
 
 def likely(text, trigger_words="", **options):
     """Each form with how likely it is, of captions whose forms are all taken."""
-    of = forms(text, trigger_words, **options)
-    assert of.possible == 0
-    return {form: round(weight, 12) for form, weight in zip(of.texts, of.weights, strict=True)}
+    variants = forms(text, trigger_words, **options)
+    assert variants.possible == 0
+    return {form: round(weight, 12) for form, weight in zip(variants.texts, variants.weights, strict=True)}
 
 
 def wildcards(text, **options):
@@ -139,41 +141,43 @@ def test_of_many_forms_as_many_as_variants_are_drawn_all_different_and_the_same_
 )
 def test_the_first_form_of_tags_is_the_caption_as_written_and_as_likely_as_it_was_drawn(options):
     for number in range(20):
-        written = f"n{number}, red, hat, tree, sky, dog, cat"
-        of = forms(written, "ohwx", **options)
-        assert of.texts[0] == f"ohwx, {written}"
-        assert all(weight for weight in of.weights[1:])
-        assert isclose(of.weights[0] * 8, round(of.weights[0] * 8), abs_tol=1e-9)  # as often as it was drawn
+        caption = f"n{number}, red, hat, tree, sky, dog, cat"
+        variants = forms(caption, "ohwx", **options)
+        assert variants.texts[0] == f"ohwx, {caption}"
+        assert all(weight for weight in variants.weights[1:])
+        assert isclose(
+            variants.weights[0] * 8, round(variants.weights[0] * 8), abs_tol=1e-9
+        )  # as often as it was drawn
     picked = forms("{red|blue}, {a|b|c}, d, e, f, g", wildcards=True, shuffle_tags=True)
     assert re.fullmatch("(red|blue), [abc], d, e, f, g", picked.texts[0])
 
 
 def pooled(text, count=500, **options):
     """Count how often each form is shown over captions that differ in a first word, which is cut off."""
-    found = Counter()
+    shares = Counter()
     for number in range(count):
-        of = forms(f"n{number} {text}", **options)
-        for form, weight in zip(of.texts, of.weights, strict=True):
-            found[form.partition(" ")[2]] += weight / count
-    return found
+        variants = forms(f"n{number} {text}", **options)
+        for form, weight in zip(variants.texts, variants.weights, strict=True):
+            shares[form.partition(" ")[2]] += weight / count
+    return shares
 
 
 def test_drawn_forms_are_on_the_whole_as_likely_as_they_should_be():
     """Bounds are five standard deviations of the 4000 draws (500 captions of 8)."""
 
-    def near(found, chance):
-        assert abs(found - chance) < 5 * (chance * (1 - chance) / 4000) ** 0.5, (found, chance)
+    def near(share, chance):
+        assert abs(share - chance) < 5 * (chance * (1 - chance) / 4000) ** 0.5, (share, chance)
 
-    found = pooled("||| a, b, c, d, e", tag_dropout=0.2, shuffle_tags=True)
+    shares = pooled("||| a, b, c, d, e", tag_dropout=0.2, shuffle_tags=True)
     for tag in "abcde":
-        near(sum(share for form, share in found.items() if tag in form), 0.8)
-    near(sum(share for form, share in found.items() if form.startswith("a, ")), (1 - 0.2**5) / 5 - 0.8 * 0.2**4)
-    near(sum(share for form, share in found.items() if len(form.split(", ")) == 5), 0.8**5)
+        near(sum(share for form, share in shares.items() if tag in form), 0.8)
+    near(sum(share for form, share in shares.items() if form.startswith("a, ")), (1 - 0.2**5) / 5 - 0.8 * 0.2**4)
+    near(sum(share for form, share in shares.items() if len(form.split(", ")) == 5), 0.8**5)
     # Forms that come up often count as often, whether by dropout or by nesting.
     near(pooled("||| a, b, c, d, e, f", tag_dropout=0.1)["a, b, c, d, e, f"], 0.9**6)
-    found = pooled("{x|{1|2|3|4|5|6|7|8|9}}", wildcards=True)
-    near(found["x"], 0.5)
-    near(found["7"], 0.5 / 9)
+    shares = pooled("{x|{1|2|3|4|5|6|7|8|9}}", wildcards=True)
+    near(shares["x"], 0.5)
+    near(shares["7"], 0.5 / 9)
 
 
 @pytest.mark.parametrize(
@@ -252,8 +256,8 @@ def test_pictures_carry_the_forms_of_their_captions(folder):
     ],
 )
 def test_what_may_surprise_and_what_was_drawn_is_noted(folder, captions, options, note):
-    (told,) = folder(*captions, **options).notes
-    assert told.startswith(note)
+    (text,) = folder(*captions, **options).notes
+    assert text.startswith(note)
 
 
 def test_the_note_on_encoding_counts_texts_and_bytes():

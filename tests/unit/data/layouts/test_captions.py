@@ -37,9 +37,9 @@ def test_what_holds_no_caption_is_offered_and_not_read(tmp_path):
         scan_images(tmp_path)
 
 
-@pytest.mark.parametrize(("one", "other"), [(NFC, NFD), (NFD, NFC)])
-def test_composed_and_decomposed_names_pair(tmp_path, one, other):
-    picture(tmp_path / "photos" / f"{one}.png")
+@pytest.mark.parametrize(("file_name", "other"), [(NFC, NFD), (NFD, NFC)])
+def test_composed_and_decomposed_names_pair(tmp_path, file_name, other):
+    picture(tmp_path / "photos" / f"{file_name}.png")
     (tmp_path / "photos" / f"{other}.txt").write_text("x")
     for folder in ("masks", "before"):
         picture(tmp_path / folder / f"{other}.png")

@@ -54,8 +54,8 @@ def test_pictures_of_other_formats_are_read(tmp_path, ending):
     path = tmp_path / f"a.{ending}"
     formats = {"jp2": "JPEG2000", "tga": "TGA", "mpo": "MPO", "apng": "PNG"}
     second = [Image.new("RGB", (64, 48), (0, 0, 255))]
-    more = {"save_all": True, "append_images": second} if ending in ("mpo", "apng") else {}
-    Image.new("RGB", (64, 48), (200, 100, 50)).save(path, formats[ending], **more)
+    options = {"save_all": True, "append_images": second} if ending in ("mpo", "apng") else {}
+    Image.new("RGB", (64, 48), (200, 100, 50)).save(path, formats[ending], **options)
     (tmp_path / "a.txt").write_text("orange")
     assert [entry.path for entry in scan_images(tmp_path).entries] == [path]
     assert inspect_image(path).size == (48, 64)

@@ -340,8 +340,8 @@ def by_hand(make, part: Part, name: str) -> list[Any]:
 def test_a_folder_of_another_trainer_equals_one_made_by_hand(make, name):
     case = CASES[name]
     dataset = scan_images(make(case.files), places=Places(case.layout), **case.options)
-    expected = [each for n, part in enumerate(case.parts) for each in by_hand(make, part, f"hand{n}")]
-    key = lambda each: (each[0], each[2])  # noqa: E731
+    expected = [entry for n, part in enumerate(case.parts) for entry in by_hand(make, part, f"hand{n}")]
+    key = lambda entry: (entry[0], entry[2])  # noqa: E731
     assert sorted(map(facts, dataset.entries), key=key) == sorted(expected, key=key)
     notes = "\n".join(dataset.notes)
     assert not [text for text in case.said if text not in notes], notes
@@ -414,10 +414,10 @@ def test_archives_equal_a_folder_made_by_hand(make, tmp_path, ending):
     assert [entry.name for entry in dataset.entries] == [f"00000{ending}/000.png", f"00000{ending}/001.png"]
     assert any("was unpacked into the cache, 2 files. Left out of it: 001.cls." in note for note in dataset.notes)
     assert scan_images(tmp_path / "photos", places=places).entries == dataset.entries
-    before = folder_fingerprint(tmp_path / "photos", ".txt")
+    fingerprint = folder_fingerprint(tmp_path / "photos", ".txt")
     pack(make({"000.txt": "another"}, "source"), archive, ["000.png", "000.txt"])
     assert [e.caption for e in scan_images(tmp_path / "photos", places=places).entries] == ["another"]
-    assert folder_fingerprint(tmp_path / "photos", ".txt") != before
+    assert folder_fingerprint(tmp_path / "photos", ".txt") != fingerprint
 
 
 @pytest.mark.parametrize(
@@ -454,6 +454,6 @@ def test_other_numbers_in_names_of_folders_say_no_repeats(make, name):
 def test_the_layout_says_itself_once_and_the_fingerprint_follows_it(make):
     case = CASES["metadata.jsonl"]
     folder = make(case.files)
-    before = folder_fingerprint(folder, ".txt")
+    fingerprint = folder_fingerprint(folder, ".txt")
     (folder / "train" / "metadata.jsonl").write_text(lines({"file_name": "0001.png", "text": "another"}))
-    assert folder_fingerprint(folder, ".txt") != before
+    assert folder_fingerprint(folder, ".txt") != fingerprint

@@ -13,8 +13,8 @@ def views(size, **treatment):
     return make_views("key", size, place(size, GRID, 64, 16), 16, FolderOptions(**treatment))
 
 
-def boxes(size, found):
-    return [crop_box(size, GRID, 16, view.zoom, view.position)[0] for view in found]
+def boxes(size, crops):
+    return [crop_box(size, GRID, 16, view.zoom, view.position)[0] for view in crops]
 
 
 def test_without_options_there_is_one_view_the_one_of_before():
@@ -40,23 +40,23 @@ def test_crops_are_a_token_apart_at_least():
 
 def test_zoomed_crops_stay_within_the_picture_and_its_own_pixels():
     size = (400, 640)
-    found = views(size, crops=40, crop_zoom=8.0)
-    most = 400 / 128  # the grid has 128 pixels a side
-    assert found[0] == PLAIN_VIEW and len(set(found)) == 40
-    assert 1 <= min(v.zoom for v in found) and most * 0.8 < max(v.zoom for v in found) <= most
-    for left, top, right, bottom in boxes(size, found):
+    crops = views(size, crops=40, crop_zoom=8.0)
+    largest_zoom = 400 / 128  # the grid has 128 pixels a side
+    assert crops[0] == PLAIN_VIEW and len(set(crops)) == 40
+    assert 1 <= min(v.zoom for v in crops) and largest_zoom * 0.8 < max(v.zoom for v in crops) <= largest_zoom
+    for left, top, right, bottom in boxes(size, crops):
         assert 0 <= left and right <= 640 and 0 <= top and bottom <= 400
         assert right - left == pytest.approx(bottom - top) and right - left >= 128 - 1e-9
-    assert found == views(size, crops=40, crop_zoom=8.0)
+    assert crops == views(size, crops=40, crop_zoom=8.0)
     assert (
-        make_views("other", size, place(size, GRID, 64, 16), 16, FolderOptions(crops=2, crop_zoom=8.0))[1] != found[1]
+        make_views("other", size, place(size, GRID, 64, 16), 16, FolderOptions(crops=2, crop_zoom=8.0))[1] != crops[1]
     )
     assert max(v.zoom for v in views(size, crops=40, crop_zoom=1.5)) <= 1.5
     assert views((100, 100), crops=3, crop_zoom=4.0) == (PLAIN_VIEW,)  # smaller than the grid
 
 
 def test_a_flip_doubles_the_windows_and_the_first_is_not_mirrored():
-    found = views(WIDE, crops=2, flip="horizontal")
-    assert [view.flip for view in found] == [False, False, True, True]
-    assert [view.position for view in found[:2]] == [view.position for view in found[2:]]
+    crops = views(WIDE, crops=2, flip="horizontal")
+    assert [view.flip for view in crops] == [False, False, True, True]
+    assert [view.position for view in crops[:2]] == [view.position for view in crops[2:]]
     assert views(WIDE, flip="horizontal") == (PLAIN_VIEW, View(flip=True))

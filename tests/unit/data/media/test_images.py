@@ -65,8 +65,8 @@ def test_each_format_gives_its_colours_in_their_places(tmp_path, ending):
     quarters().save(path, **options.get(ending, {}))
     assert inspect_image(path).size == (32, 48)
     tolerance = 8 if ending in ("jpg", "jpeg", "avif") else 0
-    found = np.array(corners(whole(path)))
-    assert np.abs(found - np.array([RED, GREEN, BLUE, WHITE])).max() <= tolerance
+    colours = np.array(corners(whole(path)))
+    assert np.abs(colours - np.array([RED, GREEN, BLUE, WHITE])).max() <= tolerance
 
 
 # Where the stored corners (1: red, 2: green, 3: blue, 4: white) are seen: top left, top right, bottom left and right.
@@ -254,9 +254,9 @@ def test_stripes_finer_than_a_pixel_become_their_mean(tmp_path):
 def test_a_tiff_of_wide_numbers_is_scaled_by_their_range(tmp_path, dtype, scale):
     values = np.linspace(0, 1, 256, dtype=np.float64).reshape(16, 16)
     Image.fromarray((values * scale).astype(dtype)).save(tmp_path / "a.tiff")
-    shown = load_image(tmp_path / "a.tiff", (0, 0, 16, 16), 16, 16)[0, :, :, 0].numpy()
+    pixels = load_image(tmp_path / "a.tiff", (0, 0, 16, 16), 16, 16)[0, :, :, 0].numpy()
     step = 0 if dtype is np.float32 else 1 / scale  # integers are cut off
-    assert abs(shown - values).max() < 1e-6 + step
+    assert abs(pixels - values).max() < 1e-6 + step
     assert abs(load_mask(tmp_path / "a.tiff", alpha=False) - values).max() < 1e-6 + step
     assert inspect_image(tmp_path / "a.tiff").wide
     Image.fromarray((values * 65535).astype(np.uint16)).save(tmp_path / "b.png")
@@ -264,16 +264,18 @@ def test_a_tiff_of_wide_numbers_is_scaled_by_their_range(tmp_path, dtype, scale)
 
 
 @pytest.mark.parametrize(
-    ("array", "told"),
+    ("array", "value_range"),
     [
         (np.float32([[0, 12]]), "0 to 12"),
         (np.int32([[-3, 90]]), "-3 to 90"),
         (np.int32([[0, 70000]]), "0 to 70000"),
     ],
 )
-def test_wide_numbers_without_a_white_are_refused(tmp_path, array, told):
+def test_wide_numbers_without_a_white_are_refused(tmp_path, array, value_range):
     Image.fromarray(array).save(tmp_path / "a.tiff")
-    with pytest.raises(ValueError, match=rf"'a.tiff' can't be read \(its values go from {told}, .* white\); save it"):
+    with pytest.raises(
+        ValueError, match=rf"'a.tiff' can't be read \(its values go from {value_range}, .* white\); save it"
+    ):
         load_image(tmp_path / "a.tiff", (0, 0, 2, 1), 1, 2)
 
 
@@ -281,9 +283,9 @@ def test_a_link_to_nothing_is_told_without_the_path_of_the_machine(tmp_path):
     (tmp_path / "a.png").symlink_to(tmp_path / "nowhere.png")
     with pytest.raises(ValueError, match=r"'sub/a.png' can't be read \(it's a link to a missing file\)"):
         inspect_image(tmp_path / "a.png", "sub/a.png")
-    with pytest.raises(ValueError, match=r"'b.png' can't be read \(it is gone\)") as told:
+    with pytest.raises(ValueError, match=r"'b.png' can't be read \(it is gone\)") as error:
         inspect_image(tmp_path / "b.png")
-    assert str(tmp_path) not in str(told.value)
+    assert str(tmp_path) not in str(error.value)
 
 
 @pytest.mark.parametrize("cut", [0, 20, 400])
@@ -323,8 +325,8 @@ def test_the_pages_and_the_node_name_the_formats_that_are_read():
     for page in ("README.md", "nodes/web/docs/TesseraImageFolder.md"):
         assert joined(names) in (root / page).read_text(encoding="utf-8"), page
     assert f"({', '.join(names)})" in (root / "nodes/data/folders.py").read_text(encoding="utf-8")
-    known = Image.registered_extensions()
-    assert {known[extension] for extension in EXTENSIONS if extension in known} <= FORMATS.keys() | {
+    registered = Image.registered_extensions()
+    assert {registered[extension] for extension in EXTENSIONS if extension in registered} <= FORMATS.keys() | {
         "MPO"
     }  # an MPO is a JPEG with more pictures behind it
 
@@ -362,10 +364,10 @@ SHADED = ["turned.png", "palette.png", "wide.png", "turned.jpg", "floats.tiff"]
 def test_a_picture_in_strips_is_the_picture_bit_for_bit(name, tmp_path, monkeypatch):
     path, box = write_shaded(tmp_path, name), (3.25, 40.5, 371.75, 360.125)
     read = [lambda: load_image(path, box, 80, 92)[0].numpy(), lambda: load_mask(path, alpha=False)]
-    whole_at_once = [of() for of in read]
+    whole_at_once = [reader() for reader in read]
     monkeypatch.setattr(strips, "_STRIP", 2000)
-    for of, expected in zip(read, whole_at_once, strict=True):
-        assert np.array_equal(of(), expected)
+    for reader, expected in zip(read, whole_at_once, strict=True):
+        assert np.array_equal(reader(), expected)
 
 
 @pytest.mark.parametrize("name", SHADED)
@@ -390,10 +392,10 @@ def test_little_is_held_beside_the_pixels_of_a_large_picture(tmp_path):
     tracemalloc.start()
     pixels = load_image(path, (0, 0, 8000, 6000), 30, 40)
     assert load_mask(path, alpha=False).size == 12_000_000
-    most = tracemalloc.get_traced_memory()[1]
+    peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert (pixels * 255).round().unique().tolist() == [100]
-    assert most < 2.5 * 48_000_000  # the mask and its strips; whole, the picture's numbers take 8 bytes a pixel
+    assert peak < 2.5 * 48_000_000  # the mask and its strips; whole, the picture's numbers take 8 bytes a pixel
 
 
 def test_a_pillow_without_avif_is_the_reason_whatever_the_picture_is_called(tmp_path, monkeypatch):
@@ -439,16 +441,16 @@ def test_a_moved_file_is_read_again_if_only_its_inode_differs(tmp_path, monkeypa
     path = tmp_path / "a.png"
     quarters().save(path)
     monkeypatch.setattr(Path, "stat", without_change_time)
-    before = inspect_image(path)
+    original = inspect_image(path)
     other = tmp_path / "b.png"
     stat = path.stat()
     other.write_bytes(path.read_bytes().replace(b"IEND", b"IENE"))
     os.utime(other, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     os.replace(other, path)
-    assert inspect_image(path).digest != before.digest
-    same = tmp_path / "c.png"
-    same.write_bytes(path.read_bytes())
-    assert inspect_image(same).digest == inspect_image(path).digest  # another state, the same bytes
+    assert inspect_image(path).digest != original.digest
+    copy = tmp_path / "c.png"
+    copy.write_bytes(path.read_bytes())
+    assert inspect_image(copy).digest == inspect_image(path).digest  # another state, the same bytes
 
 
 def without_change_time(path):
@@ -474,5 +476,5 @@ def test_a_file_is_known_by_its_bytes(tmp_path):
     quarters().save(tmp_path / "a.png")
     quarters().save(tmp_path / "b.png")
     quarters(40, 40).save(tmp_path / "c.png")
-    first, same, other = (inspect_image(tmp_path / f"{name}.png").digest for name in "abc")
-    assert first == same != other
+    first, copy, other = (inspect_image(tmp_path / f"{name}.png").digest for name in "abc")
+    assert first == copy != other

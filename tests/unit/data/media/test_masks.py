@@ -31,7 +31,7 @@ def folder(tmp_path):
 def test_the_mean_counts_pixels_by_the_part_of_them_that_lies_in_a_token():
     mask = np.random.default_rng(0).random((7, 9), dtype=np.float32)
     box = (0.5, 1.25, 8.0, 6.5)  # left, top, right, bottom
-    found = area_mean(mask, box, 3, 2)
+    means = area_mean(mask, box, 3, 2)
     for row in range(3):
         for column in range(2):
             top, left = box[1] + row * 1.75, box[0] + column * 3.75
@@ -41,15 +41,15 @@ def test_the_mean_counts_pixels_by_the_part_of_them_that_lies_in_a_token():
                     down = max(0.0, min(top + 1.75, y + 1) - max(top, y))
                     across = max(0.0, min(left + 3.75, x + 1) - max(left, x))
                     total += down * across * float(mask[y, x])
-            assert float(found[row, column]) == pytest.approx(total / (1.75 * 3.75), rel=1e-6)
+            assert float(means[row, column]) == pytest.approx(total / (1.75 * 3.75), rel=1e-6)
     assert torch.equal(area_mean(np.ones((5, 5), np.float32), (0.3, 0.1, 4.9, 4.2), 4, 4), torch.ones(4, 4))
 
 
 def test_weights_are_of_the_kept_tokens_and_the_same_in_every_frame():
     mask = torch.tensor([[0.0, 1.0, 0.5], [1.0, 0.25, 0.0]])
-    found = token_weights(mask, Placement(Grid(2, 3, 2), 10, 0.0), 0.2)
-    one = [0.2, 1.0, 0.6, 1.0, 0.4]
-    assert found.tolist() == pytest.approx(one * 2)
+    weights = token_weights(mask, Placement(Grid(2, 3, 2), 10, 0.0), 0.2)
+    frame_weights = [0.2, 1.0, 0.6, 1.0, 0.4]
+    assert weights.tolist() == pytest.approx(frame_weights * 2)
 
 
 def test_a_mask_is_read_as_brightness_or_as_alpha(tmp_path):
@@ -59,8 +59,8 @@ def test_a_mask_is_read_as_brightness_or_as_alpha(tmp_path):
     assert inspect_image(tmp_path / "a.png").alpha
     assert load_mask(tmp_path / "a.png", alpha=True).tolist() == [[0.0, pytest.approx(0.2)]]
     box = (0, 0, 2, 1)
-    shown = load_image(tmp_path / "a.png", box, 1, 2, opaque=True)[0, 0] * 255
-    assert shown.round().tolist() == [[10, 200, 30]] * 2
+    pixels = load_image(tmp_path / "a.png", box, 1, 2, opaque=True)[0, 0] * 255
+    assert pixels.round().tolist() == [[10, 200, 30]] * 2
     assert load_image(tmp_path / "a.png", box, 1, 2)[0, 0, 0].tolist() == [1.0, 1.0, 1.0]
     grey = Image.fromarray(np.array([[0, 65535 // 5]], dtype=np.uint16))
     grey.save(tmp_path / "b.png")
@@ -107,11 +107,11 @@ def test_what_has_no_mask_is_named(tmp_path):
 )
 def test_bad_options_end_in_a_sentence(folder, arguments, message):
     put(folder / "masks", "a.png")
-    given = dict(arguments)
+    options = dict(arguments)
     with pytest.raises(ValueError, match=message):
-        if "mask_folder" in given:
-            given["mask_folder"] = folder / given["mask_folder"]
-        scan_images(folder, **{**given, "options": FolderOptions(**given.get("options", {}))})
+        if "mask_folder" in options:
+            options["mask_folder"] = folder / options["mask_folder"]
+        scan_images(folder, **{**options, "options": FolderOptions(**options.get("options", {}))})
 
 
 def test_a_mask_of_another_shape_than_its_picture_is_refused_by_name(tmp_path):

@@ -35,8 +35,8 @@ def colour_of(path):
     """The colour of a plain picture as training sees it, and as its thumbnail shows it, 0 to 255."""
     height, width = inspect_image(path).size
     pixels = load_image(path, (0, 0, width, height), height, width)[0, height // 2, width // 2].numpy() * 255
-    shown = np.asarray(Image.open(BytesIO(image_thumbnail(path))).convert("RGB"))[height // 2, width // 2]
-    assert np.abs(pixels - shown).max() <= 4
+    picture = np.asarray(Image.open(BytesIO(image_thumbnail(path))).convert("RGB"))[height // 2, width // 2]
+    assert np.abs(pixels - picture).max() <= 4
     return pixels
 
 
@@ -195,8 +195,8 @@ def test_interlaced_films_are_deinterlaced_in_the_order_of_time(tmp_path, name, 
     height, width = facts.size
     late = load_frames(path, facts, facts.stamps[9:], (0, 0, width, height), height, width).numpy() * 255
     assert np.abs(late[:, 24, 32, 0] - clip[9:, 24, 32, 0]).max() <= 10
-    shown = np.asarray(Image.open(BytesIO(video_thumbnail(path))).convert("L"))[16:32, 32]
-    assert np.ptp(shown.astype(int)) <= 6
+    column = np.asarray(Image.open(BytesIO(video_thumbnail(path))).convert("L"))[16:32, 32]
+    assert np.ptp(column.astype(int)) <= 6
     (note,) = remark_notes([(name, facts.remarks)])
     assert note.startswith(f"Interlaced clips are deinterlaced: {name};")
 
@@ -225,8 +225,8 @@ def test_transparent_parts_of_vp8_and_vp9_are_white(tmp_path, codec):
     clip = load(path)
     assert len(clip) == 5
     assert np.abs(clip[3, 24, [10, 50]] - [[0, 0, 255], [255, 255, 255]]).max() <= 4
-    shown = np.asarray(Image.open(BytesIO(video_thumbnail(path))).convert("RGB"))[24, [10, 50]]
-    assert np.abs(shown.astype(int) - [[0, 0, 255], [255, 255, 255]]).max() <= 8
+    colours = np.asarray(Image.open(BytesIO(video_thumbnail(path))).convert("RGB"))[24, [10, 50]]
+    assert np.abs(colours.astype(int) - [[0, 0, 255], [255, 255, 255]]).max() <= 8
 
 
 def joined_films(path, sizes):

@@ -56,7 +56,7 @@ def test_each_format_gives_its_frames_from_wherever_a_clip_starts(tmp_path, name
 
 
 @pytest.mark.parametrize(
-    ("film", "wanted", "expected"),
+    ("film", "rate", "expected"),
     [
         (16, 16, list(range(25))),
         (16, 0, list(range(25))),
@@ -66,10 +66,10 @@ def test_each_format_gives_its_frames_from_wherever_a_clip_starts(tmp_path, name
         (30, 16, [int(index * 30 / 16 + 1e-9) for index in range(13)]),
     ],
 )
-def test_frames_are_dropped_or_repeated_to_the_wanted_rate(tmp_path, film, wanted, expected):
+def test_frames_are_dropped_or_repeated_to_the_wanted_rate(tmp_path, film, rate, expected):
     path = write_film(tmp_path / "a.mp4", 25, fps=film)
-    shown = inspect_video(path).frames_at(wanted, path.name)
-    assert greys(load(path, shown)) == expected
+    stamps = inspect_video(path).frames_at(rate, path.name)
+    assert greys(load(path, stamps)) == expected
 
 
 def test_frames_of_uneven_length_are_shown_at_their_times(tmp_path):
@@ -102,21 +102,21 @@ def test_the_frames_of_a_still_that_stands_for_minutes_are_found_as_they_are_ask
     path = write_film(tmp_path / "a.mkv", 3, fps=10, stamps=[0, 10, 5900])
     facts = inspect_video(path)
     tracemalloc.start()
-    shown = facts.frames_at(1000, "a.mkv")
-    assert len(shown) == pytest.approx(590_100, abs=100)
-    assert [facts.stamps.index(stamp) for stamp in (shown[999], shown[1000], shown[-1])] == [0, 1, 2]
-    assert shown[998:1002] == [facts.stamps[0]] * 2 + [facts.stamps[1]] * 2
+    stamps = facts.frames_at(1000, "a.mkv")
+    assert len(stamps) == pytest.approx(590_100, abs=100)
+    assert [facts.stamps.index(stamp) for stamp in (stamps[999], stamps[1000], stamps[-1])] == [0, 1, 2]
+    assert stamps[998:1002] == [facts.stamps[0]] * 2 + [facts.stamps[1]] * 2
     assert tracemalloc.get_traced_memory()[1] < 10**5
     tracemalloc.stop()
 
 
 def test_cancel_is_asked_for_before_each_clip_that_a_film_gives(tmp_path):
     write_film(tmp_path / "a.mp4", 25, caption="a")
-    asked = []
+    calls = []
 
     def interrupted():
-        asked.append(None)
-        if len(asked) == 10:
+        calls.append(None)
+        if len(calls) == 10:
             raise InterruptedError
 
     dataset = scan_videos(tmp_path, Extraction((1,), 1000.0, "chunk"))
@@ -173,12 +173,12 @@ def test_latents_of_a_mirrored_film_are_not_those_cached_before_mirrors_were_rea
 
 def boxes(data, start, end):
     """List (type, start, end) of the boxes of an MP4 file between two offsets."""
-    found = []
+    positions = []
     while start < end:
         size = int.from_bytes(data[start : start + 4], "big")
-        found.append((data[start + 4 : start + 8], start, start + size))
+        positions.append((data[start + 4 : start + 8], start, start + size))
         start += size
-    return found
+    return positions
 
 
 def with_cover_first(data):
@@ -308,12 +308,12 @@ def test_high_definition_without_a_named_matrix_is_read_as_bt709(tmp_path):
 class Held:
     """A decoded frame that counts how many of its kind are alive."""
 
-    alive = made = most = 0
+    alive = opened = peak = 0
 
     def __init__(self, frame):
         self.frame = frame
-        Held.alive, Held.made = Held.alive + 1, Held.made + 1
-        Held.most = max(Held.most, Held.alive)
+        Held.alive, Held.opened = Held.alive + 1, Held.opened + 1
+        Held.peak = max(Held.peak, Held.alive)
 
     def __getattr__(self, name):
         return getattr(self.frame, name)
@@ -348,23 +348,23 @@ def test_few_decoded_frames_are_held_however_long_the_film_is(tmp_path, monkeypa
     path = write_film(tmp_path / "a.mp4", 600, fps=16, size=(16, 16), draw=lambda i, h, w: plain(i % 30, h, w))
     original = av.open
     monkeypatch.setattr(av, "open", lambda *args, **kwargs: Counted(original(*args, **kwargs)))
-    Held.alive = Held.made = Held.most = 0
+    Held.alive = Held.opened = Held.peak = 0
     facts = inspect_video(path)
-    assert len(facts.stamps) == 600 and Held.made == 1  # the first frame, for its size
+    assert len(facts.stamps) == 600 and Held.opened == 1  # the first frame, for its size
     box = (0, 0, 16, 16)
     clip = load_frames(path, facts, facts.stamps[501:526], box, 16, 16)
     assert (clip[:, 8, 8, 0] * 255).round().sub(8).div(8).round().int().tolist() == [i % 30 for i in range(501, 526)]
-    assert Held.made <= 1 + 10 + 25 + 2  # from the key frame before the clip to the frame after it
+    assert Held.opened <= 1 + 10 + 25 + 2  # from the key frame before the clip to the frame after it
     load_frames(path, facts, facts.frames_at(16, "a.mp4"), box, 16, 16)
-    assert Held.made >= 600 and Held.most <= 3 and Held.alive == 0
+    assert Held.opened >= 600 and Held.peak <= 3 and Held.alive == 0
 
 
 def test_the_bytes_name_the_file_and_a_changed_one_is_refused(tmp_path):
     path = write_film(tmp_path / "a.mp4", 9)
     facts = inspect_video(path)
-    same = tmp_path / "b.mp4"
-    same.write_bytes(path.read_bytes())
-    assert inspect_video(same) == facts
+    copy = tmp_path / "b.mp4"
+    copy.write_bytes(path.read_bytes())
+    assert inspect_video(copy) == facts
     write_film(path, 9, draw=lambda i, h, w: plain(i + 3, h, w))
     assert inspect_video(path).digest != facts.digest
     with pytest.raises(ValueError, match=r"The clip 'a.mp4' was changed while the data set was prepared; queue again"):
@@ -413,10 +413,10 @@ def test_a_codec_that_the_build_lacks_is_told(tmp_path):
 
 def test_a_film_of_the_same_size_and_time_is_read_again(tmp_path):
     path = write_film(tmp_path / "a.mkv", 2, codec=("ffv1", "yuv420p"))
-    before, stat = inspect_video(path), path.stat()
+    original, stat = inspect_video(path), path.stat()
     path.write_bytes(path.read_bytes()[:-1] + b"\0")
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert inspect_video(path).digest != before.digest
+    assert inspect_video(path).digest != original.digest
 
 
 def test_a_film_that_breaks_off_is_told_when_its_end_is_wanted(tmp_path, monkeypatch):
@@ -436,6 +436,6 @@ def test_grey_names_each_frame():
 
 def test_a_link_to_nothing_is_told_without_the_path_of_the_machine(tmp_path):
     (tmp_path / "a.mp4").symlink_to(tmp_path / "nowhere.mp4")
-    with pytest.raises(ValueError, match=r"The clip 'sub/a.mp4' can't be read \(it's gone, or a link to") as told:
+    with pytest.raises(ValueError, match=r"The clip 'sub/a.mp4' can't be read \(it's gone, or a link to") as error:
         inspect_video(tmp_path / "a.mp4", "sub/a.mp4")
-    assert str(tmp_path) not in str(told.value)
+    assert str(tmp_path) not in str(error.value)

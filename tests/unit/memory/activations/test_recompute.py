@@ -45,11 +45,11 @@ def gradients(run: Any, last_too: bool = True, trained_inputs: bool = True) -> t
     x, other = ((torch.randn(4, 8, generator=source) / 8).requires_grad_(trained_inputs) for _ in range(2))
     masks = {"drop": torch.tensor([0.0, 2.0] * 4)}
     WEIGHT.grad = None
-    one, two = x, other
+    first, two = x, other
     with Ops() as ops:
         for power in (1, 2, 3):
-            one, two = run(block, one, two, masks, power)
-        (one.sum() + two.sum() if last_too else one.sum()).backward()
+            first, two = run(block, first, two, masks, power)
+        (first.sum() + two.sum() if last_too else first.sum()).backward()
     leaves = [WEIGHT, x, other] if trained_inputs else [WEIGHT]
     return [leaf.grad for leaf in leaves if leaf.grad is not None], ops.products
 
@@ -57,36 +57,36 @@ def gradients(run: Any, last_too: bool = True, trained_inputs: bool = True) -> t
 @pytest.mark.parametrize("last_too", [True, False], ids=["all outputs", "one output"])
 @pytest.mark.parametrize("trained_inputs", [True, False], ids=["inputs", "weights alone"])
 def test_gradients_are_bit_equal_and_no_product_more_is_made_than_by_torchs_own(last_too, trained_inputs):
-    wanted, least = gradients(at_once, last_too, trained_inputs)
-    theirs, products = gradients(torchs, last_too, trained_inputs)
-    found, ours = gradients(run_twice, last_too, trained_inputs)
-    assert len(found) == len(wanted) == len(theirs) and all(map(torch.equal, found, wanted))
-    assert ours == products > least
+    expected, least = gradients(at_once, last_too, trained_inputs)
+    torch_gradients, products = gradients(torchs, last_too, trained_inputs)
+    actual, our_products = gradients(run_twice, last_too, trained_inputs)
+    assert len(actual) == len(expected) == len(torch_gradients) and all(map(torch.equal, actual, expected))
+    assert our_products == products > least
 
 
 def test_nothing_but_the_inputs_is_kept_and_what_is_made_anew_goes_with_its_use():
-    made: list[Any] = []
+    refs: list[Any] = []
 
     def run(x: Tensor) -> Tensor:
         for _ in range(4):
             x = x.sin()
-            made.append(weakref.ref(x))
+            refs.append(weakref.ref(x))
         return x
 
     x = torch.randn(3, requires_grad=True)
     out = run_twice(run, x)
-    kept, made[:] = [one() is not None for one in made], []
+    alive, refs[:] = [ref() is not None for ref in refs], []
     out.sum().backward()
-    assert kept == [False, False, False, True]  # the last is the output
+    assert alive == [False, False, False, True]  # the last is the output
     # The fourth is not needed, so the second run ends before it is made.
-    assert len(made) == 3 and not any(one() is not None for one in made)
+    assert len(refs) == 3 and not any(ref() is not None for ref in refs)
     torch.testing.assert_close(x.grad, gradient_of_four_sines(x))
 
 
 def gradient_of_four_sines(x: Tensor) -> Tensor:
-    again = x.detach().requires_grad_()
-    again.sin().sin().sin().sin().sum().backward()
-    return again.grad
+    leaf = x.detach().requires_grad_()
+    leaf.sin().sin().sin().sin().sum().backward()
+    return leaf.grad
 
 
 def test_inputs_are_saved_by_the_hooks_around_it_and_with_their_version():

@@ -50,14 +50,14 @@ class Registry:
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
-    made = Registry()
-    monkeypatch.setattr(page_locked, "_cudart", lambda: made)
+    fake = Registry()
+    monkeypatch.setattr(page_locked, "_cudart", lambda: fake)
     monkeypatch.setattr(page_locked, "discard_cuda_error", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(mm, "TOTAL_PINNED_MEMORY", 0)
-    yield made
-    made.gate.set()
+    yield fake
+    fake.gate.set()
     gc.collect()
 
 
@@ -67,33 +67,33 @@ def buffers(count: int = 3) -> list[torch.Tensor]:
 
 def ring_of(flat_weights: list[torch.Tensor]) -> SlotRing:
     """Through a stage, as on a GPU what is not locked."""
-    made = SlotRing(flat_weights, CPU, 1, stream=StagedStream(HostLink(), SIZE, pinned=False))  # type: ignore[arg-type]
-    made.take()
-    made.lock_meanwhile()
-    return made
+    ring = SlotRing(flat_weights, CPU, 1, stream=StagedStream(HostLink(), SIZE, pinned=False))  # type: ignore[arg-type]
+    ring.take()
+    ring.lock_meanwhile()
+    return ring
 
 
 def passes(ring: SlotRing) -> list[int]:
     """What the slots hold, block after block."""
-    found = []
+    values = []
     for j in range(len(ring.flat_weights)):
         ring.forward(j)
-        found.append(int(ring.slot_of(j)[: ring.flat_weights[j].numel()].float().mean()))
-    return found
+        values.append(int(ring.slot_of(j)[: ring.flat_weights[j].numel()].float().mean()))
+    return values
 
 
 def test_what_is_filled_is_locked_later_on_another_thread_and_counted_on_this(registry: Registry) -> None:
-    made = buffers()
-    locking = Locking(made, CPU)
+    pages = buffers()
+    locking = Locking(pages, CPU)
     assert registry.locked == [] and not locking.is_done()
     registry.gate.set()
     locking.wait()
-    assert registry.locked == [buffer.data_ptr() for buffer in made]
+    assert registry.locked == [buffer.data_ptr() for buffer in pages]
     assert registry.threads.isdisjoint({threading.get_ident()}) and mm.TOTAL_PINNED_MEMORY == 0
     locking.end()
     assert mm.TOTAL_PINNED_MEMORY == 3 * SIZE and locking.failed == 0
-    assert [int(buffer[7]) for buffer in made] == [1, 2, 3]
-    assert all(unlock(buffer) for buffer in made) and (registry.locked, mm.TOTAL_PINNED_MEMORY) == ([], 0)
+    assert [int(buffer[7]) for buffer in pages] == [1, 2, 3]
+    assert all(unlock(buffer) for buffer in pages) and (registry.locked, mm.TOTAL_PINNED_MEMORY) == ([], 0)
 
 
 def test_blocks_go_through_a_stage_until_all_are_locked_and_as_they_lie_from_then_on(registry: Registry) -> None:
@@ -117,12 +117,12 @@ def test_where_cuda_refuses_one_the_stage_stays_and_the_rest_is_not_tried(regist
 
 
 def test_a_buffer_that_nobody_wants_any_more_is_not_kept_for_its_lock(registry: Registry) -> None:
-    made = buffers()
-    gone = weakref.ref(made[2])
-    locking = Locking(made, CPU)
-    del made
+    pages = buffers()
+    freed = weakref.ref(pages[2])
+    locking = Locking(pages, CPU)
+    del pages
     gc.collect()
-    assert gone() is None
+    assert freed() is None
     registry.gate.set()
     locking.end()
     assert registry.locked == []
@@ -133,20 +133,20 @@ def test_a_run_whose_weights_are_locked_beside_it_gives_the_same_bits(registry, 
     data = swapping.three_pictures()
     plain = swapping.trained(tiny.load_flux(file), data, tmp_path / "plain", steps=3)
     monkeypatch.setattr(pinning, "choose_pinning", lambda *_: Pinning(True, ""))
-    seen: list[str] = []
+    kinds: list[str] = []
     forward = SlotRing.forward
 
     def noted(self: SlotRing, j: int) -> None:
-        if len(seen) == 10 and self.locking is not None:
+        if len(kinds) == 10 and self.locking is not None:
             registry.gate.set()
             self.locking.wait()
         forward(self, j)
-        seen.append(type(self.stream).__name__)
+        kinds.append(type(self.stream).__name__)
 
     monkeypatch.setattr(SlotRing, "forward", noted)
     with streams(monkeypatch, staged=True):
         swapped = swapping.trained(tiny.load_flux(file), data, tmp_path / "swapped", steps=3, blocks_to_swap=4)
-    assert set(seen[:10]) == {"StagedStream"} and set(seen[10:]) == {"CopyStream"} and len(registry.locked) == 4
+    assert set(kinds[:10]) == {"StagedStream"} and set(kinds[10:]) == {"CopyStream"} and len(registry.locked) == 4
     assert_same_run(swapped, plain)
     swapped.close()
     assert registry.locked == [] and mm.TOTAL_PINNED_MEMORY == 0

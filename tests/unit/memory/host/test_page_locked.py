@@ -24,7 +24,7 @@ class Registry:
         self.locked: dict[int, int] = {}
         self.ended: list[int] = []
         self.refuses = 0
-        self.waited = 0
+        self.waits = 0
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
         if not self.refuses:
@@ -33,35 +33,35 @@ class Registry:
         return self.refuses
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
-        assert self.waited > len(self.ended)
+        assert self.waits > len(self.ended)
         del self.locked[address]
         self.ended.append(address)
         return 0
 
     def synchronize(self, device: int) -> None:
-        self.waited += 1
+        self.waits += 1
 
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
-    made = Registry()
-    monkeypatch.setattr(module, "_cudart", lambda: made)
+    fake = Registry()
+    monkeypatch.setattr(module, "_cudart", lambda: fake)
     monkeypatch.setattr(module, "discard_cuda_error", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "synchronize", made.synchronize)
-    yield made
+    monkeypatch.setattr(torch.cuda, "synchronize", fake.synchronize)
+    yield fake
     gc.collect()  # before the stand-in goes
 
 
 def test_comfyui_counts_what_is_locked_and_makes_room_for_it_first(registry: Registry, monkeypatch: Any) -> None:
-    asked: list[tuple[int, int]] = []
+    requests: list[tuple[int, int]] = []
     monkeypatch.setattr(mm, "TOTAL_PINNED_MEMORY", 5)
-    monkeypatch.setattr(mm, "ensure_pin_registerable", lambda size: asked.append((size, mm.TOTAL_PINNED_MEMORY)))
-    one, other = page_locked(SIZE), page_locked(SIZE)
-    assert asked == [(SIZE, 5), (SIZE, 5 + SIZE)] and mm.TOTAL_PINNED_MEMORY == 5 + 2 * SIZE
-    assert unlock(one) and mm.TOTAL_PINNED_MEMORY == 5 + SIZE
-    del one, other
+    monkeypatch.setattr(mm, "ensure_pin_registerable", lambda size: requests.append((size, mm.TOTAL_PINNED_MEMORY)))
+    first, other = page_locked(SIZE), page_locked(SIZE)
+    assert requests == [(SIZE, 5), (SIZE, 5 + SIZE)] and mm.TOTAL_PINNED_MEMORY == 5 + 2 * SIZE
+    assert unlock(first) and mm.TOTAL_PINNED_MEMORY == 5 + SIZE
+    del first, other
     gc.collect()
     assert mm.TOTAL_PINNED_MEMORY == 5
     registry.refuses = 1
@@ -125,10 +125,10 @@ def test_what_torch_has_locked_itself_is_told_apart(registry: Registry, monkeypa
     monkeypatch.setattr(torch, "empty", lambda size, pin_memory, **kw: torch.zeros(size, **kw).as_subclass(OfTorch))
     buffer = page_locked(SIZE)
     assert not unlock(buffer) and registry.ended == []
-    given: list[bool] = []
-    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: given.append(True))
+    calls: list[bool] = []
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: calls.append(True))
     give_back()
-    assert given == [True]
+    assert calls == [True]
 
 
 def test_where_cuda_refuses_plain_memory_is_taken_and_nothing_is_unlocked(registry: Registry, caplog: Any) -> None:

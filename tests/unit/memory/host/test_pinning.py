@@ -18,8 +18,8 @@ GB = 2**30
     ],
 )
 def test_masters_are_locked_where_that_is_safe(mode, available, windows, masters_locked, said) -> None:
-    chosen = choose_pinning(mode, "cuda", 20 * GB, available, windows)
-    assert chosen.pinned is masters_locked and said in chosen.reason
+    choice = choose_pinning(mode, "cuda", 20 * GB, available, windows)
+    assert choice.pinned is masters_locked and said in choice.reason
 
 
 def test_masters_that_lie_in_ram_already_take_no_more_of_it_when_they_are_locked() -> None:

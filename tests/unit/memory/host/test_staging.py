@@ -35,7 +35,7 @@ class HeldLink:
     """A link whose copies are made when the test lets them, and read their source only then, as a device does."""
 
     def __init__(self) -> None:
-        self.sent: list[tuple[torch.Tensor, torch.Tensor, Any, Any, Event]] = []
+        self.copies: list[tuple[torch.Tensor, torch.Tensor, Any, Any, Event]] = []
         self.arrived = threading.Semaphore(0)
         self.marks = 0
 
@@ -44,15 +44,15 @@ class HeldLink:
         return self.marks
 
     def send(self, slot, source, mark, after_copy) -> Event:
-        self.sent.append((slot, source, mark, after_copy, Event()))
+        self.copies.append((slot, source, mark, after_copy, Event()))
         self.arrived.release()
-        return self.sent[-1][-1]
+        return self.copies[-1][-1]
 
     def let_go(self, number: int) -> None:
-        slot, source, _, then, event = self.sent[number]
+        slot, source, _, callback, event = self.copies[number]
         slot.copy_(source)
-        if then is not None:
-            then()
+        if callback is not None:
+            callback()
         event.done.set()
 
     def finished(self, event: Event) -> None:
@@ -62,7 +62,7 @@ class HeldLink:
         assert event.done.wait(10)
 
     def settle(self) -> None:
-        for slot, source, _, _, event in self.sent:
+        for slot, source, _, _, event in self.copies:
             if not event.done.is_set():
                 slot.copy_(source)
                 event.done.set()
@@ -89,17 +89,17 @@ def test_a_stage_is_filled_again_only_after_the_copy_out_of_it() -> None:
     for _ in range(2):
         assert link.arrived.acquire(timeout=10)
     # Both stages are under way; the third copy may not be started before the first is done.
-    assert not link.arrived.acquire(timeout=0.2) and len(link.sent) == 2
+    assert not link.arrived.acquire(timeout=0.2) and len(link.copies) == 2
     assert [int(stage[0]) for stage in stream.stages] == [1, 2]
     for number in range(4):
         link.let_go(number)
         stream.wait(copied[number])
         if number < 2:
             assert link.arrived.acquire(timeout=10)
-    assert [mark for _, _, mark, _, _ in link.sent] == [1, 2, 3, 4]
+    assert [mark for _, _, mark, _, _ in link.copies] == [1, 2, 3, 4]
     for slot, host in zip(slots, hosts, strict=True):
         assert torch.equal(slot[: host.numel()], host) and not slot[host.numel() :].any()
-    used = {source.data_ptr() for _, source, _, _, _ in link.sent}
+    used = {source.data_ptr() for _, source, _, _, _ in link.copies}
     assert used == {stage.data_ptr() for stage in stream.stages} and len(used) == 2
 
 
@@ -136,16 +136,16 @@ def test_what_fails_in_the_thread_is_raised_where_the_block_is_needed() -> None:
 
 def test_a_failed_copy_keeps_nothing_of_the_call_that_asked_for_it() -> None:
     """The error takes along the frames it passes, as an error in the thread that computes does: no longer than that."""
-    fails, held = [True], []
+    fails, refs = [True], []
 
     def finish(j: int) -> None:
         if fails[0] and j == 2:
-            held.append(weakref.ref(patched := torch.zeros(8)))
+            refs.append(weakref.ref(patched := torch.zeros(8)))
             raise torch.OutOfMemoryError(f"no room for {patched.numel()}")
 
     def call() -> None:
         activations = torch.zeros(8)
-        held.append(weakref.ref(activations))
+        refs.append(weakref.ref(activations))
         for j in range(4):
             ring.forward(j)
 
@@ -156,7 +156,7 @@ def test_a_failed_copy_keeps_nothing_of_the_call_that_asked_for_it() -> None:
     try:
         with contextlib.suppress(torch.OutOfMemoryError):
             call()
-        assert len(held) == 2 and [ref() for ref in held] == [None, None]
+        assert len(refs) == 2 and [ref() for ref in refs] == [None, None]
     finally:
         gc.enable()
     fails[0] = False
@@ -177,10 +177,10 @@ def test_settling_waits_for_copies_that_failed_after_they_were_started_too() -> 
 
     stream = StagedStream(link := Failing(), 8, pinned=False)
     slots = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
-    for slot, then in zip(slots, (fail, None), strict=True):
-        stream.copy(slot, torch.ones(8, dtype=torch.uint8), then)
+    for slot, callback in zip(slots, (fail, None), strict=True):
+        stream.copy(slot, torch.ones(8, dtype=torch.uint8), callback)
     stream.settle()
-    assert len(link.sent) == 2 and all(slot.all() for slot in slots)
+    assert len(link.copies) == 2 and all(slot.all() for slot in slots)
 
 
 def test_what_holds_the_slots_may_be_collected_on_the_thread_that_fills_them() -> None:
@@ -225,24 +225,24 @@ def test_stages_are_made_for_pageable_masters_alone_and_given_back() -> None:
 
 
 def test_what_torch_has_locked_for_stages_and_for_a_measurement_goes_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    held, given = [], []
+    storages, calls = [], []
 
     def lock(size: int, pinned: bool) -> torch.Tensor:
-        made = torch.zeros(size, dtype=torch.uint8)
-        held.append(StorageWeakRef(made.untyped_storage()))
-        return made
+        buffer = torch.zeros(size, dtype=torch.uint8)
+        storages.append(StorageWeakRef(buffer.untyped_storage()))
+        return buffer
 
     monkeypatch.setattr(staging, "host_bytes", lock)
     monkeypatch.setattr(staging, "unlock", lambda buffer: False)
-    monkeypatch.setattr(staging, "give_back", lambda: given.append([one.expired() for one in held]))
+    monkeypatch.setattr(staging, "give_back", lambda: calls.append([storage.expired() for storage in storages]))
     stream = StagedStream(PromptLink(), 8)
     stream.release()  # nothing to give back
     stream.wait(stream.copy(torch.zeros(8, dtype=torch.uint8), torch.ones(8, dtype=torch.uint8), None))
-    stream.link.sent.clear()
+    stream.link.copies.clear()
     stream.release()
-    assert given == [[True, True]]
+    assert calls == [[True, True]]
     link_bandwidth.__wrapped__(torch.device("cpu"))
-    assert given[1:] == [[True, True, True]]
+    assert calls[1:] == [[True, True, True]]
 
 
 def test_a_thread_copies_what_is_not_locked_and_what_has_to_be_finished(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,30 +261,30 @@ def test_a_thread_copies_what_is_not_locked_and_what_has_to_be_finished(monkeypa
 
 @pytest.mark.parametrize("inference", [True, False])
 def test_what_follows_a_copy_runs_in_the_modes_of_the_thread_that_asked(inference: bool) -> None:
-    seen = []
+    modes = []
     stream = StagedStream(PromptLink(), 8, pinned=False)
     with torch.inference_mode(inference), torch.set_grad_enabled(not inference):
         copied = stream.copy(
             torch.zeros(8, dtype=torch.uint8),
             torch.ones(8, dtype=torch.uint8),
-            lambda: seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled())),
+            lambda: modes.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled())),
         )
         stream.wait(copied)
-    assert seen == [(inference, not inference)]
+    assert modes == [(inference, not inference)]
 
 
 def test_the_link_is_measured_with_less_on_a_card_that_is_full(monkeypatch) -> None:
-    asked = []
+    sizes = []
 
     def empty(size, **_):
-        asked.append(size)
+        sizes.append(size)
         if size > 4 * LEAST_TRIAL_BYTES:
             raise torch.OutOfMemoryError
         return torch.zeros(size)
 
     monkeypatch.setattr(staging.torch, "empty", empty)
-    there = staging._trial_buffer(16 * LEAST_TRIAL_BYTES, torch.device("cpu"))
-    assert len(there) == 4 * LEAST_TRIAL_BYTES and asked == [16 * LEAST_TRIAL_BYTES, 4 * LEAST_TRIAL_BYTES]
+    buffer = staging._trial_buffer(16 * LEAST_TRIAL_BYTES, torch.device("cpu"))
+    assert len(buffer) == 4 * LEAST_TRIAL_BYTES and sizes == [16 * LEAST_TRIAL_BYTES, 4 * LEAST_TRIAL_BYTES]
 
 
 def test_without_a_gpu_nothing_is_locked_and_nothing_is_staged() -> None:
@@ -300,8 +300,8 @@ def test_where_memory_cannot_be_locked_it_goes_on_with_plain_memory_and_says_so(
     # Whoever keeps the record keeps no frame by it, and no tensor of a step that stands in one.
     assert not any(isinstance(arg, BaseException) for record in caplog.records for arg in record.args)
     assert unpinned_message(0, 3) is None
-    told = unpinned_message(3, 3)
-    assert told is not None and told.startswith("3 of 3 swapped blocks could not be page-locked")
+    message = unpinned_message(3, 3)
+    assert message is not None and message.startswith("3 of 3 swapped blocks could not be page-locked")
 
 
 def test_the_link_is_measured_in_bytes_per_second() -> None:

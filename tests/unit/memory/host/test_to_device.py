@@ -18,16 +18,16 @@ class Gpu(TorchFunctionMode):
     def __init__(self, locks: bool = True) -> None:
         super().__init__()
         self.locks = locks
-        self.asked: list[Any] = []
+        self.requests: list[Any] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.pin_memory:
-            self.asked.append("pin_memory")
+            self.requests.append("pin_memory")
             if not self.locks:
                 raise RuntimeError("CUDA error: out of memory")
             return args[0].clone()
         if func is Tensor.to:
-            self.asked.append((args[0].is_contiguous(), args[1:], kwargs))
+            self.requests.append((args[0].is_contiguous(), args[1:], kwargs))
             return args[0]
         return func(*args, **(kwargs or {}))
 
@@ -36,9 +36,9 @@ class Gpu(TorchFunctionMode):
 def test_a_tensor_goes_through_page_locked_memory_without_being_waited_for(locks, caplog) -> None:
     tensor = torch.arange(12).reshape(3, 4).T
     with Gpu(locks) as gpu, caplog.at_level(logging.WARNING):
-        moved = to_device(tensor, CUDA)
-    assert gpu.asked == ["pin_memory", (True, (CUDA,), {"non_blocking": True})]
-    assert torch.equal(moved, tensor)
+        result = to_device(tensor, CUDA)
+    assert gpu.requests == ["pin_memory", (True, (CUDA,), {"non_blocking": True})]
+    assert torch.equal(result, tensor)
     assert ("96 bytes of a batch could not be page-locked" in caplog.text) is not locks
 
 

@@ -51,12 +51,12 @@ def codes_of(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.arange(rows * columns) % 256).to(torch.uint8).reshape(rows, columns).view(dtype)
 
 
-def equal(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+def equal(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     """Bit for bit, but for the sign of a NaN."""
-    assert found.dtype == wanted.dtype and found.shape == wanted.shape
-    nan = wanted.isnan()
-    bits = [values[~nan].view(torch.uint8) for values in (found, wanted)]
-    return torch.equal(found.isnan(), nan) and torch.equal(*bits)
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    nan = expected.isnan()
+    bits = [values[~nan].view(torch.uint8) for values in (actual, expected)]
+    return torch.equal(actual.isnan(), nan) and torch.equal(*bits)
 
 
 @pytest.mark.parametrize("by_rows", [False, True])
@@ -67,8 +67,8 @@ def test_every_code_is_dequantised_exactly(kernel: Any, stored: torch.dtype, dty
         codes = codes_of(rows, columns, stored)
         scale = torch.rand(rows if by_rows else 1, 1) / 300
         scale = scale if by_rows else scale.reshape(())
-        found = kernel.dequantize_codes(codes, scale, (rows, columns), dtype)
-        assert equal(found, (codes.to(torch.float32) * scale).to(dtype)), (rows, columns)
+        actual = kernel.dequantize_codes(codes, scale, (rows, columns), dtype)
+        assert equal(actual, (codes.to(torch.float32) * scale).to(dtype)), (rows, columns)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -79,8 +79,8 @@ def test_mxfp8_is_dequantised_as_comfyui_does(kernel: Any, dtype: torch.dtype) -
         weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
         weight *= torch.logspace(-12, 2, rows * columns).reshape(rows, columns)
         codes, scale = comfy_kitchen.quantize_mxfp8(weight, pad_32x=True)
-        wanted = comfy_kitchen.dequantize_mxfp8(codes, scale, dtype)[:rows, :columns]
-        assert equal(kernel.dequantize_codes(codes, scale, (rows, columns), dtype, mx=True), wanted.contiguous())
+        expected = comfy_kitchen.dequantize_mxfp8(codes, scale, dtype)[:rows, :columns]
+        assert equal(kernel.dequantize_codes(codes, scale, (rows, columns), dtype, mx=True), expected.contiguous())
 
 
 class Launches(TorchDispatchMode):
@@ -101,10 +101,10 @@ class Launches(TorchDispatchMode):
 
 def launches(weight: torch.Tensor, scale: torch.Tensor | None) -> tuple[list[str], float]:
     """(ops, bytes for each code) of dequantising to bf16."""
-    with Launches() as seen:
-        found = dequantize.dequantize(weight, scale, torch.bfloat16)
-    assert found.shape == weight.shape and found.dtype == torch.bfloat16
-    return seen.ops, round(seen.bytes / weight.numel(), 2)
+    with Launches() as recorded:
+        result = dequantize.dequantize(weight, scale, torch.bfloat16)
+    assert result.shape == weight.shape and result.dtype == torch.bfloat16
+    return recorded.ops, round(recorded.bytes / weight.numel(), 2)
 
 
 def test_a_scaled_weight_is_one_kernel_of_3_bytes_a_code_on_a_gpu(monkeypatch: Any) -> None:
@@ -116,28 +116,28 @@ def test_a_scaled_weight_is_one_kernel_of_3_bytes_a_code_on_a_gpu(monkeypatch: A
 
     with FakeTensorMode():
         weight = torch.empty(3072, 9216, dtype=torch.float8_e4m3fn, device=CUDA)
-        one, rows = torch.empty((), device=CUDA), torch.empty(3072, 1, device=CUDA)
+        scalar, rows = torch.empty((), device=CUDA), torch.empty(3072, 1, device=CUDA)
         monkeypatch.setattr(dequantize, "core_has_kernel", lambda function: function == "dequantize_per_tensor_fp8")
         monkeypatch.setattr(dequantize, "_triton_kernel", lambda device, dtype: by_triton)
-        assert launches(weight, one) == (["comfy_kitchen.dequantize_fp8"], 3.0)
+        assert launches(weight, scalar) == (["comfy_kitchen.dequantize_fp8"], 3.0)
         assert launches(weight, None) == (["aten._to_copy"], 3.0)
         # Core's kernel takes one scale, and reads in parts of 8.
-        assert not calls and launches(weight, rows)[0] == launches(weight[:, 3:], one)[0] == []
-        assert launches(weight.flatten()[: 31 * 33].view(31, 33), one)[0] == []
+        assert not calls and launches(weight, rows)[0] == launches(weight[:, 3:], scalar)[0] == []
+        assert launches(weight.flatten()[: 31 * 33].view(31, 33), scalar)[0] == []
         assert calls == [(3072, 1), (), ()]
         monkeypatch.setattr(dequantize, "core_has_kernel", lambda function: False)
-        assert launches(weight, one)[0] == [] and len(calls) == 4
+        assert launches(weight, scalar)[0] == [] and len(calls) == 4
         monkeypatch.setattr(dequantize, "_triton_kernel", lambda device, dtype: None)
-        assert launches(weight, one) == (["aten._to_copy", "aten._to_copy", "aten.mul"], 7.0)
+        assert launches(weight, scalar) == (["aten._to_copy", "aten._to_copy", "aten.mul"], 7.0)
 
 
 @pytest.fixture
 def on_this_device(kernel: Any, monkeypatch: Any) -> Iterator[list[tuple[int, ...]]]:
     """The CPU takes the kernel as a GPU would. Gives the shapes that it dequantised."""
-    seen: list[tuple[int, ...]] = []
+    shapes: list[tuple[int, ...]] = []
 
     def dequantize_codes(codes: torch.Tensor, *args: Any) -> torch.Tensor:
-        seen.append(tuple(codes.shape))
+        shapes.append(tuple(codes.shape))
         return kernel.dequantize_codes(codes, *args)
 
     monkeypatch.setitem(
@@ -147,23 +147,23 @@ def on_this_device(kernel: Any, monkeypatch: Any) -> Iterator[list[tuple[int, ..
     )
     monkeypatch.setattr(dequantize, "DEVICES", ("cpu",))
     dequantize._triton_kernel.cache_clear()
-    yield seen
+    yield shapes
     dequantize._triton_kernel.cache_clear()
 
 
-@pytest.mark.parametrize("how", ["mxfp8", "int8", "int8 by rows"])
+@pytest.mark.parametrize("storage", ["mxfp8", "int8", "int8 by rows"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layouts_for_which_comfyui_has_no_kernel_are_dequantised_to_its_values(
-    how: str, dtype: torch.dtype, on_this_device: list[Any]
+    storage: str, dtype: torch.dtype, on_this_device: list[Any]
 ) -> None:
     from tiny.memory.quantised import stored_layer
 
-    frozen, _ = stored_layer(how, torch.randn(31, 96), torch.randn(31))
+    frozen, _ = stored_layer(storage, torch.randn(31, 96), torch.randn(31))
     parts = (frozen.weight, *frozen.parts)
-    found = frozen_linear.dequantize_parts(parts, frozen.layout, dtype)
+    actual = frozen_linear.dequantize_parts(parts, frozen.layout, dtype)
     assert len(on_this_device) == 2  # its trial, and this
     dequantize.DEVICES = ()
-    assert equal(found, frozen_linear.dequantize_parts(parts, frozen.layout, dtype).contiguous())
+    assert equal(actual, frozen_linear.dequantize_parts(parts, frozen.layout, dtype).contiguous())
     assert len(on_this_device) == 2
 
 
@@ -180,17 +180,17 @@ def test_gradients_through_the_kernel_are_those_in_fp64(
     x = x.to(dtype).requires_grad_()
     torch._dynamo.reset()
     run: Callable[..., Any] = torch.compile(stored_linear, backend="aot_eager") if compiles else stored_linear
-    kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y = run(x, weight, scale, None)
     y.backward(grad.to(dtype))
-    assert {t.data_ptr() for t in kept} == {weight.data_ptr(), scale.data_ptr()}
+    assert {t.data_ptr() for t in saved} == {weight.data_ptr(), scale.data_ptr()}
     assert on_this_device == [(1, 256), (65, 33), (65, 33)]
     exact = weight.double() * scale.double()
     assert x.grad is not None
-    for found, wanted in ((y, x.double() @ exact.T), (x.grad, grad.to(dtype).double() @ exact)):
+    for actual, expected in ((y, x.double() @ exact.T), (x.grad, grad.to(dtype).double() @ exact)):
         # Rounded: the weight and the result once each.
-        error = (found.double() - wanted).norm() / wanted.norm()
+        error = (actual.double() - expected).norm() / expected.norm()
         assert error < 2 * torch.finfo(dtype).eps, error
 
 
@@ -219,8 +219,8 @@ def test_where_triton_does_not_run_torch_dequantises_in_two_steps(on_this_device
     for function in (fails, wrong):
         dequantize._triton_kernel.cache_clear()
         monkeypatch.setattr(sys.modules[f"{dequantize.__package__}.dequantize_kernel"], "dequantize_codes", function)
-        found = dequantize.dequantize(codes, scale, torch.bfloat16)
-        assert torch.equal(found, codes.bfloat16() * scale.bfloat16())
+        actual = dequantize.dequantize(codes, scale, torch.bfloat16)
+        assert torch.equal(actual, codes.bfloat16() * scale.bfloat16())
 
 
 def compiled(kernel: Any, card: int, stored: int, scale: int, out: str) -> str:
@@ -234,9 +234,9 @@ def compiled(kernel: Any, card: int, stored: int, scale: int, out: str) -> str:
     types |= dict.fromkeys(("columns", "stride", "tiles"), "i32") | dict.fromkeys(constants, "constexpr")
     sixteens: Any = {(place,): [["tt.divisibility", 16]] for place in range(5)}  # as addresses and sizes of models are
     source = ASTSource(kernel._dequantize, types, constexprs=constants, attrs=sixteens)
-    built = triton.compile(source, target=GPUTarget("cuda", card, 32))
-    assert built.asm["cubin"]
-    return built.asm["ptx"]
+    binary = triton.compile(source, target=GPUTarget("cuda", card, 32))
+    assert binary.asm["cubin"]
+    return binary.asm["ptx"]
 
 
 @pytest.mark.parametrize("card", CARDS)

@@ -33,11 +33,11 @@ CARDS = [
 ]
 
 
-@pytest.mark.parametrize(("capability", "taken", "possible"), CARDS)
-def test_auto_and_what_can_be_asked_for_go_by_the_cards_generation(capability, taken, possible) -> None:
+@pytest.mark.parametrize(("capability", "expected", "possible"), CARDS)
+def test_auto_and_what_can_be_asked_for_go_by_the_cards_generation(capability, expected, possible) -> None:
     card = nvidia(*capability)
-    found, why = preferred(card, BF16)
-    assert found == taken and bool(why) == (not taken)
+    precisions, reason = preferred(card, BF16)
+    assert precisions == expected and bool(reason) == (not expected)
     assert tuple(p for p in (INT8, FP8) if obstacle(p, card, BF16) is None) == possible
     for precision in {INT8, FP8} - set(possible):
         assert obstacle(precision, card, BF16)
@@ -55,25 +55,25 @@ def test_without_an_int8_kernel_auto_takes_fp8_or_nothing() -> None:
     assert preferred(nvidia(8, 9, kernel=False), BF16) == ((FP8,), "")
 
 
-@pytest.mark.parametrize(("capability", "taken", "_"), CARDS)
-def test_auto_takes_fp8_only_where_its_rounding_is_compiled_into_other_kernels(capability, taken, _) -> None:
+@pytest.mark.parametrize(("capability", "expected", "_"), CARDS)
+def test_auto_takes_fp8_only_where_its_rounding_is_compiled_into_other_kernels(capability, expected, _) -> None:
     """In eager an H100 took 1.4 times as long forward and 3.1 times as long back as in bf16."""
-    found, why = preferred(nvidia(*capability), BF16, fuses=False)
-    assert found == tuple(product for product in taken if product != FP8) and bool(why) == (not found)
-    if FP8 in taken and not found:
-        assert "compiling" in why
+    precisions, reason = preferred(nvidia(*capability), BF16, fuses=False)
+    assert precisions == tuple(product for product in expected if product != FP8) and bool(reason) == (not precisions)
+    if FP8 in expected and not precisions:
+        assert "compiling" in reason
 
 
-@pytest.mark.parametrize(("backend", "tried"), [("inductor", (FP8,)), ("aot_eager", ()), (None, ())])
-def test_auto_asks_how_the_run_compiles(backend, tried, monkeypatch) -> None:
+@pytest.mark.parametrize(("backend", "expected"), [("inductor", (FP8,)), ("aot_eager", ()), (None, ())])
+def test_auto_asks_how_the_run_compiles(backend, expected, monkeypatch) -> None:
     monkeypatch.setattr(low_bit_policy, "card_of", lambda device: nvidia(9, 0, kernel=False))
-    how = None if backend is None else CompileSettings(backend=backend)
-    chosen = low_bit_policy.LowBitPolicy("auto", torch.device("cpu"), BF16, None, how)
-    assert chosen.precisions == tried
-    asked = low_bit_policy.LowBitPolicy("fp8", torch.device("cpu"), BF16, None, how)
-    assert asked.precisions == (FP8,)  # what is asked for is done
-    notes = list(chosen.notes())
-    assert tried or notes == [
+    compile_settings = None if backend is None else CompileSettings(backend=backend)
+    auto = low_bit_policy.LowBitPolicy("auto", torch.device("cpu"), BF16, None, compile_settings)
+    assert auto.precisions == expected
+    explicit = low_bit_policy.LowBitPolicy("fp8", torch.device("cpu"), BF16, None, compile_settings)
+    assert explicit.precisions == (FP8,)  # what is asked for is done
+    notes = list(auto.notes())
+    assert expected or notes == [
         "low_bit_matmul is auto, but all layers multiply in full: without compiling by inductor, fp8 matmuls take "
         "longer than 16-bit ones."
     ]
@@ -119,11 +119,11 @@ def test_the_rates_give_the_gain_of_a_flux_block_that_the_roofline_has(precision
     products = rest = 0.0
     for block in json.loads(counts.read_text(encoding="utf-8"))["rows"]["flux 1024\N{SUPERSCRIPT TWO}"]:
         for side in ("forward", "backward"):
-            for kind, _, _, moved, flop, *_ in block["graphs"]["none"][side]["kernels"]:
+            for kind, _, _, moved_bytes, flop, *_ in block["graphs"]["none"][side]["kernels"]:
                 if kind == "product":
                     products += block["count"] * flop / H100_RATES.products
                 elif kind.startswith("attention"):
                     rest += block["count"] * flop / getattr(H100_RATES, kind)
                 else:
-                    rest += block["count"] * moved / H100_RATES.bandwidth
+                    rest += block["count"] * moved_bytes / H100_RATES.bandwidth
     assert (products + rest) / (products / RATES[precision] + rest) == pytest.approx(gain, abs=0.02)

@@ -34,17 +34,17 @@ class Others:
         self.aborted.append(complete)
 
 
-def ring_of(others, prefetch):
+def ring_of(ranks, prefetch):
     pieces = [ShardedBuffer(torch.full((256,), j, dtype=torch.uint8), 2) for j in range(BLOCKS)]
-    ring = ShardedRing(pieces, torch.device("cpu"), prefetch, others)
+    ring = ShardedRing(pieces, torch.device("cpu"), prefetch, ranks)
     ring.take()
     return ring
 
 
 def test_a_block_lies_whole_in_its_slot_at_its_turn():
     for prefetch in (1, 2, 3):
-        others = Others(prefetch)
-        ring = ring_of(others, prefetch)
+        ranks = Others(prefetch)
+        ring = ring_of(ranks, prefetch)
         choose = random.Random(prefetch)
         for turn in range(60):  # forwards that leave blocks out, backwards that stop early
             visited = sorted(choose.sample(range(BLOCKS), choose.randint(1, BLOCKS)))
@@ -54,17 +54,17 @@ def test_a_block_lies_whole_in_its_slot_at_its_turn():
                 assert slot[:256].eq(j).all() and slot[256:].eq(100 + j).all(), (turn, j)
             if turn % 7 == 0:
                 ring.end_work()
-        assert {request for request, _ in others.requests} == {FORWARD, BACKWARD, DONE}
+        assert {request for request, _ in ranks.requests} == {FORWARD, BACKWARD, DONE}
 
 
 def test_a_block_is_waited_for(monkeypatch):
-    others = Others(0)
-    ring = ring_of(others, 1)
-    others.late = True
+    ranks = Others(0)
+    ring = ring_of(ranks, 1)
+    ranks.late = True
 
     def wait(copied):
-        while others.pending:
-            others.pending.pop(0)()
+        while ranks.pending:
+            ranks.pending.pop(0)()
 
     monkeypatch.setattr(ring.stream, "wait", wait)
     for j in range(BLOCKS):
@@ -74,43 +74,43 @@ def test_a_block_is_waited_for(monkeypatch):
 
 @pytest.mark.parametrize("prefetch", [1, 2])
 def test_the_blocks_ahead_are_asked_for_before_one_is_waited_for(prefetch, monkeypatch):
-    others = Others(0)
-    ring = ring_of(others, prefetch)
-    brought, there, held = [], [], others.gather
+    ranks = Others(0)
+    ring = ring_of(ranks, prefetch)
+    gathered, arrivals, original = [], [], ranks.gather
 
     def gather(output, piece):
-        brought.append(int(piece[0]))
-        held(output, piece)
+        gathered.append(int(piece[0]))
+        original(output, piece)
 
-    monkeypatch.setattr(others, "gather", gather)
-    monkeypatch.setattr(others, "barrier", lambda request, fresh: [(request, fresh)])
-    monkeypatch.setattr(ring.stream, "wait", lambda copied: there.append(len(brought)))
+    monkeypatch.setattr(ranks, "gather", gather)
+    monkeypatch.setattr(ranks, "barrier", lambda request, fresh: [(request, fresh)])
+    monkeypatch.setattr(ring.stream, "wait", lambda copied: arrivals.append(len(gathered)))
     for j in range(BLOCKS):
         ring.forward(j)
-    assert brought == list(range(BLOCKS)) and there == [min(BLOCKS, j + 1 + prefetch) for j in range(BLOCKS)]
-    brought.clear()
-    there.clear()
+    assert gathered == list(range(BLOCKS)) and arrivals == [min(BLOCKS, j + 1 + prefetch) for j in range(BLOCKS)]
+    gathered.clear()
+    arrivals.clear()
     for j in reversed(range(BLOCKS)):
         ring.backward(j)
     absent = BLOCKS - 1 - prefetch  # the others are there at the turn
-    assert brought == list(reversed(range(absent))) and there == [min(absent, n) for n in range(BLOCKS)]
+    assert gathered == list(reversed(range(absent))) and arrivals == [min(absent, n) for n in range(BLOCKS)]
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_who_leaves_says_whether_the_others_get_the_sweep_that_is_under_way(fails, monkeypatch):
-    others = Others(0)
-    ring = ring_of(others, 1)
+    ranks = Others(0)
+    ring = ring_of(ranks, 1)
     ring.forward(0)
 
     def gather(output, piece):
         raise torch.AcceleratorError("planted")
 
     if fails:
-        monkeypatch.setattr(others, "gather", gather)
+        monkeypatch.setattr(ranks, "gather", gather)
     with pytest.raises(torch.AcceleratorError) if fails else nullcontext():
         ring.abort()
     ring.abort()
-    assert others.aborted == [not fails]
+    assert ranks.aborted == [not fails]
 
 
 class Held(FrozenModule):
@@ -125,6 +125,6 @@ def test_pieces_that_are_not_needed_any_more_are_not_copied_to_the_host():
 
     with pytest.raises(NotImplementedError):
         swap().release()
-    made = swap()
-    ResidentWeights([made], torch.device("cpu"), torch.device("cpu")).release()
-    assert made.ring.flat_weights == [] and not made.ring.slots
+    swapped_weights = swap()
+    ResidentWeights([swapped_weights], torch.device("cpu"), torch.device("cpu")).release()
+    assert swapped_weights.ring.flat_weights == [] and not swapped_weights.ring.slots

@@ -37,7 +37,7 @@ def test_a_pass_there_and_back_copies_two_times_what_has_no_slot(blocks: int, pr
     slots = min(prefetch + 1, blocks)
     assert ring.count == slots == len(ring.slots)
     for step in range(3):
-        before = ring.copies
+        copies = ring.copies
         for j in range(blocks):
             ring.forward(j)
             assert_holds(ring, j)
@@ -45,7 +45,7 @@ def test_a_pass_there_and_back_copies_two_times_what_has_no_slot(blocks: int, pr
             ring.backward(j)
             assert_holds(ring, j)
         # The first forward brings all of them; later ones find the first blocks there.
-        assert ring.copies - before == 2 * (blocks - slots) + (slots if step == 0 else 0)
+        assert ring.copies - copies == 2 * (blocks - slots) + (slots if step == 0 else 0)
         assert ring.occupants == list(range(slots))
     assert len(copied) == ring.copies
     assert ring.bytes_copied == sum(ring.flat_weights[j].numel() for j in copied)

@@ -36,15 +36,15 @@ def test_every_format_of_ours_has_the_number_and_the_sizes_of_the_package():
 def test_blocks_are_dequantised_to_the_package_s_values(name, rows, monkeypatch):
     monkeypatch.setattr(blocks, "AT_ONCE", 8 * blocks.FORMATS[name].values)  # in several passes, the last a short one
     stored = random_blocks(name, rows, WIDTHS[name])
-    wanted = dequantised(stored, name)
-    found = blocks.dequantize_blocks(stored, name, wanted.shape, torch.float32)
-    assert found.unique().numel() > 10 and found.isfinite().all()
-    assert torch.equal(found, wanted)
+    expected = dequantised(stored, name)
+    actual = blocks.dequantize_blocks(stored, name, expected.shape, torch.float32)
+    assert actual.unique().numel() > 10 and actual.isfinite().all()
+    assert torch.equal(actual, expected)
     for dtype in (torch.bfloat16, torch.float16):
-        assert torch.equal(blocks.dequantize_blocks(stored, name, wanted.shape, dtype), wanted.to(dtype))
+        assert torch.equal(blocks.dequantize_blocks(stored, name, expected.shape, dtype), expected.to(dtype))
     # As a file may hold what is no matrix: the rows of bytes are not those of the values.
     flat = stored.reshape(1, -1)
-    assert torch.equal(blocks.dequantize_blocks(flat, name, wanted.shape, torch.float32), wanted)
+    assert torch.equal(blocks.dequantize_blocks(flat, name, expected.shape, torch.float32), expected)
 
 
 @pytest.mark.parametrize("rows", [1, 31, 33])
@@ -56,17 +56,17 @@ def test_both_products_are_those_of_the_values(name, rows):
     grad = torch.randn(rows, 7, generator=generator)
     y = linear.apply(x)
     y.backward(grad)
-    for found, wanted in ((y, x.double() @ weight.double().T), (x.grad, grad.double() @ weight.double())):
-        assert (found - wanted).norm() <= 1e-6 * wanted.norm()
+    for actual, expected in ((y, x.double() @ weight.double().T), (x.grad, grad.double() @ weight.double())):
+        assert (actual - expected).norm() <= 1e-6 * expected.norm()
     assert torch.equal(linear.apply_transposed(grad), x.grad) and torch.equal(linear.full(), weight)
 
 
 def test_only_the_blocks_wait_for_backward():
     linear, _ = frozen("Q4_K", 5)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         linear.apply(torch.randn(3, WIDTHS["Q4_K"], dtype=torch.bfloat16, requires_grad=True))
-    assert [tensor.data_ptr() for tensor in kept] == [linear.weight.data_ptr()]
+    assert [tensor.data_ptr() for tensor in saved] == [linear.weight.data_ptr()]
 
 
 def model_of(weight, patches=None):
@@ -88,13 +88,17 @@ def test_plain_tensors_are_read_over_their_own_memory(plain):
     values = torch.randn(5, 32).to(dtype)
     memory = values.view(torch.uint8) if plain == "BF16" else values
     weights = model_of(stored_tensor(memory, kind_of(plain), values.shape))
-    found = weights.linear("layer")
-    assert type(found.weight) is torch.Tensor and found.layout is None and found.shape == (5, 32)
-    assert torch.equal(found.weight, values) and found.weight.data_ptr() == memory.data_ptr()
-    elsewhere = found.weight.clone()
-    assert weights.repoint("layer.weight", found.weight, elsewhere) is False
-    own = weights.patcher.model.diffusion_model.layer.weight
-    assert own.data_ptr() == elsewhere.data_ptr() and own.shape == values.shape and own.tensor_type == kind_of(plain)
+    linear = weights.linear("layer")
+    assert type(linear.weight) is torch.Tensor and linear.layout is None and linear.shape == (5, 32)
+    assert torch.equal(linear.weight, values) and linear.weight.data_ptr() == memory.data_ptr()
+    elsewhere = linear.weight.clone()
+    assert weights.repoint("layer.weight", linear.weight, elsewhere) is False
+    parameter = weights.patcher.model.diffusion_model.layer.weight
+    assert (
+        parameter.data_ptr() == elsewhere.data_ptr()
+        and parameter.shape == values.shape
+        and parameter.tensor_type == kind_of(plain)
+    )
     assert torch.equal(weights.linear("layer").weight, values)
 
 
@@ -105,18 +109,18 @@ def test_a_weight_moves_with_what_the_loader_has_put_on_it():
     weights = model_of(tensor)
     read = weights.linear("layer")
     assert read.weight.data_ptr() == stored.data_ptr() and type(read.weight) is torch.Tensor
-    moved = stored.clone()
-    assert weights.repoint("layer.weight", read.weight, moved) is False
-    own = weights.patcher.model.diffusion_model.layer.weight
-    assert isinstance(own, nn.Parameter) and type(own) is type(tensor) and own.is_largest_weight
-    assert own.data_ptr() == moved.data_ptr() and tuple(own.shape) == (5, 256) and own.patches == []
+    copy = stored.clone()
+    assert weights.repoint("layer.weight", read.weight, copy) is False
+    parameter = weights.patcher.model.diffusion_model.layer.weight
+    assert isinstance(parameter, nn.Parameter) and type(parameter) is type(tensor) and parameter.is_largest_weight
+    assert parameter.data_ptr() == copy.data_ptr() and tuple(parameter.shape) == (5, 256) and parameter.patches == []
 
 
-def lora(up, down, alpha=None, **others):
+def lora(up, down, alpha=None, **fields):
     from comfy.weight_adapter.lora import LoRAAdapter
 
-    held = {"mid": None, "dora": None, "reshape": None} | others
-    return LoRAAdapter(set(), (up, down, alpha, held["mid"], held["dora"], held["reshape"]))
+    entries = {"mid": None, "dora": None, "reshape": None} | fields
+    return LoRAAdapter(set(), (up, down, alpha, entries["mid"], entries["dora"], entries["reshape"]))
 
 
 def merged(weight, patches):
@@ -137,11 +141,11 @@ def test_loras_stand_beside_the_blocks_as_one_product():
     read = model_of(tensor, patches).linear("layer")
     assert json.loads(read.layout)[0] == "Q4_0" and [tuple(part.shape) for part in read.parts] == [(96, 6), (6, 64)]
     assert read.weight.data_ptr() == stored.data_ptr()
-    wanted = merged(weight, patches)
-    assert (read.full() - wanted).norm() <= 1e-6 * wanted.norm() and (wanted - weight).norm() > weight.norm()
+    expected = merged(weight, patches)
+    assert (read.full() - expected).norm() <= 1e-6 * expected.norm() and (expected - weight).norm() > weight.norm()
     x = torch.randn(3, 64, requires_grad=True)
     read.apply(x).sum().backward()
-    assert (x.grad - wanted.sum(0)).norm() <= 1e-5 * x.grad.norm()
+    assert (x.grad - expected.sum(0)).norm() <= 1e-5 * x.grad.norm()
     assert torch.equal(tensor.as_subclass(torch.Tensor), stored)
 
 
@@ -153,16 +157,16 @@ OTHER_PATCHES = {
 }
 
 
-@pytest.mark.parametrize("what", OTHER_PATCHES)
-def test_other_patches_are_worked_into_the_values_and_told(what):
+@pytest.mark.parametrize("kind", OTHER_PATCHES)
+def test_other_patches_are_worked_into_the_values_and_told(kind):
     stored = random_blocks("Q8_0", 96, 64)
-    patches = [OTHER_PATCHES[what]()]
+    patches = [OTHER_PATCHES[kind]()]
     weights = model_of(stored_tensor(stored, kind_of("Q8_0"), (96, 64)), patches)
-    before = stored.clone()
+    original = stored.clone()
     read = weights.linear("layer")
-    wanted = merged(dequantised(stored, "Q8_0"), patches)
-    assert read.layout is None and (read.weight - wanted).norm() <= 1e-6 * wanted.norm()
-    assert torch.equal(stored, before)
+    expected = merged(dequantised(stored, "Q8_0"), patches)
+    assert read.layout is None and (read.weight - expected).norm() <= 1e-6 * expected.norm()
+    assert torch.equal(stored, original)
     (note,) = reader.held_in_full_notes(weights.patcher.model.diffusion_model, weights.patcher.patches, torch.float32)
     assert note.startswith(
         "Weights that the GGUF file holds under a LoRA that is large or of another kind are converted to"

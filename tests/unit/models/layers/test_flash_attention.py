@@ -26,26 +26,26 @@ BACKENDS = [None, "aot_eager"]
 @pytest.fixture(params=NAMES)
 def kernels(request: pytest.FixtureRequest) -> Iterator[FakeKernels]:
     """One version, installed alone."""
-    with installed(request.param) as found:
+    with installed(request.param) as packages:
         attention_function("flash-attn", CPU, torch.float32)
-        found[request.param].calls.clear()
-        yield found[request.param]
+        packages[request.param].calls.clear()
+        yield packages[request.param]
 
 
-def given(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def make_tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
 
 
-def with_gradients(attend: Any, tensors: list[Tensor], *more: Any) -> list[Tensor]:
-    out = attend(*tensors, *more)
+def with_gradients(attend: Any, tensors: list[Tensor], *extra: Any) -> list[Tensor]:
+    out = attend(*tensors, *extra)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
     return [out, *torch.autograd.grad(out, tensors, grad)]
 
 
 def within_a_block(attend: Any, backend: str | None) -> Any:
-    def block(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> Tensor:
-        return attend(q * 1.5, k, v.sin(), *more) * 2
+    def block(q: Tensor, k: Tensor, v: Tensor, *extra: Any) -> Tensor:
+        return attend(q * 1.5, k, v.sin(), *extra) * 2
 
     torch._dynamo.reset()
     return block if backend is None else torch.compile(block, backend=backend, fullgraph=True, dynamic=False)
@@ -67,36 +67,36 @@ def refuse(*_: Any, **__: Any) -> Any:
     raise AssertionError("another attention ran")
 
 
-def close(found: list[Tensor], wanted: list[Tensor], bound: float = 1e-5) -> bool:
-    return all((x - y).norm() <= bound * y.norm() for x, y in zip(found, wanted, strict=True))
+def close(actual: list[Tensor], expected: list[Tensor], bound: float = 1e-5) -> bool:
+    return all((x - y).norm() <= bound * y.norm() for x, y in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("tokens", "others"), FIXED.values(), ids=FIXED)
-def test_values_and_gradients_are_those_of_sdpa(kernels, tokens, others, backend, monkeypatch):
-    tensors = given((2, tokens, 3, 16), (2, others, 3, 16), (2, others, 3, 16))
-    wanted = with_gradients(within_a_block(attention_function("sdpa", CPU, torch.float32), None), tensors)
+@pytest.mark.parametrize(("tokens", "other_tokens"), FIXED.values(), ids=FIXED)
+def test_values_and_gradients_are_those_of_sdpa(kernels, tokens, other_tokens, backend, monkeypatch):
+    tensors = make_tensors((2, tokens, 3, 16), (2, other_tokens, 3, 16), (2, other_tokens, 3, 16))
+    expected = with_gradients(within_a_block(attention_function("sdpa", CPU, torch.float32), None), tensors)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", refuse)
-    found = with_gradients(within_a_block(attention_function("flash-attn", CPU, torch.float32), backend), tensors)
-    assert close(found, wanted) and found[0].shape == (2, tokens, 48)
+    actual = with_gradients(within_a_block(attention_function("flash-attn", CPU, torch.float32), backend), tensors)
+    assert close(actual, expected) and actual[0].shape == (2, tokens, 48)
     assert len(kernels.calls) == 2 and kernels.calls[0] == "flash_attn_func"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_samples_of_different_length_see_their_own_tokens(kernels, lengths, backend):
-    tensors, size = given(*[(3, 9, 2, 16)] * 3), torch.tensor(lengths)
-    plain, ours = (ragged_attention_function(name, CPU, torch.float32) for name in ("sdpa", "flash-attn"))
+    tensors, size = make_tensors(*[(3, 9, 2, 16)] * 3), torch.tensor(lengths)
+    plain, flash = (ragged_attention_function(name, CPU, torch.float32) for name in ("sdpa", "flash-attn"))
     counts = (torch.arange(9) < size[:, None])[..., None]
-    found, wanted = (
+    actual, expected = (
         with_gradients(
             within_a_block(lambda *x, kind=kind: kind.attend(*x) * counts, kernel),
             tensors,
             kind.bounds(size, 9, CPU),
         )
-        for kind, kernel in ((ours, backend), (plain, None))
+        for kind, kernel in ((flash, backend), (plain, None))
     )
-    assert close(found, wanted)
+    assert close(actual, expected)
     assert len(kernels.calls) == 2 and kernels.calls[0] == "flash_attn_varlen_func"
 
 
@@ -106,15 +106,17 @@ def test_any_lengths_share_one_graph(kernels):
     block = torch.compile(attend.attend, backend=counter, fullgraph=True, dynamic=False)
     torch._dynamo.reset()
     for lengths in LENGTHS.values():
-        block(*given(*[(3, 9, 2, 16)] * 3), attend.bounds(torch.tensor(lengths), 9, CPU)).sum().backward()
+        block(*make_tensors(*[(3, 9, 2, 16)] * 3), attend.bounds(torch.tensor(lengths), 9, CPU)).sum().backward()
     assert counter.frame_count == 1
 
 
 def test_the_op_keeps_torchs_rules_for_custom_ops(kernels):
     package = op.flash_package(CPU, torch.float32)
     bounds = torch.tensor([0, 5, 9, 9, 18], dtype=torch.int32)
-    torch.library.opcheck(op.flash_attention, (*given((2, 9, 3, 16), (2, 7, 3, 16), (2, 7, 3, 16)), None, package))
-    torch.library.opcheck(op.flash_attention, (*given(*[(2, 9, 3, 16)] * 3), bounds, package))
+    torch.library.opcheck(
+        op.flash_attention, (*make_tensors((2, 9, 3, 16), (2, 7, 3, 16), (2, 7, 3, 16)), None, package)
+    )
+    torch.library.opcheck(op.flash_attention, (*make_tensors(*[(2, 9, 3, 16)] * 3), bounds, package))
 
 
 def test_it_counts_as_the_work_that_it_is():
@@ -127,7 +129,7 @@ def test_it_counts_as_the_work_that_it_is():
 
 def test_the_newest_that_has_kernels_for_the_card_is_taken(monkeypatch):
     for capability, version in (((8, 6), "2"), ((9, 0), "3"), ((10, 0), "4"), ((12, 0), "4"), ((7, 5), "3")):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, value=capability: value)
         with installed("2", "3", "4"), monkeypatch.context() as patch:
             patch.setattr(op, "DEVICES", ("cuda",))
             patch.setattr(op, "_kernel_fault", lambda *_: None)

@@ -11,17 +11,17 @@ from tiny.nodes.prompt import awaited
 @pytest.fixture
 def questions(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     """A stand-in for a GPU that notes what torch is asked to choose a kernel for."""
-    asked: list[torch.dtype] = []
+    dtypes: list[torch.dtype] = []
     zeros = torch.zeros
 
     def ask(q: torch.Tensor, *_: Any) -> int:
-        asked.append(q.dtype)
+        dtypes.append(q.dtype)
         return 0
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "zeros", lambda *size, device, **options: zeros(*size, **options))
     monkeypatch.setattr(torch, "_fused_sdp_choice", ask)
-    return asked
+    return dtypes
 
 
 def test_torch_is_asked_once_for_a_kernel_that_cudnn_takes(questions) -> None:
@@ -37,9 +37,9 @@ def test_a_torch_without_the_question_is_left_alone(questions, monkeypatch) -> N
 def test_comfyui_has_it_asked_when_it_loads_the_pack(monkeypatch) -> None:
     from tessera import nodes
 
-    asked: list[bool] = []
-    monkeypatch.setattr(nodes, "settle_kernel_order", lambda: asked.append(True))
+    calls: list[bool] = []
+    monkeypatch.setattr(nodes, "settle_kernel_order", lambda: calls.append(True))
     monkeypatch.setattr(nodes, "use_persistent_cache", lambda folder: "")
     monkeypatch.setattr(nodes, "PromptServer", None)
     awaited(nodes.TesseraExtension().on_load())
-    assert asked == [True]
+    assert calls == [True]

@@ -26,19 +26,19 @@ def tensors(heads: int = H, kv_heads: int = H, flat: bool = False, kv: int = S) 
     """q, k, v with gradients."""
     torch.manual_seed(0)
     q, k, v = torch.randn(B, heads, T, D), torch.randn(B, kv_heads, kv, D), torch.randn(B, kv_heads, kv, D)
-    made = [x.transpose(1, 2).flatten(2) if flat else x for x in (q, k, v)]
-    return [x.contiguous().requires_grad_() for x in made]
+    inputs = [x.transpose(1, 2).flatten(2) if flat else x for x in (q, k, v)]
+    return [x.contiguous().requires_grad_() for x in inputs]
 
 
-def compared(given: list[torch.Tensor], *args, **kwargs) -> torch.Tensor:
+def compared(inputs: list[torch.Tensor], *args, **kwargs) -> torch.Tensor:
     """Compare values and gradients with core's torch form."""
-    found, wanted = core_attention(SDPA)(*given, *args, **kwargs), core.attention_pytorch(*given, *args, **kwargs)
-    assert found.shape == wanted.shape
-    torch.testing.assert_close(found, wanted)
-    towards = torch.randn_like(wanted)
-    for ours, theirs in zip(*(torch.autograd.grad(x, given, towards) for x in (found, wanted)), strict=True):
-        torch.testing.assert_close(ours, theirs)
-    return found
+    actual, expected = core_attention(SDPA)(*inputs, *args, **kwargs), core.attention_pytorch(*inputs, *args, **kwargs)
+    assert actual.shape == expected.shape
+    torch.testing.assert_close(actual, expected)
+    towards = torch.randn_like(expected)
+    for gradient, reference in zip(*(torch.autograd.grad(x, inputs, towards) for x in (actual, expected)), strict=True):
+        torch.testing.assert_close(gradient, reference)
+    return actual
 
 
 MASKS = {
@@ -76,8 +76,8 @@ def test_keys_and_values_may_have_fewer_heads(flat, kv_heads, mask):
 def test_every_other_argument_that_core_s_modules_hand_over_is_taken():
     options = {"optimized_attention_override": None, "block": ("double", 1)}
     rest = {"attn_precision": torch.float32, "low_precision_attention": False, "transformer_options": options}
-    given = tensors(flat=True)
-    assert torch.equal(core_attention(SDPA)(*given, heads=H, **rest), core_attention(SDPA)(*given, heads=H))
+    inputs = tensors(flat=True)
+    assert torch.equal(core_attention(SDPA)(*inputs, heads=H, **rest), core_attention(SDPA)(*inputs, heads=H))
     for mask in (None, torch.randn(T, S)):
         compared(tensors(), H, mask, skip_reshape=True, scale=0.3)
         compared(tensors(), H, mask, skip_reshape=True, scale=None)
@@ -96,17 +96,17 @@ def test_a_batch_above_core_s_limit_runs_in_parts(monkeypatch):
         sizes.append(len(q))
         return SDPA(q, k, v)
 
-    given = tensors(flat=True)
-    found = core_attention(attention)(*given, H)
+    inputs = tensors(flat=True)
+    actual = core_attention(attention)(*inputs, H)
     assert sizes == [1] * B
-    torch.testing.assert_close(found, core_attention(SDPA)(*given, H))
+    torch.testing.assert_close(actual, core_attention(SDPA)(*inputs, H))
 
 
 def test_the_chosen_attention_runs():
-    seen = []
+    shapes = []
 
     def attention(q, k, v):
-        seen.append([tuple(x.shape) for x in (q, k, v)])
+        shapes.append([tuple(x.shape) for x in (q, k, v)])
         return SDPA(q, k, v)
 
     with training_kernels(attention):
@@ -114,21 +114,21 @@ def test_the_chosen_attention_runs():
         core.optimized_attention(*tensors(kv_heads=2), H, skip_reshape=True, skip_output_reshape=True, enable_gqa=True)
         core.get_attention_function("pytorch")(*tensors(flat=True), H, transformer_options={})
         core.optimized_attention_for_device(torch.device("cpu"), small_input=True)(*tensors(flat=True), H)
-    assert seen == [[(B, T, H, D), (B, S, H, D), (B, S, H, D)]] * 4
+    assert shapes == [[(B, T, H, D), (B, S, H, D), (B, S, H, D)]] * 4
 
 
 def modules_with_kernels() -> list[ModuleType]:
     """Every module of ComfyUI's models that names attention or a rope, imported."""
     folder = Path(core.__file__).parents[1]
-    found = []
+    pairs = []
     for file in sorted(folder.rglob("*.py")):
         if any(
             word in file.read_text(encoding="utf-8") for word in ("optimized_attention", "comfy_kitchen", "quant_ops")
         ):
-            found.append(
+            pairs.append(
                 importlib.import_module("comfy.ldm." + ".".join(file.relative_to(folder).with_suffix("").parts))
             )
-    return found
+    return pairs
 
 
 def kernels_of_core() -> dict[int, object]:
@@ -156,22 +156,22 @@ def test_modules_of_comfyui_hold_kernels_by_names_alone():
             cells = [cell.cell_contents for cell in function.__closure__ or ()]
             defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
             assert not [value for value in (*cells, *defaults) if id(value) in kernels], function
-        for held in (value for value in vars(module).values() if isinstance(value, type)):
-            assert not [name for name, value in vars(held).items() if id(value) in kernels], held
+        for owner in (value for value in vars(module).values() if isinstance(value, type)):
+            assert not [name for name, value in vars(owner).items() if id(value) in kernels], owner
 
 
 def test_nothing_of_comfyui_reaches_a_kernel_of_its_own_and_then_all_does_again():
     modules = [*modules_with_kernels(), comfy_kitchen]
     assert len(modules) > 40
     kernels = kernels_of_core()
-    before = [dict(vars(module)) for module in modules]
+    initial = [dict(vars(module)) for module in modules]
     registered = dict(core.REGISTERED_ATTENTION_FUNCTIONS)
     with training_kernels(SDPA):
         for module in modules:
             assert not [name for name, value in vars(module).items() if id(value) in kernels], module.__name__
         assert not {id(kernel) for kernel in core.REGISTERED_ATTENTION_FUNCTIONS.values()} & set(kernels)
         assert comfy.model_management.in_training
-    assert [dict(vars(module)) for module in modules] == before
+    assert [dict(vars(module)) for module in modules] == initial
     assert registered == core.REGISTERED_ATTENTION_FUNCTIONS
     assert comfy.model_management.in_training is False
 
@@ -182,20 +182,20 @@ class Stop(BaseException):
 
 @pytest.mark.parametrize("stop", [Stop, ValueError])
 def test_all_is_put_back_when_a_step_breaks_off(stop):
-    before = dict(vars(comfy.ldm.flux.math)), dict(vars(comfy_kitchen))
+    initial = dict(vars(comfy.ldm.flux.math)), dict(vars(comfy_kitchen))
     with pytest.raises(stop), training_kernels(SDPA):
         raise stop
-    assert (dict(vars(comfy.ldm.flux.math)), dict(vars(comfy_kitchen))) == before
+    assert (dict(vars(comfy.ldm.flux.math)), dict(vars(comfy_kitchen))) == initial
     assert comfy.model_management.in_training is False
 
 
 def test_inside_itself_it_does_nothing():
     outer = comfy.ldm.flux.math.optimized_attention
     with training_kernels(SDPA):
-        ours = comfy.ldm.flux.math.optimized_attention
+        patched = comfy.ldm.flux.math.optimized_attention
         with training_kernels(SDPA):
-            assert comfy.ldm.flux.math.optimized_attention is ours
-        assert comfy.ldm.flux.math.optimized_attention is ours and comfy.model_management.in_training
+            assert comfy.ldm.flux.math.optimized_attention is patched
+        assert comfy.ldm.flux.math.optimized_attention is patched and comfy.model_management.in_training
     assert comfy.ldm.flux.math.optimized_attention is outer
 
 
@@ -223,18 +223,18 @@ def test_kernels_without_a_backward_are_never_reached(name, monkeypatch):
 
     modules = modules_with_kernels()
     for module in modules:
-        for chosen in ("optimized_attention", "optimized_attention_masked"):
-            if hasattr(module, chosen):
-                monkeypatch.setattr(module, chosen, fake)
+        for attribute in ("optimized_attention", "optimized_attention_masked"):
+            if hasattr(module, attribute):
+                monkeypatch.setattr(module, attribute, fake)
     monkeypatch.setitem(core.REGISTERED_ATTENTION_FUNCTIONS, name, fake)
-    given = tensors()
+    inputs = tensors()
     with pytest.raises(AssertionError, match="has no backward"):
-        comfy.ldm.flux.math.attention(*given, None)
+        comfy.ldm.flux.math.attention(*inputs, None)
     with training_kernels(SDPA):
-        found = comfy.ldm.flux.math.attention(*given, None)
+        actual = comfy.ldm.flux.math.attention(*inputs, None)
         assert not [module for module in modules if fake in vars(module).values()]
     assert core.optimized_attention is core.REGISTERED_ATTENTION_FUNCTIONS[name] is fake
-    torch.testing.assert_close(found, core.attention_pytorch(*given, H, skip_reshape=True))
+    torch.testing.assert_close(actual, core.attention_pytorch(*inputs, H, skip_reshape=True))
 
 
 def block(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -255,9 +255,9 @@ def test_a_graph_compiled_in_one_step_serves_the_next():
             gradients += torch.autograd.grad(out.square().sum(), x)
     assert counter.frame_count == 1
     with training_kernels(SDPA):
-        (wanted,) = torch.autograd.grad(block(x, table).square().sum(), x)
-    for found in gradients:
-        torch.testing.assert_close(found, wanted)
+        (expected,) = torch.autograd.grad(block(x, table).square().sum(), x)
+    for actual in gradients:
+        torch.testing.assert_close(actual, expected)
 
 
 def test_a_checkpoint_computes_again_with_the_same_kernels():

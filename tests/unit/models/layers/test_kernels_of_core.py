@@ -93,14 +93,14 @@ CASES = {
 }
 
 
-def made(name: str, dtype: torch.dtype) -> tuple[nn.Module, dict[str, object], Tensor]:
+def make_case(name: str, dtype: torch.dtype) -> tuple[nn.Module, dict[str, object], Tensor]:
     """A case's module, arguments and x; the same numbers in each dtype."""
     case = CASES[name]
     torch.manual_seed(0)
-    module, given = case.make(), tree_map_only(Tensor, lambda value: value.to(dtype), case.arguments())
+    module, arguments = case.make(), tree_map_only(Tensor, lambda value: value.to(dtype), case.arguments())
     for parameter in module.parameters():
         nn.init.normal_(parameter.requires_grad_(False), std=0.4)
-    return module.to(dtype), given, torch.randn(case.shape, dtype=torch.float64).to(dtype)
+    return module.to(dtype), arguments, torch.randn(case.shape, dtype=torch.float64).to(dtype)
 
 
 def combined(out: object) -> Tensor:
@@ -117,44 +117,46 @@ def test_values_are_those_of_core_s_own_kernels(name, monkeypatch):
         return kernel(*args, **kwargs)
 
     monkeypatch.setattr(comfy_kitchen, kitchen, watched)
-    module, given, x = made(name, torch.float32)
+    module, arguments, x = make_case(name, torch.float32)
     with torch.no_grad():
-        wanted = combined(module(x, **given))
+        expected = combined(module(x, **arguments))
         assert reached
         reached.clear()
         with training_kernels(SDPA):
-            found = combined(module(x, **given))
+            actual = combined(module(x, **arguments))
     assert not reached
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_the_values(name):
-    module, given, x = made(name, torch.float64)
+    module, arguments, x = make_case(name, torch.float64)
     direction, step = torch.randn_like(x), 1e-5
     with training_kernels(SDPA):
-        at = x.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(combined(module(at, **given)).square().sum(), at)
+        leaf = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(combined(module(leaf, **arguments)).square().sum(), leaf)
         with torch.no_grad():
-            sums = [combined(module(x + sign * step * direction, **given)).square().sum() for sign in (1, -1)]
+            sums = [combined(module(x + sign * step * direction, **arguments)).square().sum() for sign in (1, -1)]
     torch.testing.assert_close((gradient * direction).sum(), (sums[0] - sums[1]) / (2 * step), rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if CASES[name].in_training])
 def test_core_s_own_kernels_have_no_gradient_here(name, monkeypatch):
     monkeypatch.setattr(comfy.model_management, "in_training", True)
-    module, given, x = made(name, torch.float32)
+    module, arguments, x = make_case(name, torch.float32)
     with pytest.raises(RuntimeError, match=CASES[name].in_training):
-        combined(module(x.requires_grad_(), **given)).sum().backward()
+        combined(module(x.requires_grad_(), **arguments)).sum().backward()
 
 
 @pytest.mark.parametrize("prefix", [0, 2, T])
 def test_hidream_o1_sees_its_prompt_in_order_and_the_rest_whole(prefix):
     attend = comfy.ldm.hidream_o1.attention.make_two_pass_attention(prefix)
     q, k, v = (torch.randn(B, heads, T, D, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
-    wanted = attend(q, k, v, 4, enable_gqa=True)
+    expected = attend(q, k, v, 4, enable_gqa=True)
     with training_kernels(SDPA):
-        found = attend(q, k, v, 4, enable_gqa=True)
-    torch.testing.assert_close(found, wanted)
-    for ours, theirs in zip(*(torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (found, wanted)), strict=True):
-        torch.testing.assert_close(ours, theirs)
+        actual = attend(q, k, v, 4, enable_gqa=True)
+    torch.testing.assert_close(actual, expected)
+    for gradient, reference in zip(
+        *(torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (actual, expected)), strict=True
+    ):
+        torch.testing.assert_close(gradient, reference)

@@ -40,7 +40,7 @@ def table() -> Tensor:
     return rope(positions, (6, 10), 100)
 
 
-def given(dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor]:
+def make_inputs(dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor]:
     """x as a part of a wider Linear's output, and the gradient that reaches it."""
     generator = torch.Generator().manual_seed(0)
     wide, grad = (torch.randn(B, T, n * H * D, generator=generator).to(device, dtype) for n in (3, 1))
@@ -49,7 +49,7 @@ def given(dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor]:
 
 
 def with_gradient(rotation: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype, pe: Tensor) -> list[Tensor]:
-    x, grad = given(dtype)
+    x, grad = make_inputs(dtype)
     out = rotation(x.unflatten(-1, (H, D)), pe)
     return [out.detach(), *torch.autograd.grad(out, x, grad)]
 
@@ -64,27 +64,27 @@ def by_sums(x: Tensor, pe: Tensor) -> Tensor:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_rotation_rounds_as_its_formula_does(form, dtype):
-    found, wanted = (with_gradient(f, dtype, table()) for f in (FORMS[form](rotate), by_sums))
-    assert found[0].dtype == dtype
-    for ours, plain in zip(found, wanted, strict=True):
-        assert torch.equal(ours, plain)
+    actual, expected = (with_gradient(f, dtype, table()) for f in (FORMS[form](rotate), by_sums))
+    assert actual[0].dtype == dtype
+    for result, plain in zip(actual, expected, strict=True):
+        assert torch.equal(result, plain)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_rotation_turns_each_pair_by_its_angle(form):
-    x, _ = given(torch.float32)
+    x, _ = make_inputs(torch.float32)
     heads, pe = x.detach().unflatten(-1, (H, D)), table()
     assert pe.shape == (B, T, 1, D // 2, 2)
     angle = torch.atan2(pe[..., 1].double(), pe[..., 0].double())
     pairs = heads.double().unflatten(-1, (-1, 2))
     length, start = pairs.norm(dim=-1), torch.atan2(pairs[..., 1], pairs[..., 0])
-    turned = torch.stack(((start + angle).cos(), (start + angle).sin()), dim=-1) * length[..., None]
-    torch.testing.assert_close(FORMS[form](rotate)(heads, pe).double(), turned.flatten(-2), rtol=1e-5, atol=1e-5)
+    rotated = torch.stack(((start + angle).cos(), (start + angle).sin()), dim=-1) * length[..., None]
+    torch.testing.assert_close(FORMS[form](rotate)(heads, pe).double(), rotated.flatten(-2), rtol=1e-5, atol=1e-5)
 
 
 def test_torchs_own_kernels_write_three_times_in_a_rotation():
     """Wide, turned, narrow again; backward the same, with the small table conjugated."""
-    (x, grad), pe = given(torch.bfloat16, "meta"), table().to("meta")
+    (x, grad), pe = make_inputs(torch.bfloat16, "meta"), table().to("meta")
     with Launches() as forward:
         out = rotate(x.unflatten(-1, (H, D)), pe)
     with Launches() as backward:

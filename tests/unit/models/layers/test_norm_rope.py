@@ -37,7 +37,7 @@ def loaded() -> ModuleType:
 
 
 @pytest.fixture(params=["Triton", "torch"])
-def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The CPU takes the op as a GPU would, with the kernels and without."""
     monkeypatch.setattr(layer, "DEVICES", ("cpu",))
     if request.param == "Triton":
@@ -94,10 +94,12 @@ def called(parts: Any, weights: Any, table: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("dim", "batch", "tables"), [(32, 2, 2), (128, 1, 1), (16, 2, 1)])
-def test_values_and_gradients_are_those_in_fp64(by: str, dtype: torch.dtype, dim: int, batch: int, tables: int) -> None:
+def test_values_and_gradients_are_those_in_fp64(
+    implementation: str, dtype: torch.dtype, dim: int, batch: int, tables: int
+) -> None:
     case = Case(dtype, dim, batch, tables)
-    for found, wanted in zip(case.run(called), case.run(exact, torch.float64), strict=True):
-        error = (found - wanted).norm() / wanted.norm()
+    for actual, expected in zip(case.run(called), case.run(exact, torch.float64), strict=True):
+        error = (actual - expected).norm() / expected.norm()
         assert error < 2 * torch.finfo(dtype).eps, error
 
 
@@ -112,21 +114,25 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_tensors_of_any_layout_are_taken(by: str, layout: str) -> None:
+def test_tensors_of_any_layout_are_taken(implementation: str, layout: str) -> None:
     case = Case(torch.float32)
     case.grad = LAYOUTS[layout](case.grad)
-    for found, wanted in zip(case.run(called), case.run(exact, torch.float64), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    for actual, expected in zip(case.run(called), case.run(exact, torch.float64), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     x, table = LAYOUTS[layout](case.wide[0][:, :, 0]), LAYOUTS[layout](case.table)
-    for function in (layer.rope_heads, lambda *given: layer.norm_rope([given[0]], [None], given[1], None)):
+    for function in (layer.rope_heads, lambda *arguments: layer.norm_rope([arguments[0]], [None], arguments[1], None)):
         leaf = x.detach().requires_grad_()
         plain = x.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
-        results = [(function(one, tables[:, :3]), one) for one, tables in ((leaf, table), (plain, table.contiguous()))]
-        found, wanted = ((out.detach(), *torch.autograd.grad(out, one, case.grad[:, :3])) for out, one in results)
-        torch.testing.assert_close(found, wanted)
+        results = [
+            (function(heads, tables[:, :3]), heads) for heads, tables in ((leaf, table), (plain, table.contiguous()))
+        ]
+        actual, expected = (
+            (out.detach(), *torch.autograd.grad(out, heads, case.grad[:, :3])) for out, heads in results
+        )
+        torch.testing.assert_close(actual, expected)
 
 
-def test_a_rotation_alone_is_the_plain_one(by: str) -> None:
+def test_a_rotation_alone_is_the_plain_one(implementation: str) -> None:
     from tessera.models.layers.math import rotate
 
     case = Case(torch.float32)
@@ -136,21 +142,21 @@ def test_a_rotation_alone_is_the_plain_one(by: str) -> None:
         leaf = x.clone().requires_grad_()
         out = function(leaf[:, :, 0], case.table[:, :4])
         results.append((out.detach(), *torch.autograd.grad(out, leaf, grad)))
-    for found, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(found, wanted)
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
-def test_the_op_is_one_of_a_whole_graph_and_keeps_what_it_was_given(by: str) -> None:
-    case, kept = Case(torch.float32), []
+def test_the_op_is_one_of_a_whole_graph_and_keeps_what_it_was_given(implementation: str) -> None:
+    case, saved = Case(torch.float32), []
     torch._dynamo.reset()
     compiled = torch.compile(called, backend="aot_eager", fullgraph=True)
-    for found, wanted in zip(case.run(compiled), case.run(exact, torch.float64), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    for actual, expected in zip(case.run(compiled), case.run(exact, torch.float64), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     parts = [x[:, :, 1].requires_grad_() for x in case.wide]
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         called(parts, case.weights, case.table)
-    own = {t.untyped_storage().data_ptr() for t in (*parts, *case.weights, case.table)}
-    assert {t.untyped_storage().data_ptr() for t in kept} == own
+    inputs = {t.untyped_storage().data_ptr() for t in (*parts, *case.weights, case.table)}
+    assert {t.untyped_storage().data_ptr() for t in saved} == inputs
 
 
 def test_other_devices_sizes_and_dtypes_take_the_plain_form(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,16 +172,16 @@ def test_other_devices_sizes_and_dtypes_take_the_plain_form(monkeypatch: pytest.
     assert plain([x.double() for x in parts]) and plain(parts, case.table.double())
     assert plain([x[..., :24] for x in parts]) and plain([x[..., ::2] for x in parts])
     assert plain(parts, weights=[w.requires_grad_() for w in case.weights])
-    wanted = torch.cat([F.rms_norm(x, (32,), None, EPS) for x in parts], dim=1)
-    found = layer.norm_rope(parts, [None, None], torch.tensor([1.0, 0.0]).expand(1, 7, 1, 16, 2), EPS)
-    torch.testing.assert_close(found, wanted)
+    expected = torch.cat([F.rms_norm(x, (32,), None, EPS) for x in parts], dim=1)
+    actual = layer.norm_rope(parts, [None, None], torch.tensor([1.0, 0.0]).expand(1, 7, 1, 16, 2), EPS)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_a_kernel_that_gives_other_values_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     kernel: Any = loaded()
     backward = kernel.norm_rope_backward
-    kernel.norm_rope_backward = lambda grad, *given: [2 * t for t in backward(grad, *given)]
+    kernel.norm_rope_backward = lambda grad, *arguments: [2 * t for t in backward(grad, *arguments)]
     put(kernel, monkeypatch)
     assert layer._kernel(torch.device("cpu"), torch.float32) is None
     kernel.norm_rope_backward = backward
@@ -210,6 +216,6 @@ def compiled_for(card: int, function: Any, kernel: Any) -> str:
     places = [place for place, name in enumerate(types) if types[name] not in loose and name not in ("length", "heads")]
     sixteens: Any = {(place,): [["tt.divisibility", 16]] for place in places}
     source = ASTSource(function, types, constexprs=constants, attrs=sixteens)
-    built = triton.compile(source, target=GPUTarget("cuda", card, 32), options={"num_warps": kernel.WARPS})
-    assert built.asm["cubin"]
-    return built.asm["ptx"]
+    binary = triton.compile(source, target=GPUTarget("cuda", card, 32), options={"num_warps": kernel.WARPS})
+    assert binary.asm["cubin"]
+    return binary.asm["ptx"]

@@ -17,7 +17,7 @@ LENGTHS = {
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH}
 
 
-def given(dtype: torch.dtype, contiguous: bool = True) -> list[Tensor]:
+def make_tensors(dtype: torch.dtype, contiguous: bool = True) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     shape = (3, SIZE, 2, 16) if contiguous else (3, 2, SIZE, 16)
     tensors = [torch.randn(shape, generator=generator).to(dtype) for _ in range(3)]
@@ -42,20 +42,20 @@ def expected(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], grad: Te
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 @pytest.mark.parametrize("contiguous", [True, False], ids=["tokens first", "heads first"])
 def test_values_and_gradients_are_those_of_each_sample_alone(kernel, lengths, dtype, contiguous):
-    tensors = given(dtype, contiguous)
+    tensors = make_tensors(dtype, contiguous)
     grad = torch.randn(3, 2, SIZE, 16, generator=torch.Generator().manual_seed(1)).to(dtype).transpose(1, 2)
     with sdpa_kernel(kernel):
         out, _ = op.ragged_attention(*tensors, torch.tensor(lengths))
-        found = [out, *torch.autograd.grad(out, tensors, grad)]
+        actual = [out, *torch.autograd.grad(out, tensors, grad)]
     bound = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float64: 1e-12}[dtype]
-    for one, other in zip(found, expected(*tensors, lengths, grad), strict=True):
-        assert one.dtype == dtype and one.is_contiguous()
-        assert (one.double() - other).norm() <= bound * other.norm()
+    for result, other in zip(actual, expected(*tensors, lengths, grad), strict=True):
+        assert result.dtype == dtype and result.is_contiguous()
+        assert (result.double() - other).norm() <= bound * other.norm()
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_what_stands_behind_a_length_has_no_effect_and_gets_no_gradient(lengths):
-    tensors = given(torch.float32)
+    tensors = make_tensors(torch.float32)
     lengths = torch.tensor(lengths)
     pads = torch.arange(SIZE) >= lengths[:, None]
     spoilt = [x.detach().masked_fill(pads[..., None, None], torch.nan).requires_grad_() for x in tensors]
@@ -68,7 +68,7 @@ def test_what_stands_behind_a_length_has_no_effect_and_gets_no_gradient(lengths)
 
 def test_the_op_keeps_torchs_rules_for_custom_ops():
     for lengths in LENGTHS.values():
-        torch.library.opcheck(op.ragged_attention, (*given(torch.float32), torch.tensor(lengths)))
+        torch.library.opcheck(op.ragged_attention, (*make_tensors(torch.float32), torch.tensor(lengths)))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -81,13 +81,13 @@ def test_any_lengths_share_one_graph(backend):
 
     torch._dynamo.reset()
     for lengths in LENGTHS.values():
-        tensors, bounds = given(torch.float32), torch.tensor(lengths)
+        tensors, bounds = make_tensors(torch.float32), torch.tensor(lengths)
         out = attend(*tensors, bounds)
         q, k, v = tensors
         plain = op.ragged_attention(q * 1.5, k, v, bounds)[0].flatten(2).sin()
         assert torch.allclose(out, plain, atol=1e-6)
-        for one, other in zip(*(torch.autograd.grad(x.sum(), tensors) for x in (out, plain)), strict=True):
-            assert torch.allclose(one, other, atol=1e-5)
+        for gradient, other in zip(*(torch.autograd.grad(x.sum(), tensors) for x in (out, plain)), strict=True):
+            assert torch.allclose(gradient, other, atol=1e-5)
     assert counter.frame_count == 1
 
 
@@ -101,7 +101,7 @@ def test_a_batch_of_full_length_is_one_call_of_the_kernel_without_a_copy(monkeyp
         return out, lse
 
     monkeypatch.setitem(op._OF_CPU, SDPBackend.FLASH_ATTENTION.value, kernel._replace(forward=forward))
-    tensors = [x.detach() for x in given(torch.float32)]
+    tensors = [x.detach() for x in make_tensors(torch.float32)]
     out, _ = op.ragged_attention(*tensors, torch.tensor(LENGTHS["whole"]))
     assert calls == [out.data_ptr()]
     op.ragged_attention(*tensors, torch.tensor(LENGTHS["runs"]))
@@ -115,8 +115,8 @@ def test_the_kernels_of_a_gpu_take_what_they_are_given(name):
     q, k, v = (torch.empty(2, 37, 3, 128, dtype=torch.bfloat16, device="meta").transpose(1, 2) for _ in range(3))
     out, lse = kernel.forward(q, k, v)
     assert out.shape == q.shape and lse.shape[:2] == (2, 3) and 37 <= lse.shape[2] <= op._lse_width(37)
-    kept = torch.empty(2, 3, op._lse_width(100), device="meta")
-    for gradient in kernel.backward(torch.empty_like(out), q, k, v, out, kept):
+    logsumexp = torch.empty(2, 3, op._lse_width(100), device="meta")
+    for gradient in kernel.backward(torch.empty_like(out), q, k, v, out, logsumexp):
         assert gradient.shape == q.shape and gradient.dtype == q.dtype
 
 
@@ -126,18 +126,18 @@ def test_cudnn_by_name_takes_every_length(lengths, monkeypatch):
     calls = []
 
     def counted(function):
-        return lambda *given: (calls.append(function), function(*given))[1]
+        return lambda *arguments: (calls.append(function), function(*arguments))[1]
 
     kernel = op._Kernel(counted(op._math_forward), counted(op._math_backward))
     monkeypatch.setitem(op._OF_CUDA, SDPBackend.CUDNN_ATTENTION.value, kernel)
-    tensors, lengths = given(torch.float64), torch.tensor(lengths)
+    tensors, lengths = make_tensors(torch.float64), torch.tensor(lengths)
     runs = len(op._runs(lengths, SIZE)[0])
     out, _ = op.ragged_attention(*tensors, lengths, True)
     grad = torch.ones_like(out)
-    found = [out, *torch.autograd.grad(out, tensors, grad)]
+    actual = [out, *torch.autograd.grad(out, tensors, grad)]
     assert calls == [op._math_forward] * runs + [op._math_backward] * runs
-    for one, other in zip(found, expected(*tensors, lengths.tolist(), grad), strict=True):
-        assert torch.allclose(one, other)
+    for result, other in zip(actual, expected(*tensors, lengths.tolist(), grad), strict=True):
+        assert torch.allclose(result, other)
 
 
 def test_bounds_are_those_of_samples_and_of_their_pads():

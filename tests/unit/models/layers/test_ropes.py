@@ -23,20 +23,20 @@ def arguments(name: str, dtype: torch.dtype, heads_first: bool = True, dim: int 
     shape = (BATCH, HEADS, TOKENS, dim) if heads_first else (BATCH, TOKENS, HEADS, dim)
     single = name.endswith("1")
     names = ("x",) if single else ("xq", "xk") if name.startswith("apply") else ("q", "k")
-    found = {argument: torch.randn(shape).to(dtype) for argument in names}
+    tensors = {argument: torch.randn(shape).to(dtype) for argument in names}
     if name in NORMED:
         scales = ("scale",) if single else ("q_scale", "k_scale")
-        found |= {argument: (1 + 0.3 * torch.randn(dim)).to(dtype) for argument in scales}
-    return found
+        tensors |= {argument: (1 + 0.3 * torch.randn(dim)).to(dtype) for argument in scales}
+    return tensors
 
 
-def compared(name: str, **given) -> None:
-    found, wanted = ROPES[name](**given), getattr(comfy_kitchen, name)(**given)
-    found, wanted = ((x,) if torch.is_tensor(x) else x for x in (found, wanted))
-    assert len(found) == len(wanted) == (2 if name in PAIRED else 1)
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
-    assert not any(torch.equal(x, y) for x, y in zip(found, list(given.values()), strict=False))
+def compared(name: str, **inputs) -> None:
+    actual, expected = ROPES[name](**inputs), getattr(comfy_kitchen, name)(**inputs)
+    actual, expected = ((x,) if torch.is_tensor(x) else x for x in (actual, expected))
+    assert len(actual) == len(expected) == (2 if name in PAIRED else 1)
+    for result, reference in zip(actual, expected, strict=True):
+        assert result.dtype == reference.dtype and torch.equal(result, reference)
+    assert not any(torch.equal(x, y) for x, y in zip(actual, list(inputs.values()), strict=False))
 
 
 def test_there_is_a_form_of_every_rope_that_returns_a_new_tensor():
@@ -71,39 +71,39 @@ def test_rows_of_the_table_behind_the_tokens_are_left_out(name):
 
 @pytest.mark.parametrize("name", NORMED)
 def test_epsilon_counts(name):
-    given = arguments(name, torch.float32) | {"freqs_cis": rotations()[:, None]}
-    compared(name, **given, epsilon=0.5)
-    plain, large = (ROPES[name](**given, epsilon=epsilon) for epsilon in (1e-6, 0.5))
+    inputs = arguments(name, torch.float32) | {"freqs_cis": rotations()[:, None]}
+    compared(name, **inputs, epsilon=0.5)
+    plain, large = (ROPES[name](**inputs, epsilon=epsilon) for epsilon in (1e-6, 0.5))
     assert not torch.equal(plain[0], large[0])
 
 
 @pytest.mark.parametrize("rot_dim", [0, 4, 6, DIM])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_first_entries_alone_are_rotated(dtype, rot_dim):
-    given = arguments("rms_rope_split_half", dtype, heads_first=False)
+    inputs = arguments("rms_rope_split_half", dtype, heads_first=False)
     table = rotations(rot_dim or DIM)[:, :, None]
-    compared("rms_rope_split_half", **given, freqs_cis=table, rot_dim=rot_dim)
+    compared("rms_rope_split_half", **inputs, freqs_cis=table, rot_dim=rot_dim)
 
 
 @pytest.mark.parametrize("name", [name for name in NORMED if name in PAIRED])
 def test_one_scale_does_for_both(name):
-    given = arguments(name, torch.float32) | {"freqs_cis": rotations()[:, None], "k_scale": None}
-    compared(name, **given)
+    inputs = arguments(name, torch.float32) | {"freqs_cis": rotations()[:, None], "k_scale": None}
+    compared(name, **inputs)
 
 
 @pytest.mark.parametrize("name", ROPES)
 def test_gradients_are_those_of_the_values(name):
-    given = {key: value.double().requires_grad_() for key, value in arguments(name, torch.float32).items()}
+    inputs = {key: value.double().requires_grad_() for key, value in arguments(name, torch.float32).items()}
     table = rotations()[:, None].double()
 
     def rotated(*values):
-        return ROPES[name](**dict(zip(given, values, strict=True)), freqs_cis=table)
+        return ROPES[name](**dict(zip(inputs, values, strict=True)), freqs_cis=table)
 
-    assert torch.autograd.gradcheck(rotated, tuple(given.values()))
+    assert torch.autograd.gradcheck(rotated, tuple(inputs.values()))
 
 
 def test_gradients_of_a_partial_rotation_are_those_of_its_values():
-    given = {
+    inputs = {
         key: value.double().requires_grad_() for key, value in arguments("rms_rope_split_half", torch.float32).items()
     }
     table = rotations(4)[:, None].double()
@@ -111,4 +111,4 @@ def test_gradients_of_a_partial_rotation_are_those_of_its_values():
     def rotated(q, k, q_scale, k_scale):
         return ROPES["rms_rope_split_half"](q, k, table, q_scale, k_scale, 1e-3, 4)
 
-    assert torch.autograd.gradcheck(rotated, tuple(given.values()))
+    assert torch.autograd.gradcheck(rotated, tuple(inputs.values()))

@@ -42,10 +42,10 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_the_operation_and_its_block_are_named(name):
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(ValueError) as error:
         check_gradients("DoubleBlock", Block(OPERATIONS[name]), x())
     text = f"its DoubleBlock runs {name}, which has no gradient"
-    assert text in str(told.value) and "\n" not in str(told.value)
+    assert text in str(error.value) and "\n" not in str(error.value)
 
 
 def test_an_operation_that_drops_the_gradient_is_named():
@@ -54,16 +54,16 @@ def test_an_operation_that_drops_the_gradient_is_named():
 
 
 def test_a_block_that_hands_no_gradient_on_is_named():
-    for lost in (torch.Tensor.detach, torch.round):
-        nothing = check_gradients("Refiner", Block(torch.sin), lost(x()))
+    for function in (torch.Tensor.detach, torch.round):
+        nothing = check_gradients("Refiner", Block(torch.sin), function(x()))
         assert nothing.requires_grad
     with pytest.raises(ValueError, match="its Refiner runs something, which has no gradient"):
         check_gradients("Refiner", torch.Tensor.detach, x().requires_grad_())
 
 
 def test_a_block_is_not_blamed_for_what_ran_before_it():
-    before = comfy_kitchen.apply_rope1(x().requires_grad_(), TABLE)
-    assert check_gradients("Refiner", Block(torch.sin), before).requires_grad
+    rotated = comfy_kitchen.apply_rope1(x().requires_grad_(), TABLE)
+    assert check_gradients("Refiner", Block(torch.sin), rotated).requires_grad
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), ValueError("x"), KeyboardInterrupt()])
@@ -71,9 +71,9 @@ def test_other_errors_stay_as_they_are(error):
     def raising(q):
         raise error
 
-    with pytest.raises(type(error)) as told:
+    with pytest.raises(type(error)) as raised:
         check_gradients("Block", Block(raising), x())
-    assert told.value is error
+    assert raised.value is error
     assert explain_missing_gradient(error, "Block") is None
 
 
@@ -84,9 +84,9 @@ def test_an_operation_that_takes_no_gradient_by_its_own_words_is_named():
 
 def test_the_error_of_a_whole_step_is_explained():
     block = Block(OPERATIONS["comfy_kitchen.apply_rope1"])
-    with pytest.raises(RuntimeError) as told:
+    with pytest.raises(RuntimeError) as error:
         checkpoint(block, x(), use_reentrant=False).sum().backward()
-    assert "its Flux runs comfy_kitchen.apply_rope1," in str(explain_missing_gradient(told.value, "Flux"))
+    assert "its Flux runs comfy_kitchen.apply_rope1," in str(explain_missing_gradient(error.value, "Flux"))
 
 
 def test_blocks_are_checked_one_after_the_other_and_nothing_is_left():
@@ -96,13 +96,13 @@ def test_blocks_are_checked_one_after_the_other_and_nothing_is_left():
 
     first, second = Pair(torch.sin), Pair(torch.cos)
     image, text, table = x(), x(1), TABLE
-    found = check_gradients("Pair", first, image, text, table, 3)
-    assert [None if part is None else part.requires_grad for part in found] == [True, False, None]
-    assert all(part is None or part.is_leaf for part in found)
-    last = check_gradients("Pair", second, *found[:2], table, 2)
+    outputs = check_gradients("Pair", first, image, text, table, 3)
+    assert [None if part is None else part.requires_grad for part in outputs] == [True, False, None]
+    assert all(part is None or part.is_leaf for part in outputs)
+    last = check_gradients("Pair", second, *outputs[:2], table, 2)
     with torch.no_grad():
-        wanted = second(*first(image, text, table, 3)[:2], table, 2)
-    torch.testing.assert_close(last[0].detach(), wanted[0])
-    assert found[0].grad is None and not any(p.grad is not None for b in (first, second) for p in b.parameters())
+        expected = second(*first(image, text, table, 3)[:2], table, 2)
+    torch.testing.assert_close(last[0].detach(), expected[0])
+    assert outputs[0].grad is None and not any(p.grad is not None for b in (first, second) for p in b.parameters())
     with torch.no_grad():
         assert check_gradients("Pair", first, image, text, table, 3)[0].requires_grad

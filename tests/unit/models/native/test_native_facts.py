@@ -122,12 +122,12 @@ def test_a_model_that_no_row_names_has_its_class_for_a_title_and_targets_by_rule
         pass
 
     model = build(ROW["z-image"]).model
-    named = facts_of(model)
+    row = facts_of(model)
     model.__class__ = MadeUp
     facts = facts_of(model)
     assert (facts.title, facts.name, facts.releases, facts.remarks()) == ("MadeUp", "madeup", (), [])
     names = list(linear_shapes(model))
-    assert match_targets(names, facts.default_targets, ()) == match_targets(names, named.default_targets, ())
+    assert match_targets(names, facts.default_targets, ()) == match_targets(names, row.default_targets, ())
 
 
 def test_a_pattern_that_would_match_more_than_it_should_is_a_name():
@@ -141,8 +141,12 @@ def test_every_row_names_classes_of_core_and_has_a_name_of_its_own():
     assert max(Counter(facts.title for facts in NAMED).values()) == 1
     claimed: Counter[tuple[str, str]] = Counter()
     for facts in NAMED:
-        own = [getattr(comfy.model_base, name, None) for name in facts.model_classes]
-        assert all(issubclass(each, comfy.model_base.BaseModel) for each in own if each or facts.name not in NEWER)
+        classes = [getattr(comfy.model_base, name, None) for name in facts.model_classes]
+        assert all(
+            issubclass(model_class, comfy.model_base.BaseModel)
+            for model_class in classes
+            if model_class or facts.name not in NEWER
+        )
         for config in facts.configs or [""]:
             assert not config or hasattr(comfy.supported_models, config)
             claimed.update((kind, config) for kind in facts.model_classes)

@@ -53,9 +53,9 @@ EPS, V = comfy.model_base.ModelType.EPS, comfy.model_base.ModelType.V_PREDICTION
 )
 def test_metadata_calls_a_model_what_kohyas_scripts_call_it(kind, config, model_type, expected):
     model: Any = object.__new__(getattr(comfy.model_base, kind))
-    own = getattr(comfy.supported_models, config)
+    config_class = getattr(comfy.supported_models, config)
     sizes = {"num_res_blocks": [2]} if config != "Krea2" else {}
-    object.__setattr__(model, "model_config", own({**own.unet_config, **sizes}))
+    object.__setattr__(model, "model_config", config_class({**config_class.unet_config, **sizes}))
     object.__setattr__(model, "model_type", model_type)
     origin = origin_of(model, "krea-2")
     assert (origin.architecture, origin.kohya_version) == expected and origin.implementation

@@ -38,8 +38,8 @@ def model_of(sampling) -> ModelPatcher:
 
 
 def pair() -> tuple[torch.Tensor, torch.Tensor]:
-    drawn = torch.Generator().manual_seed(3)
-    latent, noise = (torch.randn(4, 6, 5, generator=drawn) for _ in range(2))
+    source = torch.Generator().manual_seed(3)
+    latent, noise = (torch.randn(4, 6, 5, generator=source) for _ in range(2))
     return 0.8 * latent + 0.1, noise
 
 
@@ -95,22 +95,22 @@ def test_the_input_of_the_model_is_that_of_its_path(kind):
             expected = (latent.double() + sigma * noise.double()) / math.sqrt(1 + sigma**2)
         else:
             expected = latent.double() + sigma * noise.double()
-        found = objective.add_noise(latent, noise, sigma)
-        torch.testing.assert_close(found, expected.float(), rtol=1e-6, atol=1e-6)
+        noisy = objective.add_noise(latent, noise, sigma)
+        torch.testing.assert_close(noisy, expected.float(), rtol=1e-6, atol=1e-6)
         if kind is ModelType.FLOW_COSMOS:  # what the model sees is flow matching
             level = sigma / (1 + sigma)
-            seen = sampling.calculate_input(torch.tensor([sigma]), found[None])[0]
-            torch.testing.assert_close(seen, (1 - level) * latent + level * noise, rtol=1e-5, atol=1e-6)
+            model_input = sampling.calculate_input(torch.tensor([sigma]), noisy[None])[0]
+            torch.testing.assert_close(model_input, (1 - level) * latent + level * noise, rtol=1e-5, atol=1e-6)
 
 
 def test_neither_latent_nor_noise_is_written_into():
     latent, noise = pair()
-    kept = latent.clone(), noise.clone()
+    copies = latent.clone(), noise.clone()
     for kind in ModelType:
         objective = SamplingObjective(sampling_of(kind))
         objective.add_noise(latent, noise, 0.5).add_(1)
         objective.target(latent, noise, 0.5).add_(1)
-    assert torch.equal(latent, kept[0]) and torch.equal(noise, kept[1])
+    assert torch.equal(latent, copies[0]) and torch.equal(noise, copies[1])
 
 
 def test_levels_of_flow_models_are_their_sigmas():
@@ -137,9 +137,9 @@ def test_levels_of_models_with_timesteps_are_shares_of_them(kind, settings):
     sampling = sampling_of(kind, **settings)
     objective, count = SamplingObjective(sampling), settings["timesteps"]
     assert not objective.is_flow
-    found = [objective.noise_level((step + 0.5) / count) for step in range(count)]
-    assert torch.equal(sampling.timestep(torch.tensor(found)), torch.arange(count))
-    torch.testing.assert_close(torch.tensor(found), sampling.sigma(torch.arange(count)))
+    levels = [objective.noise_level((step + 0.5) / count) for step in range(count)]
+    assert torch.equal(sampling.timestep(torch.tensor(levels)), torch.arange(count))
+    torch.testing.assert_close(torch.tensor(levels), sampling.sigma(torch.arange(count)))
     assert objective.noise_level(0.0) == sampling.sigma_min and objective.noise_level(1.0) == sampling.sigma_max
 
 

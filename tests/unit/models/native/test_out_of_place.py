@@ -22,7 +22,7 @@ class Named:
 W = torch.linspace(-1.0, 1.0, 24).reshape(4, 6)
 
 
-def added(x: Tensor, w: Tensor) -> Tensor:
+def addition(x: Tensor, w: Tensor) -> Tensor:
     y = x * w
     z = y.sin()
     y += w.exp()
@@ -57,9 +57,9 @@ def parts_of_parts(x: Tensor, w: Tensor) -> Tensor:
 def base_after_a_view(x: Tensor, w: Tensor) -> Tensor:
     pre = x * w
     view = pre[:, ::2]
-    turned = pre.t()
+    transposed = pre.t()
     pre.exp_()
-    return view.sin() + pre[:, 1::2] * turned.sum()
+    return view.sin() + pre[:, 1::2] * transposed.sum()
 
 
 def views_of_all_kinds(x: Tensor, w: Tensor) -> Tensor:
@@ -75,13 +75,13 @@ def views_of_all_kinds(x: Tensor, w: Tensor) -> Tensor:
 
 def copies(x: Tensor, w: Tensor) -> Tensor:
     y = x * w
-    chosen = y[torch.tensor([0, 2])]
-    chosen.mul_(3)  # a copy of its base
+    rows = y[torch.tensor([0, 2])]
+    rows.mul_(3)  # a copy of its base
     y.to(torch.float64).add_(1)
     y[:, 0].copy_(w[:, 1])
     y[:, 1].zero_()
     y[:, 2].fill_(0.5)
-    return y * chosen.sum()
+    return y * rows.sum()
 
 
 def layers(x: Tensor, w: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ def operators(x: Tensor, w: Tensor) -> Tensor:
     return (1 - y) * n + 2 / (y + 3) + 2**y + y**2 + 7 // (n + 1) + (-y).abs() + (5 % (n + 1)) + y.norm()
 
 
-PROGRAMS = [added, chained, parts_of_a_base, parts_of_parts, base_after_a_view, views_of_all_kinds, copies, layers]
+PROGRAMS = [addition, chained, parts_of_a_base, parts_of_parts, base_after_a_view, views_of_all_kinds, copies, layers]
 PROGRAMS += [handed_back, not_dropped, rounded, gathered, operators]
 
 
@@ -217,28 +217,28 @@ def run(call, program) -> tuple[Tensor, Tensor]:
     return out.detach(), x.grad
 
 
-def ours(program, *args):
+def rewritten(program, *args):
     return out_of_place(Named("a block"), program, *args)
 
 
 def checkpointed(program, *args):
-    return checkpoint(ours, program, *args, use_reentrant=False)
+    return checkpoint(rewritten, program, *args, use_reentrant=False)
 
 
 def compiled(program, *args):
     torch._dynamo.reset()
-    return torch.compile(ours, backend="aot_eager", fullgraph=True, dynamic=False)(program, *args)
+    return torch.compile(rewritten, backend="aot_eager", fullgraph=True, dynamic=False)(program, *args)
 
 
-@pytest.mark.parametrize("call", [ours, checkpointed, compiled])
+@pytest.mark.parametrize("call", [rewritten, checkpointed, compiled])
 @pytest.mark.parametrize("program", [*PROGRAMS, *WITHOUT])
 def test_values_and_gradients_are_those_of_the_code_that_writes(program, call):
     if program is assigned and call is compiled:
         pytest.skip("dynamo hides item assignment; eager tells")
     with writing_allowed():
         want = run(lambda body, *args: body(*args), WITHOUT.get(program, program))
-    for found, expected in zip(run(call, program), want, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    for actual, expected in zip(run(call, program), want, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_arguments_are_not_written_and_results_are_of_the_end():
@@ -249,9 +249,9 @@ def test_arguments_are_not_written_and_results_are_of_the_end():
         return {"first": first, "both": [x, (rest["y"], None)]}
 
     x, y = torch.ones(3), torch.ones(2)
-    found = ours(body, x, {"y": y})
-    assert torch.equal(found["first"], torch.full((3,), 6.0)) and found["both"][0] is found["first"]
-    assert torch.equal(found["both"][1][0], torch.full((2,), 2.0)) and torch.equal(x, torch.ones(3))
+    result = rewritten(body, x, {"y": y})
+    assert torch.equal(result["first"], torch.full((3,), 6.0)) and result["both"][0] is result["first"]
+    assert torch.equal(result["both"][1][0], torch.full((2,), 2.0)) and torch.equal(x, torch.ones(3))
     assert torch.equal(y, torch.ones(2))
 
 
@@ -262,8 +262,8 @@ def test_random_numbers_are_those_of_the_code_that_writes():
     torch.manual_seed(3)
     want = body(torch.ones(9))
     torch.manual_seed(3)
-    for found, expected in zip(ours(body, torch.ones(9)), want, strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(rewritten(body, torch.ones(9)), want, strict=True):
+        assert torch.equal(actual, expected)
 
 
 class Block(nn.Module):
@@ -294,9 +294,9 @@ def stale_base(x):
 
 
 def stale_view(x):
-    kept = x.as_strided((2,), (1,))
+    view = x.as_strided((2,), (1,))
     x.add_(1)
-    return kept * 2
+    return view * 2
 
 
 def stale_part(x):
@@ -323,7 +323,7 @@ def test_sizes_of_memory_that_can_not_be_followed_may_be_read():
         x.detach().mul_(2)
         return torch.ones(x.shape) * x.size(1) * len(x) * x.ndim
 
-    assert torch.equal(ours(sizes, torch.ones(2, 3)), torch.full((2, 3), 12.0))
+    assert torch.equal(rewritten(sizes, torch.ones(2, 3)), torch.full((2, 3), 12.0))
 
 
 def iterated(x):
@@ -376,19 +376,19 @@ def test_an_eager_run_tells_what_a_compiled_one_would_not_follow(program):
 
 
 def test_tensors_of_a_call_are_freed_with_it():
-    kept = []
+    refs = []
 
     def body(x):
         y = x * 2
         part = y[:1]
         part += 1
-        kept.extend([weakref.ref(y), weakref.ref(part)])
+        refs.extend([weakref.ref(y), weakref.ref(part)])
         return y.sum()
 
     gc.disable()
     try:
-        ours(body, torch.ones(2, 3))
-        assert [tensor() for tensor in kept] == [None, None]
+        rewritten(body, torch.ones(2, 3))
+        assert [tensor() for tensor in refs] == [None, None]
     finally:
         gc.enable()
 
@@ -412,8 +412,8 @@ def test_parts_of_a_linear_s_result_are_followed_without_gradients():
 
     with torch.no_grad():
         assert F.linear(x, w, bias)._base is not None
-        found = out_of_place(Named("a block"), code, x, w)
-        assert torch.equal(found, code(x, w))
+        result = out_of_place(Named("a block"), code, x, w)
+        assert torch.equal(result, code(x, w))
 
 
 def test_a_view_of_an_argument_by_name_is_followed():

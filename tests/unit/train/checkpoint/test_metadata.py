@@ -52,7 +52,7 @@ def lora() -> LoraModel:
     return LoraModel.from_modules({"double_blocks.0.img_attn.qkv": part, "single_blocks.0.modulation.lin": part})
 
 
-def written(path: Path) -> tuple[dict[str, str], bytes]:
+def metadata_and_data(path: Path) -> tuple[dict[str, str], bytes]:
     """The header's metadata and the bytes after the header, read by the format's definition."""
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
@@ -137,16 +137,16 @@ def test_paths_inside_of_text_are_cut_too_and_other_text_stays():
     cut = "path='y.bin'\ndisk='z.bin'\nnas='n'\nn=(1)\nlist=['k', 'm']\nr='a/b'"
     assert json.loads(metadata["tessera"])["optimizer"]["optimizer_args"] == cut
     assert metadata["ss_optimizer_args"] == cut.replace("\n", ", ")
-    others = {
+    texts = {
         "prose": "see /ann/b/c, x=/ann b/d, 1/2 and/or https://a.b/c/d and </p> / x",
         "json": json.dumps({"a": ["/ann/x/y"], "b": 'a "q"\nb'}),
         "text": json.dumps({"a": 'f(1)\nb "c"'}, indent=2),
         "modelspec.thumbnail": "data:image/jpeg;base64,/9j/4AAQ/ann+",
     }
-    header = for_file(others, lora(), "kohya")
+    header = for_file(texts, lora(), "kohya")
     assert header["prose"] == "see c, x=d, 1/2 and/or https://a.b/c/d and </p> / x"
     assert json.loads(header["json"]) == {"a": ["y"], "b": 'a "q"\nb'}
-    assert all(header[name] == others[name] for name in ("text", "modelspec.thumbnail"))
+    assert all(header[name] == texts[name] for name in ("text", "modelspec.thumbnail"))
 
 
 def test_a_loss_that_is_no_number_still_gives_valid_json():
@@ -161,7 +161,7 @@ def test_the_hash_is_that_of_the_bytes_after_the_header(tmp_path: Path):
         for dtype in ("fp32", "bf16", "fp16"):
             path = tmp_path / f"{layout}-{dtype}.safetensors"
             save_lora(path, model, layout, dtype)
-            metadata, data = written(path)
+            metadata, data = metadata_and_data(path)
             digest = hashlib.sha256(data).hexdigest()
             assert metadata["modelspec.hash_sha256"] == f"0x{digest}"
             assert metadata["sshs_model_hash"] == digest
@@ -173,6 +173,6 @@ def test_a_file_names_the_implementation_that_its_keys_follow(tmp_path: Path):
     model = lora()
     model.metadata = metadata_for(FACTS, model)
     save_lora(tmp_path / "a", model, "diffusers")
-    metadata, _ = written(tmp_path / "a")
+    metadata, _ = metadata_and_data(tmp_path / "a")
     assert metadata["modelspec.implementation"] == "diffusers"
     assert "ss_network_module" not in metadata

@@ -51,26 +51,26 @@ def later(seconds, act):
 
 def test_all_go_on_or_none_whenever_one_leaves(store):
     """Each of three ranks with a thread of its own, and one of them leaves at another moment each time."""
-    others = [dist.TCPStore("127.0.0.1", store.port, is_master=False) for _ in range(3)]
+    stores = [dist.TCPStore("127.0.0.1", store.port, is_master=False) for _ in range(3)]
     ended = set()
     for number in range(60):
-        met = [None] * 3
+        outcomes = [None] * 3
 
-        def come(rank, number=number, met=met):
-            one = Barrier(others[rank], f"barrier {number}", range(3), rank)
+        def arrive(rank, number=number, outcomes=outcomes):
+            barrier = Barrier(stores[rank], f"barrier {number}", range(3), rank)
             waits = time.monotonic() + (number % 12 * 0.0004 if rank == 1 else 60)
             if rank == 2:
                 time.sleep(number % 5 * 0.001)
             try:
-                met[rank] = one.wait(rank * 10, max(0.0, waits - time.monotonic()), lambda: False, None)
+                outcomes[rank] = barrier.wait(rank * 10, max(0.0, waits - time.monotonic()), lambda: False, None)
             except BrokenBarrier as broken:
-                met[rank] = broken.aborting_rank
+                outcomes[rank] = broken.aborting_rank
 
-        threads = [threading.Thread(target=come, args=(rank,)) for rank in range(3)]
+        threads = [threading.Thread(target=arrive, args=(rank,)) for rank in range(3)]
         [thread.start() for thread in threads]
         [thread.join(20) for thread in threads]
-        assert met in ([[0, 10, 20]] * 3, [1] * 3), met
-        ended.add(str(met))
+        assert outcomes in ([[0, 10, 20]] * 3, [1] * 3), outcomes
+        ended.add(str(outcomes))
     assert len(ended) == 2  # both came about
 
 
@@ -98,19 +98,19 @@ def test_an_interrupt_waits_where_the_other_comes_soon(store):
 
 
 class Event:
-    def __init__(self, done):
-        self.done = done
+    def __init__(self, is_done):
+        self.is_done = is_done
 
     def query(self):
-        return self.done
+        return self.is_done
 
 
 class Stream:
-    def __init__(self, done):
-        self.done = done
+    def __init__(self, is_done):
+        self.is_done = is_done
 
     def record_event(self):
-        return Event(self.done)
+        return Event(self.is_done)
 
 
 class Gradients:
@@ -121,12 +121,12 @@ class Gradients:
 
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_what_is_queued_behind_a_dead_device_is_aborted_and_the_device_named(cancelled, store, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(done=True))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(is_done=True))
     interrupted = threading.Event()
     first, second = world_of(store, 0, interrupted=interrupted if cancelled else None), world_of(store, 1)
     peers, aborted = NodeRanks(first, range(2), None), []
     first.collectives.attach(peers)
-    peers.gathered = Event(done=False)  # a gather to which the other has not come
+    peers.gathered = Event(is_done=False)  # a gather to which the other has not come
     monkeypatch.setattr(peers, "abort_gathers", lambda: aborted.append(True))
     second.store.set(Topic.SUMMED_STEP, 2, "1")
     if cancelled:
@@ -148,32 +148,34 @@ class Failed:
     zero_ = record_event = query
 
 
-@pytest.mark.parametrize("at", ["event", "queue", "buffer"])
-def test_nobody_waits_for_a_device_that_has_failed_and_its_error_is_told(at, store, monkeypatch):
-    stream = Stream(done=True)
-    stream.record_event = Failed().query if at == "queue" else lambda: Failed() if at == "event" else Event(True)
+@pytest.mark.parametrize("source", ["event", "queue", "buffer"])
+def test_nobody_waits_for_a_device_that_has_failed_and_its_error_is_told(source, store, monkeypatch):
+    stream = Stream(is_done=True)
+    stream.record_event = (
+        Failed().query if source == "queue" else lambda: Failed() if source == "event" else Event(True)
+    )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     first, second = (world_of(store, rank, interrupted=threading.Event(), seconds=15) for rank in range(2))
-    found = []
+    errors = []
 
     def train():
         first.store.set(Topic.SUMMED_STEP, 3, "0")
         try:
             meet(first)
         except BrokenBarrier as broken:
-            found.append(first.collectives._missing_from_sum(3, broken.missing))
+            errors.append(first.collectives._missing_from_sum(3, broken.missing))
 
     thread = later(0.0, train)
     sync = GradientSync.__new__(GradientSync)
     sync.world, sync.remaining_sums, sync.buffer = second, 5, Failed()
     error = RuntimeError("CUDA error: an illegal memory access was encountered")
-    if at != "buffer":
+    if source != "buffer":
         with pytest.raises(torch.AcceleratorError):
             second.collectives.all_reduce(Gradients(), 3)
         sync.remaining_sums = 0  # as a sum that fails leaves it
     sync.abort(error, 3, lambda: None)
     thread.join(5)
-    assert "Device 1 on " in str(found[0]) and "illegal memory access" in str(found[0])
+    assert "Device 1 on " in str(errors[0]) and "illegal memory access" in str(errors[0])
 
 
 def test_the_cause_is_told_where_a_signal_came_with_it(store):
@@ -195,7 +197,7 @@ def test_of_those_that_did_not_come_another_is_named(store):
 @pytest.mark.parametrize("late", ["gradients", "gather"])
 def test_a_device_comes_to_the_sum_when_its_work_is_done(late, store, monkeypatch):
     gradients, gather = Event(late != "gradients"), Event(late != "gather")
-    stream = Stream(done=True)
+    stream = Stream(is_done=True)
     monkeypatch.setattr(stream, "record_event", lambda: gradients)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     first, second = world_of(store, 0), world_of(store, 1)
@@ -208,7 +210,7 @@ def test_a_device_comes_to_the_sum_when_its_work_is_done(late, store, monkeypatc
 
     def end_work():
         came.append("work")
-        gradients.done = gather.done = True
+        gradients.is_done = gather.is_done = True
 
     timer = later(0.2, end_work)
     first.collectives._barrier_before_sum(torch.device("cuda", 0))
@@ -222,28 +224,28 @@ def test_a_meeting_of_shared_blocks_ends_alike(cancelled, store):
     interrupted = threading.Event()
     first = world_of(store, 0, 3, interrupted if cancelled else None)
     third = world_of(store, 2, 3)
-    ours, theirs = NodeRanks(first, range(3), None), NodeRanks(third, range(3), None)
-    told = []
+    first_ranks, third_ranks = NodeRanks(first, range(3), None), NodeRanks(third, range(3), None)
+    errors = []
 
-    def come():
+    def arrive():
         try:
-            theirs.barrier("forward", False)
+            third_ranks.barrier("forward", False)
         except BaseException as error:
-            told.append(error)
+            errors.append(error)
 
-    thread = later(0.0, come)
+    thread = later(0.0, arrive)
     if cancelled:
         interrupted.set()
     with pytest.raises(InterruptProcessingException if cancelled else CannotContinue) as error:
-        ours.barrier("forward", False)
+        first_ranks.barrier("forward", False)
     first.abort(error.value, str(error.value))
     thread.join()
     if cancelled:
-        assert isinstance(told[0], InterruptProcessingException)
+        assert isinstance(errors[0], InterruptProcessingException)
     else:
-        assert all("Device 1 did not get to share its part" in str(one) for one in (error.value, told[0]))
+        assert all("Device 1 did not get to share its part" in str(fault) for fault in (error.value, errors[0]))
     with pytest.raises(CannotContinue, match="gone"):
-        ours.abort(complete=True)
+        first_ranks.abort(complete=True)
 
 
 def test_gathers_that_a_failed_device_does_not_take_part_in_are_ended_and_its_error_is_told(store, monkeypatch):
@@ -252,29 +254,29 @@ def test_gathers_that_a_failed_device_does_not_take_part_in_are_ended_and_its_er
 
     monkeypatch.setattr(node, "gather_pieces", failing)
     first, second = (world_of(store, rank, 3, threading.Event()) for rank in range(2))
-    ours, theirs = (NodeRanks(world, range(2), None) for world in (first, second))
-    aborted, found = [], []
-    monkeypatch.setattr(ours, "abort_gathers", lambda: aborted.append(True))
+    first_ranks, second_ranks = (NodeRanks(world, range(2), None) for world in (first, second))
+    aborted, messages = [], []
+    monkeypatch.setattr(first_ranks, "abort_gathers", lambda: aborted.append(True))
 
-    def come():
+    def arrive():
         try:
-            ours.barrier("forward", False)
+            first_ranks.barrier("forward", False)
         except CannotContinue as error:
-            found.append(str(error))
+            messages.append(str(error))
 
-    thread = later(0.0, come)
+    thread = later(0.0, arrive)
     with pytest.raises(torch.AcceleratorError) as error:
-        theirs.gather(torch.zeros(2), torch.zeros(1))
+        second_ranks.gather(torch.zeros(2), torch.zeros(1))
     sync = GradientSync.__new__(GradientSync)
     sync.world, sync.remaining_sums = second, 5
 
     def abort_gathers():
-        theirs.abort(complete=False)
+        second_ranks.abort(complete=False)
         raise error.value
 
     sync.abort(error.value, 3, abort_gathers)
     thread.join()
-    assert aborted == [True] and "Device 1 on " in found[0] and "illegal memory access" in found[0]
+    assert aborted == [True] and "Device 1 on " in messages[0] and "illegal memory access" in messages[0]
     with pytest.raises(BrokenBarrier) as broken:  # on another machine
         meet(world_of(store, 2, 3))
     assert broken.value.aborting_rank == 1

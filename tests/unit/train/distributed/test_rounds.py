@@ -55,7 +55,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_processes_of_one_start_meet_though_each_machine_counts_for_itself(case, tmp_path):
-    machines_wanted, own_store, wanted = CASES[case]
+    machines_wanted, own_store, expected = CASES[case]
     script, folder = tmp_path / "script.py", tmp_path / "met"
     script.write_text(SCRIPT)
     folder.mkdir()
@@ -79,17 +79,17 @@ def test_processes_of_one_start_meet_though_each_machine_counts_for_itself(case,
             assert machines[0].poll() is None and time.monotonic() < end
             time.sleep(0.05)
         machines.append(machine("b"))
-        told = [one.communicate(timeout=120)[1] for one in machines]
+        outputs = [process.communicate(timeout=120)[1] for process in machines]
     finally:
-        for one in machines:
-            one.terminate()
-            one.wait()
-    assert [one.returncode for one in machines] == [0, 0], told
+        for process in machines:
+            process.terminate()
+            process.wait()
+    assert [process.returncode for process in machines] == [0, 0], outputs
     starts = defaultdict(list)
     for path in folder.iterdir():
         if path.name != "failed":
             starts[path.name.split()[0]].append(path.read_text())
-    assert sorted(sorted(start) for start in starts.values()) == wanted
+    assert sorted(sorted(start) for start in starts.values()) == expected
 
 
 def test_who_does_not_come_is_not_waited_for_without_end():

@@ -141,17 +141,17 @@ def test_versions_files_run_state_and_sharing_have_to_be_alike():
     assert rank_facts("m", "d", "r", "")["shard"] == "off"
 
 
-@pytest.mark.parametrize("what", [*FACTS, "kind of matmul"])
-def test_each_difference_is_told_with_its_mend_by_the_first_alone(what, worlds):
-    ours = FACTS | {"kind of matmul": "fp8"}
+@pytest.mark.parametrize("fact", [*FACTS, "kind of matmul"])
+def test_each_difference_is_told_with_its_mend_by_the_first_alone(fact, worlds):
+    facts = FACTS | {"kind of matmul": "fp8"}
     first, second = worlds
-    second.store.set(Topic.GATHER, [ours | {what: "x"}], "facts/1")
+    second.store.set(Topic.GATHER, [facts | {fact: "x"}], "facts/1")
     with pytest.raises(CannotContinue) as error:
-        check_alike(first, "facts", ours)
-    named = "" if what in ("model", "data", "run") else f" (x; device 0 has {ours[what]})"
-    assert str(error.value).startswith(f"Device 1 has another {what} than device 0{named}; ")
+        check_alike(first, "facts", facts)
+    comparison = "" if fact in ("model", "data", "run") else f" (x; device 0 has {facts[fact]})"
+    assert str(error.value).startswith(f"Device 1 has another {fact} than device 0{comparison}; ")
     with pytest.raises(InterruptProcessingException):
-        check_alike(second, "facts", ours | {what: "x"})
+        check_alike(second, "facts", facts | {fact: "x"})
 
 
 def test_the_others_begin_when_the_first_is_done_and_end_where_it_fails(worlds):

@@ -78,9 +78,9 @@ def test_a_cut_range_draws_what_the_whole_distribution_draws_within_it(sampling,
     part = dataclasses.replace(whole, min_sigma=low, max_sigma=high)
     everything = [sample_sigma(whole, generator(1, "whole", i), 4096, 3.0) for i in range(DRAWS)]
     inside = [sigma for sigma in everything if low <= sigma <= high]
-    drawn = [sample_sigma(part, generator(1, "part", i), 4096, 3.0) for i in range(len(inside))]
-    assert len(inside) > 500 and low <= min(drawn) and max(drawn) <= high
-    assert stats.ks_2samp(inside, drawn).pvalue > 0.01
+    draws = [sample_sigma(part, generator(1, "part", i), 4096, 3.0) for i in range(len(inside))]
+    assert len(inside) > 500 and low <= min(draws) and max(draws) <= high
+    assert stats.ks_2samp(inside, draws).pvalue > 0.01
 
 
 def test_a_squeezed_range_keeps_the_shape():
@@ -100,7 +100,7 @@ def test_a_range_of_which_nothing_is_drawn_is_refused_before_a_step():
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "message"),
     [
         ({"min_sigma": 0.5, "max_sigma": 0.5}, "min_sigma is 0.5 and max_sigma 0.5"),
         ({"max_sigma": 1.1}, "max_sigma 1.1"),
@@ -108,8 +108,8 @@ def test_a_range_of_which_nothing_is_drawn_is_refused_before_a_step():
         ({"expert_boundary": 1.0}, "expert_boundary is 1.0"),
     ],
 )
-def test_wrong_ranges_are_named(values, told):
-    with pytest.raises(ValueError, match=told):
+def test_wrong_ranges_are_named(values, message):
+    with pytest.raises(ValueError, match=message):
         ObjectiveOptions(**values)
 
 
@@ -127,11 +127,11 @@ def test_tokens_of_weight_0_are_as_if_they_were_not_there():
 def test_a_sample_s_noise_does_not_depend_on_the_rest_of_the_batch_or_the_global_generator():
     alone = sample_noise((16, 8, 6), generator(5, "noise", 2, 9))
     torch.manual_seed(123)
-    others = [sample_noise((16, 4, 12), generator(5, "noise", 2, sample)) for sample in range(4)]
-    again = sample_noise((16, 8, 6), generator(5, "noise", 2, 9))
-    assert torch.equal(alone, again)
+    noises = [sample_noise((16, 4, 12), generator(5, "noise", 2, sample)) for sample in range(4)]
+    repeat = sample_noise((16, 8, 6), generator(5, "noise", 2, 9))
+    assert torch.equal(alone, repeat)
     assert alone.dtype == torch.float32 and alone.device.type == "cpu"
-    assert len({float(noise.sum()) for noise in others}) == 4
+    assert len({float(noise.sum()) for noise in noises}) == 4
 
 
 def test_noise_is_normal():

@@ -32,8 +32,8 @@ def test_a_loss_is_the_mean_of_its_formula(loss):
     a, b, c, d = BY_HAND[loss]
     threshold = torch.tensor([0.4])
     target = torch.tensor([[[5.0, -1.0], [0.0, 2.0]]])
-    found = velocity_loss(target + ERRORS, target, loss, None, threshold)
-    assert found.tolist() == pytest.approx([(a + b + c + d) / 4], rel=1e-5)
+    actual = velocity_loss(target + ERRORS, target, loss, None, threshold)
+    assert actual.tolist() == pytest.approx([(a + b + c + d) / 4], rel=1e-5)
     weighted = velocity_loss(target + ERRORS, target, loss, torch.tensor([[3.0, 1.0]]), threshold)
     assert weighted.tolist() == pytest.approx([(3 * (a + b) / 2 + (c + d) / 2) / 4], rel=1e-5)
     first = velocity_loss(target + ERRORS, target, loss, torch.tensor([[1.0, 0.0]]), threshold)
@@ -55,13 +55,13 @@ def test_gradients_of_a_loss_equal_those_of_fp64_and_stay_finite(loss):
     def slope(dtype):
         e = errors.to(dtype).requires_grad_()
         c = torch.tensor(0.4, dtype=dtype)
-        written = {
+        formulas = {
             "mse": e**2,
             "l1": e.abs(),
             "huber": torch.where(e.abs() <= c, e**2, 2 * c * e.abs() - c**2),
             "pseudo_huber": 2 * c * ((e**2 + c**2).sqrt() - c),
         }[loss]
-        written.mean().backward()
+        formulas.mean().backward()
         return e.grad
 
     e = errors.clone().requires_grad_()
@@ -71,8 +71,8 @@ def test_gradients_of_a_loss_equal_those_of_fp64_and_stay_finite(loss):
 
 def test_pseudo_huber_keeps_the_digits_of_small_errors():
     """sqrt(e² + c²) − c itself has none of them left in fp32."""
-    found = velocity_loss(torch.full((1, 1, 1), 1e-5), torch.zeros(1, 1, 1), "pseudo_huber", None, torch.tensor([0.1]))
-    assert found.item() == pytest.approx(1e-10, rel=1e-4)
+    actual = velocity_loss(torch.full((1, 1, 1), 1e-5), torch.zeros(1, 1, 1), "pseudo_huber", None, torch.tensor([0.1]))
+    assert actual.item() == pytest.approx(1e-10, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,8 @@ WEIGHTS_BY_HAND = {
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_a_weight_is_that_of_its_formula(weighting):
-    found = sigma_weight(ObjectiveOptions(weighting=weighting), SIGMA)
-    assert found.tolist() == pytest.approx(WEIGHTS_BY_HAND[weighting], rel=1e-5)
+    actual = sigma_weight(ObjectiveOptions(weighting=weighting), SIGMA)
+    assert actual.tolist() == pytest.approx(WEIGHTS_BY_HAND[weighting], rel=1e-5)
 
 
 RATIOS = torch.tensor([0.03, 0.5, 1.0, 14.6, 4518.0])  # noise over signal, as on the schedule of SDXL with zero SNR
@@ -116,8 +116,8 @@ def test_min_snr_weighs_noise_and_v_as_the_paper_does():
     assert sigma_weight(options, levels, noise).tolist() == pytest.approx([min(s, 3) / s for s in SNR], rel=1e-5)
     assert sigma_weight(options, levels, v).tolist() == pytest.approx([min(s, 3) / (s + 1) for s in SNR], rel=1e-5)
     straight = Signal(SIGMA / (1 - SIGMA), SIGMA)
-    same = sigma_weight(options, SIGMA[1:4])
-    torch.testing.assert_close(sigma_weight(options, SIGMA, straight)[1:4], same)
+    reference = sigma_weight(options, SIGMA[1:4])
+    torch.testing.assert_close(sigma_weight(options, SIGMA, straight)[1:4], reference)
 
 
 def test_huber_c_follows_the_noise_over_the_signal_of_a_schedule():
@@ -131,13 +131,13 @@ def test_huber_c_follows_the_noise_over_the_signal_of_a_schedule():
 def test_the_training_loss_of_a_schedule_is_weighted_by_its_signal():
     options = ObjectiveOptions(loss="huber", huber_c=0.1, huber_schedule="snr", weighting="min_snr")
     signal, level = Signal(torch.tensor([2.0]), torch.tensor([2.0])), torch.tensor([0.6])
-    found = training_loss(options, ERRORS, torch.zeros_like(ERRORS), level, None, signal)
+    actual = training_loss(options, ERRORS, torch.zeros_like(ERRORS), level, None, signal)
     expected = velocity_loss(ERRORS, torch.zeros_like(ERRORS), "huber", None, torch.tensor([0.9 / 9 + 0.1]))
-    torch.testing.assert_close(found, expected)  # SNR 1/4 is below gamma: a weight of 1
+    torch.testing.assert_close(actual, expected)  # SNR 1/4 is below gamma: a weight of 1
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "others"),
+    ("name", "value", "choices"),
     [
         ("weighting", "cosmap", "'none', 'min_snr'"),
         ("weighting", "sigma_sqrt", "'none', 'min_snr'"),
@@ -145,11 +145,11 @@ def test_the_training_loss_of_a_schedule_is_weighted_by_its_signal():
         ("timestep_sampling", "resolution_flux2", "'logit_normal', 'uniform', 'sigmoid', 'mode', 'beta', 'custom'"),
     ],
 )
-def test_options_of_flow_matching_are_refused_for_a_noise_schedule(name, value, others):
+def test_options_of_flow_matching_are_refused_for_a_noise_schedule(name, value, choices):
     with pytest.raises(ValueError) as raised:
         check_schedule_options(ObjectiveOptions(**{name: value}), "SDXL")
     assert str(raised.value) == (
-        f"{name} is '{value}', which is for flow matching models, and SDXL is not one; choose one of {others}."
+        f"{name} is '{value}', which is for flow matching models, and SDXL is not one; choose one of {choices}."
     )
 
 
@@ -166,16 +166,16 @@ def test_the_training_loss_is_the_weighted_loss_of_each_sample(loss, weighting):
     sigma = torch.tensor([0.25, 0.9])
     prediction = torch.cat([ERRORS, 2 * ERRORS])
     tokens = torch.tensor([[1.0, 1.0], [0.0, 1.0]])
-    found = training_loss(options, prediction, torch.zeros_like(prediction), sigma, tokens)
+    actual = training_loss(options, prediction, torch.zeros_like(prediction), sigma, tokens)
     plain = velocity_loss(prediction, torch.zeros_like(prediction), loss, tokens, torch.tensor([0.4, 0.4]))
     weights = WEIGHTS_BY_HAND[weighting]
-    torch.testing.assert_close(found, plain * torch.tensor([weights[1], weights[3]]))
+    torch.testing.assert_close(actual, plain * torch.tensor([weights[1], weights[3]]))
 
 
 def test_the_defaults_are_the_plain_mean_square_bit_for_bit():
     prediction, target = torch.randn(3, 5, 4, generator=generator(1)), torch.randn(3, 5, 4, generator=generator(2))
-    found = training_loss(ObjectiveOptions(), prediction, target, torch.rand(3), None)
-    assert torch.equal(found, (prediction - target).square().mean(dim=(1, 2)))
+    actual = training_loss(ObjectiveOptions(), prediction, target, torch.rand(3), None)
+    assert torch.equal(actual, (prediction - target).square().mean(dim=(1, 2)))
 
 
 def test_without_offset_and_perturbation_the_noise_is_what_it_always_was():
@@ -196,16 +196,16 @@ def test_without_offset_and_perturbation_the_noise_is_what_it_always_was():
 
 @pytest.mark.parametrize("shape", [(64, 8, 6), (64, 3, 8, 6)])
 def test_a_noise_offset_is_one_number_per_channel(shape):
-    plain, moved = (sample_noise(shape, generator(3, "noise"), offset) for offset in (0.0, 0.2))
-    offsets = (moved - plain).flatten(1)
+    plain, offset_noise = (sample_noise(shape, generator(3, "noise"), offset) for offset in (0.0, 0.2))
+    offsets = (offset_noise - plain).flatten(1)
     assert (offsets.amax(1) - offsets.amin(1)).max() < 1e-6
     assert stats.kstest((offsets.mean(1) / 0.2).double().numpy(), "norm").pvalue > 0.01
 
 
 def test_input_perturbation_adds_noise_of_its_strength():
     noise = torch.zeros(16, 32, 32)
-    shown = perturb_noise(noise, ObjectiveOptions(ip_noise_gamma=0.1), generator(3, "ip_noise"))
-    assert stats.kstest((shown / 0.1).flatten().double().numpy(), "norm").pvalue > 0.01
+    perturbation = perturb_noise(noise, ObjectiveOptions(ip_noise_gamma=0.1), generator(3, "ip_noise"))
+    assert stats.kstest((perturbation / 0.1).flatten().double().numpy(), "norm").pvalue > 0.01
     assert noise.abs().max() == 0
     random = ObjectiveOptions(ip_noise_gamma=0.1, ip_noise_gamma_random_strength=True)
     strengths = [perturb_noise(noise, random, generator(3, "ip_noise", i)).std().item() / 0.1 for i in range(300)]
@@ -220,7 +220,7 @@ def test_a_shift_in_place_of_that_by_resolution_is_named():
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "message"),
     [
         ({"timestep_sampling": "cubic"}, "timestep_sampling is 'cubic'; choose one of logit_normal, uniform"),
         ({"loss": "l2"}, "loss is 'l2'; choose one of mse, huber, pseudo_huber, l1"),
@@ -240,6 +240,6 @@ def test_a_shift_in_place_of_that_by_resolution_is_named():
         ({"noise_offset": 1.1}, "noise_offset is 1.1; set it between 0.0 and 1.0"),
     ],
 )
-def test_wrong_values_are_named(values, told):
-    with pytest.raises(ValueError, match=told):
+def test_wrong_values_are_named(values, message):
+    with pytest.raises(ValueError, match=message):
         ObjectiveOptions(**values)

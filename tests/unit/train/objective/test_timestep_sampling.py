@@ -79,18 +79,18 @@ def test_draws_follow_the_formula(sampling):
 @each_sampling
 def test_a_constant_shift_moves_the_draws_of_every_sampling(sampling):
     cdf = WRITTEN_OUT[sampling][1]
-    drawn = sigmas(options_of(sampling, shift=3.0), draws=4000)
-    assert stats.kstest(drawn, lambda s: cdf(unshifted(s, 3.0))).pvalue > 0.01
+    draws = sigmas(options_of(sampling, shift=3.0), draws=4000)
+    assert stats.kstest(draws, lambda s: cdf(unshifted(s, 3.0))).pvalue > 0.01
 
 
 @each_sampling
 @pytest.mark.parametrize(("low", "high"), [(0.0, 0.6), (0.45, 0.8), (0.2, 1.0)])
 def test_a_cut_range_keeps_the_shares_inside_it(sampling, low, high):
     cdf = WRITTEN_OUT[sampling][1]
-    drawn = sigmas(options_of(sampling, shift=1.5, min_sigma=low, max_sigma=high), draws=3000)
-    least, most = cdf(unshifted(np.array([low, high]), 1.5))
-    assert low <= drawn.min() and drawn.max() <= high
-    assert stats.kstest(drawn, lambda s: (cdf(unshifted(s, 1.5)) - least) / (most - least)).pvalue > 0.01
+    draws = sigmas(options_of(sampling, shift=1.5, min_sigma=low, max_sigma=high), draws=3000)
+    least, upper = cdf(unshifted(np.array([low, high]), 1.5))
+    assert low <= draws.min() and draws.max() <= high
+    assert stats.kstest(draws, lambda s: (cdf(unshifted(s, 1.5)) - least) / (upper - least)).pvalue > 0.01
 
 
 @each_sampling
@@ -104,23 +104,23 @@ def test_a_squeezed_range_maps_the_same_draws(sampling):
 def test_strata_of_a_sampling_follow_the_formula_too(sampling):
     options = options_of(sampling, stratified="epoch")
     strata = Strata(1, 500)
-    drawn = [
+    draws = [
         sample_sigma(options, generator(5, "sigma", i, 0), 1024, 1.0, sample_stratum(options, 5, i, 0, strata))
         for i in range(500)
     ]
     # Of 500 draws one lies in each 500th, so the distance from the formula is no more than that.
-    assert stats.kstest(drawn, WRITTEN_OUT[sampling][1]).statistic <= 1 / 500 + 1e-4
+    assert stats.kstest(draws, WRITTEN_OUT[sampling][1]).statistic <= 1 / 500 + 1e-4
 
 
 @each_sampling
 def test_the_share_below_a_sigma_is_that_of_the_formula(sampling):
     cdf = WRITTEN_OUT[sampling][1]
     for sigma in (0.05, 0.3, 0.45, 0.5, 0.7, 0.95):
-        found = sigma_cdf(options_of(sampling), 1024, 1.0, sigma)
-        assert found == pytest.approx(float(cdf(sigma)), abs=2e-5)
+        share = sigma_cdf(options_of(sampling), 1024, 1.0, sigma)
+        assert share == pytest.approx(float(cdf(sigma)), abs=2e-5)
         cut = sigma_cdf(options_of(sampling, min_sigma=0.2, max_sigma=0.8), 1024, 1.0, sigma)
-        least, most = float(cdf(0.2)), float(cdf(0.8))
-        assert cut == pytest.approx(min(max((float(cdf(sigma)) - least) / (most - least), 0), 1), abs=1e-4)
+        least, upper = float(cdf(0.2)), float(cdf(0.8))
+        assert cut == pytest.approx(min(max((float(cdf(sigma)) - least) / (upper - least), 0), 1), abs=1e-4)
     for sampling_range in ("cut", "squeeze"):
         options = options_of(sampling, min_sigma=0.2, max_sigma=0.8, sigma_range=sampling_range)
         assert (sigma_cdf(options, 1024, 1.0, 0.2), sigma_cdf(options, 1024, 1.0, 0.8)) == (0.0, 1.0)
@@ -128,8 +128,8 @@ def test_the_share_below_a_sigma_is_that_of_the_formula(sampling):
 
 @pytest.mark.parametrize("scale", [-1.0, -0.4, 0.0, 0.8, 1.75])
 def test_mode_holds_for_all_its_scales(scale):
-    drawn = sigmas(ObjectiveOptions("mode", mode_scale=scale), draws=3000)
-    assert stats.kstest(drawn, mode(scale)).pvalue > 0.01
+    draws = sigmas(ObjectiveOptions("mode", mode_scale=scale), draws=3000)
+    assert stats.kstest(draws, mode(scale)).pvalue > 0.01
 
 
 def test_the_resolution_curves_are_those_of_the_samplers():
@@ -144,15 +144,15 @@ def test_the_resolution_curves_are_those_of_the_samplers():
 
 @pytest.mark.parametrize(("sampling", "mu"), [("resolution_flux2", 2.023351), ("resolution_qwen", 0.693548)])
 def test_a_resolution_s_shift_moves_the_draws_and_the_model_s_own_does_not(sampling, mu):
-    drawn, cdf = sigmas(ObjectiveOptions(sampling), 4096, 7.0, draws=3000), logit_normal(0, 1)
-    assert stats.kstest(drawn, lambda s: cdf(unshifted(s, math.exp(mu)))).pvalue > 0.01
+    draws, cdf = sigmas(ObjectiveOptions(sampling), 4096, 7.0, draws=3000), logit_normal(0, 1)
+    assert stats.kstest(draws, lambda s: cdf(unshifted(s, math.exp(mu)))).pvalue > 0.01
 
 
 @each_sampling
 def test_the_model_s_own_shift_moves_all_but_what_says_itself_where_it_lies(sampling):
     options = ObjectiveOptions(sampling)
-    moved = sigmas(options, 1024, 3.0, draws=20).tolist() != sigmas(options, 1024, 1.0, draws=20).tolist()
-    assert moved == (sampling in ("logit_normal", "uniform", "sigmoid", "mode", "beta"))
+    has_moved = sigmas(options, 1024, 3.0, draws=20).tolist() != sigmas(options, 1024, 1.0, draws=20).tolist()
+    assert has_moved == (sampling in ("logit_normal", "uniform", "sigmoid", "mode", "beta"))
 
 
 @pytest.mark.parametrize(
@@ -199,17 +199,17 @@ def test_the_first_samplings_draw_what_they_always_drew(options, draws):
 def test_each_part_is_drawn_once_in_each_group(kind, step, epoch):
     options = ObjectiveOptions("uniform", stratified=kind)
     strata = Strata(step, epoch)
-    drawn = [
+    draws = [
         sample_sigma(options, generator(9, "sigma", s, n), 1024, 1.0, sample_stratum(options, 9, s, n, strata))
         for s in range(40)
         for n in range(step)
     ]
     size = step if kind == "batch" else epoch
-    groups = [drawn[i : i + size] for i in range(0, len(drawn) - size + 1, size)]
+    groups = [draws[i : i + size] for i in range(0, len(draws) - size + 1, size)]
     assert all(sorted(int(sigma * size) for sigma in group) == list(range(size)) for group in groups)
     orders = {tuple(int(sigma * size) for sigma in group) for group in groups}
     assert len(orders) > min(len(groups), math.factorial(size)) / 2  # in another order each time
-    assert stats.kstest(drawn, "uniform").pvalue > 0.01
+    assert stats.kstest(draws, "uniform").pvalue > 0.01
 
 
 def test_strata_depend_on_the_place_in_the_run_only():
@@ -233,9 +233,9 @@ def test_a_range_without_draws_is_refused_for_every_kind_of_distribution():
 
 def test_a_curve_draws_between_its_points_only_and_never_where_it_is_0():
     options = ObjectiveOptions("custom", sigma_curve="0.1:1, 0.2:1, 0.2001:0, 0.7999:0, 0.8:1; 0.9:1\n0.95:0 1:0")
-    drawn = sigmas(options, draws=2000)
-    assert drawn.min() >= 0.1 and drawn.max() <= 0.95
-    assert not ((drawn > 0.2001) & (drawn < 0.7999)).any()
+    draws = sigmas(options, draws=2000)
+    assert draws.min() >= 0.1 and draws.max() <= 0.95
+    assert not ((draws > 0.2001) & (draws < 0.7999)).any()
     whole = parse_curve(options.sigma_curve)
     assert (whole.quantile(0.0), whole.quantile(1.0)) == (0.1, 0.95)
     parts = np.linspace(0.001, 0.999, 97)
@@ -246,7 +246,7 @@ def test_a_curve_draws_between_its_points_only_and_never_where_it_is_0():
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("", "sigma_curve is ''; give at least two points"),
         ("0.5:1", "at least two points, such as 0:1, 0.5:3, 1:0"),
@@ -261,8 +261,8 @@ def test_a_curve_draws_between_its_points_only_and_never_where_it_is_0():
         ("0:0, 1:0", "give at least one weight above 0"),
     ],
 )
-def test_a_curve_that_is_none_is_named(text, told):
-    with pytest.raises(ValueError, match=told):
+def test_a_curve_that_is_none_is_named(text, message):
+    with pytest.raises(ValueError, match=message):
         ObjectiveOptions(sigma_curve=text)
 
 
@@ -276,5 +276,5 @@ def test_extreme_parameters_still_give_sigmas_between_0_and_1(extreme):
     }
     options = ObjectiveOptions(extreme, **parameters[extreme])
     for cut in (options, dataclasses.replace(options, max_sigma=0.999)):
-        drawn = sigmas(cut, draws=200)
-        assert ((0 <= drawn) & (drawn <= 1)).all()
+        draws = sigmas(cut, draws=200)
+        assert ((0 <= draws) & (draws <= 1)).all()

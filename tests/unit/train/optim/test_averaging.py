@@ -64,21 +64,21 @@ def test_saving_leaves_the_weights_bit_for_bit_as_they_were(name):
     options = OptimizerOptions(name, learning_rate=0.1)
     optimizers = [build_optimizer(options, params.values()) for params in (often, never)]
     average = LoraAverage(0.5, detached(often)) if name == "adamw" else None
-    seen = []
+    snapshots = []
     for k in range(6):
         step(often, optimizers[0], k)
         step(never, optimizers[1], k)
         if average:
             average.update()
         with saved_weights(detached(often), optimizers[0], average):
-            seen.append(often["a.up"].detach().clone())
+            snapshots.append(often["a.up"].detach().clone())
         assert all(torch.equal(often[n], never[n]) for n in often)
-    assert not torch.equal(seen[-1], often["a.up"])
+    assert not torch.equal(snapshots[-1], often["a.up"])
     if average:
-        assert torch.equal(seen[-1], average.master_weights["a.up"])
+        assert torch.equal(snapshots[-1], average.master_weights["a.up"])
     else:
         optimizers[1].eval()
-        assert torch.equal(seen[-1], never["a.up"])
+        assert torch.equal(snapshots[-1], never["a.up"])
 
 
 def test_weights_come_back_when_saving_fails():
@@ -86,10 +86,10 @@ def test_weights_come_back_when_saving_fails():
     optimizer = build_optimizer(OptimizerOptions("adamw_schedulefree", learning_rate=0.1), params.values())
     step(params, optimizer, 0)
     step(params, optimizer, 1)
-    before = {n: p.detach().clone() for n, p in params.items()}
+    initial = {n: p.detach().clone() for n, p in params.items()}
     with pytest.raises(OSError, match="full"), saved_weights(detached(params), optimizer, None):
         raise OSError("full")
-    assert all(torch.equal(before[n], p) for n, p in params.items())
+    assert all(torch.equal(initial[n], p) for n, p in params.items())
     step(params, optimizer, 2)
 
 

@@ -43,10 +43,10 @@ def network_of(layers: Any = LAYERS, **options: Any) -> LoraNetwork:
     return network
 
 
-def loss_of(network: LoraNetwork, dtype: torch.dtype, key: tuple[int, int], without: str = "") -> Tensor:
+def loss_of(network: LoraNetwork, dtype: torch.dtype, key: tuple[int, int], omitted: str = "") -> Tensor:
     total = torch.zeros(())
     for name, adapter in network.adapters.items():
-        if name != without:
+        if name != omitted:
             x = torch.randn(2, 3, adapter.in_features, generator=generator(2, name, *key)).to(dtype)
             frozen = FrozenLinear(torch.zeros(adapter.out_features, adapter.in_features, dtype=dtype), None, None)
             y = adapter(x, frozen, None).float()
@@ -59,8 +59,8 @@ class OneByOne:
 
     def __init__(self, network: LoraNetwork, options: OptimizerOptions, dtype: torch.dtype):
         self.network, self.options = network, options
-        named = dict(zip(network.master_weights(), network.parameters(), strict=True))
-        groups = parameter_groups(named, options.learning_rate, network.options.lora_plus_ratio)
+        weights = dict(zip(network.master_weights(), network.parameters(), strict=True))
+        groups = parameter_groups(weights, options.learning_rate, network.options.lora_plus_ratio)
         self.optimizer = build_optimizer(options, groups)
         self.scheduler = build_scheduler(options, self.optimizer, TOTAL)
         self.average = LoraAverage(options.ema_decay, network.master_weights()) if options.ema_decay else None
@@ -91,13 +91,13 @@ class OneByOne:
         return {"optimizer": state_of(self.optimizer), "average": self.average.state() if self.average else {}}
 
 
-def train(learner: Any, dtype: torch.dtype, steps: range, micro_batches: int = 2, without: str = "") -> list[float]:
+def train(learner: Any, dtype: torch.dtype, steps: range, micro_batches: int = 2, omitted: str = "") -> list[float]:
     norms = []
     for step in steps:
         learner.zero_grad()
         for micro in range(micro_batches):
             learner.network.write_casts()
-            learner.backward(loss_of(learner.network, dtype, (step, micro), without if step % 3 == 1 else ""))
+            learner.backward(loss_of(learner.network, dtype, (step, micro), omitted if step % 3 == 1 else ""))
         norms.append(learner.clip().item())
         learner.step()
     return norms
@@ -105,7 +105,8 @@ def train(learner: Any, dtype: torch.dtype, steps: range, micro_batches: int = 2
 
 def same_state(learner: Any, other: Any) -> bool:
     (a, a_tree), (b, b_tree) = (
-        pack_state({name: one.state()[name] for name in ("optimizer", "average")}) for one in (learner, other)
+        pack_state({name: candidate.state()[name] for name in ("optimizer", "average")})
+        for candidate in (learner, other)
     )
     return a_tree == b_tree and a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
@@ -130,16 +131,16 @@ RUN = {"learning_rate": 1e-2, "weight_decay": 0.1, "lr_scheduler": "cosine", "wa
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "fused"])  # on a CPU its ends of rows differ
 def test_it_takes_the_steps_of_weights_one_by_one_bit_for_bit(name, dtype):
     options = OptimizerOptions(**RUN | OPTIMIZERS[name])
-    for own in ({}, {"lora_plus_ratio": 4.0}, {"scale_weight_norms": 0.3} if name != "schedule-free" else {}):
-        flat, single = network_of(**own), network_of(**own)
+    for settings in ({}, {"lora_plus_ratio": 4.0}, {"scale_weight_norms": 0.3} if name != "schedule-free" else {}):
+        flat, single = network_of(**settings), network_of(**settings)
         learner = Learner(flat, options, TOTAL, dtype, "cpu")
         other = OneByOne(single, options, dtype)
         assert [len(g["params"]) for g in learner.optimizer.param_groups] == [1] * (
-            2 if "lora_plus_ratio" in own else 1
+            2 if "lora_plus_ratio" in settings else 1
         )
         assert train(learner, dtype, range(STEPS)) == train(other, dtype, range(STEPS))
         assert learner.flat.joined and same_weights(flat, single) and same_state(learner, other)
-        assert not same_weights(flat, network_of(**own))
+        assert not same_weights(flat, network_of(**settings))
         assert learner.scaler.get_scale() == other.scaler.get_scale()
         with learner.as_saved():
             saved = [p.detach().clone() for p in flat.parameters()]
@@ -150,8 +151,8 @@ def test_it_takes_the_steps_of_weights_one_by_one_bit_for_bit(name, dtype):
 @pytest.mark.parametrize("algorithm", ["lora", "lokr", "loha"])
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
 def test_casts_change_no_bit_of_a_run_in_bf16(optimizer, algorithm):
-    options, own = OptimizerOptions(**RUN | {"optimizer": optimizer}), {"algorithm": algorithm}
-    flat, single = network_of(**own), network_of(**own)
+    options, settings = OptimizerOptions(**RUN | {"optimizer": optimizer}), {"algorithm": algorithm}
+    flat, single = network_of(**settings), network_of(**settings)
     learner, other = Learner(flat, options, TOTAL, BF16, "cpu"), OneByOne(single, options, BF16)
     for adapter in flat.adapters.values():
         assert adapter.casts.keys() == ({} if algorithm == "loha" else dict(adapter.named_parameters())).keys()
@@ -164,22 +165,22 @@ def test_a_weight_without_a_gradient_sits_out_the_step(name):
     options = OptimizerOptions(**RUN | OPTIMIZERS[name])
     flat, single = network_of(), network_of()
     learner, other = Learner(flat, options, TOTAL, FP32, "cpu"), OneByOne(single, options, FP32)
-    for one in (learner, other):
-        train(one, FP32, range(STEPS), without="b")
+    for candidate in (learner, other):
+        train(candidate, FP32, range(STEPS), omitted="b")
     assert not learner.flat.joined and same_weights(flat, single) and same_state(learner, other)
 
 
 def test_a_nan_in_a_skipped_step_leaves_nothing_behind():
     learner = Learner(network_of(), OptimizerOptions(**RUN), TOTAL, FP16, "cpu")
     train(learner, FP16, range(1))
-    before = [p.detach().clone() for p in learner.weights]
+    initial = [p.detach().clone() for p in learner.weights]
     learner.zero_grad()
     learner.backward(loss_of(learner.network, FP16, (1, 0)) * float("nan"))
     assert learner.may_step(learner.clip().item())
     learner.step()
-    assert all(map(torch.equal, before, learner.weights))
+    assert all(map(torch.equal, initial, learner.weights))
     train(learner, FP16, range(2, 3))
-    assert not any(map(torch.equal, before, learner.weights))
+    assert not any(map(torch.equal, initial, learner.weights))
     assert all(p.isfinite().all() for p in learner.weights)
 
 
@@ -191,17 +192,17 @@ def loaded(learner: Learner, network: LoraNetwork, options: OptimizerOptions, dt
     return resumed
 
 
-@pytest.mark.parametrize("without", ["", "b"])
+@pytest.mark.parametrize("omitted", ["", "b"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_resumed_run_goes_on_bit_for_bit(name, without):
+def test_a_resumed_run_goes_on_bit_for_bit(name, omitted):
     options = OptimizerOptions(**RUN | OPTIMIZERS[name])
     whole = Learner(network_of(), options, TOTAL, BF16, "cpu")
-    train(whole, BF16, range(3), without=without)
+    train(whole, BF16, range(3), omitted=omitted)
     resumed = loaded(whole, network_of(), options, BF16, 3)
     # Weights that took as many steps as the others are joined again; SGD and Lion count none.
-    assert resumed.flat.joined == (not without or name in ("sgd", "lion", "schedule-free"))
+    assert resumed.flat.joined == (not omitted or name in ("sgd", "lion", "schedule-free"))
     for learner in (whole, resumed):
-        train(learner, BF16, range(3, STEPS), without=without)
+        train(learner, BF16, range(3, STEPS), omitted=omitted)
     assert same_weights(whole.network, resumed.network) and same_state(whole, resumed)
 
 
@@ -216,8 +217,8 @@ def test_a_state_that_was_saved_one_by_one_goes_on_joined():
     saved = unpack_state(*pack_state(state_of(old.optimizer)))
     restore_optimizer(learner.optimizer, learner.scheduler, saved, old.scheduler.state_dict())
     learner.flat.join()
-    for one in (learner, old):
-        train(one, FP32, range(3, STEPS))
+    for candidate in (learner, old):
+        train(candidate, FP32, range(3, STEPS))
     assert learner.flat.joined and same_weights(learner.network, old.network) and same_state(learner, old)
 
 
@@ -226,14 +227,14 @@ def test_a_state_does_not_switch_fused(saved):
     def options(fused: bool) -> OptimizerOptions:
         return OptimizerOptions(**RUN, optimizer_args=f"fused={fused}")
 
-    before = Learner(network_of(), options(saved), TOTAL, FP32, "cpu")
-    train(before, FP32, range(2))
-    assert before.state()["optimizer"]["param_groups"][0]["fused"] is saved
-    resumed = loaded(before, network_of(), options(not saved), FP32, 2)
+    earlier = Learner(network_of(), options(saved), TOTAL, FP32, "cpu")
+    train(earlier, FP32, range(2))
+    assert earlier.state()["optimizer"]["param_groups"][0]["fused"] is saved
+    resumed = loaded(earlier, network_of(), options(not saved), FP32, 2)
     assert [group["fused"] for group in resumed.optimizer.param_groups] == [not saved]
     train(resumed, FP32, range(2, STEPS))
-    train(before, FP32, range(2, STEPS))
-    for a, b in zip(before.weights, resumed.weights, strict=True):
+    train(earlier, FP32, range(2, STEPS))
+    for a, b in zip(earlier.weights, resumed.weights, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
@@ -250,7 +251,7 @@ class Kernels(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: Counter[str] = Counter()
+        self.launches: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -260,21 +261,21 @@ class Kernels(TorchDispatchMode):
             and "record_function" not in name
             and name not in ("device", "detach")
         ):
-            self.found[name] += len(args[0]) if args and isinstance(args[0], list | tuple) else 1
+            self.launches[name] += len(args[0]) if args and isinstance(args[0], list | tuple) else 1
         return func(*args, **kwargs or {})
 
 
 def counted(learner: Any) -> dict[str, dict[str, int]]:
     """The kernels of each part that follows a backward in bf16, on a CUDA device that is not there."""
-    network, found = learner.network, {}
+    network, counts = learner.network, {}
     for weight in (c for group in network.flat for c in group.casts) if network.flat else network.parameters():
         weight.grad = torch.empty_like(weight)
     parts = (network.write_casts, network.gather, learner.clip, learner.step, learner.zero_grad)
     for part in parts:
         with Kernels() as kernels:
             part()
-        found[part.__name__] = dict(kernels.found)
-    return found
+        counts[part.__name__] = dict(kernels.launches)
+    return counts
 
 
 def test_what_a_step_launches_does_not_grow_with_the_network():
@@ -282,14 +283,14 @@ def test_what_a_step_launches_does_not_grow_with_the_network():
     networks = network_of(layers), network_of(layers)
     with FakeTensorMode():
         for adapter in (a for network in networks for a in network.adapters.values()):
-            for own, weight in list(adapter.named_parameters()):
-                adapter._parameters[own] = nn.Parameter(torch.zeros(weight.shape, device="cuda"))
+            for parameter, weight in list(adapter.named_parameters()):
+                adapter._parameters[parameter] = nn.Parameter(torch.zeros(weight.shape, device="cuda"))
         learner = Learner(networks[0], OptimizerOptions(), TOTAL, BF16, "cuda")
-        before = OneByOne(networks[1], OptimizerOptions(optimizer_args="foreach=True"), BF16)
+        reference = OneByOne(networks[1], OptimizerOptions(optimizer_args="foreach=True"), BF16)
         assert learner.optimizer.param_groups[0]["fused"] is True
-        for each in (learner, before):
-            counted(each)  # the first step makes the state
-        flat, single = counted(learner), counted(before)
+        for candidate in (learner, reference):
+            counted(candidate)  # the first step makes the state
+        flat, single = counted(learner), counted(reference)
     norm = {"linalg_vector_norm": 81, "stack": 80, "add": 1, "reciprocal": 1, "mul": 1, "clamp": 1}
     assert flat == {
         "write_casts": {"copy_": 1},
@@ -325,10 +326,10 @@ def test_a_backward_that_broke_off_leaves_nothing_behind(dtype: torch.dtype) -> 
     learner.zero_grad()
     network.write_casts()
     learner.backward(loss_of(network, dtype, (0, 0)))
-    wanted = network_of()
-    began(wanted).backward(loss_of(wanted, dtype, (0, 0)))
-    for found, other in zip(network.parameters(), wanted.parameters(), strict=True):
-        assert found.grad is not None and other.grad is not None and torch.equal(found.grad, other.grad)
+    reference = network_of()
+    began(reference).backward(loss_of(reference, dtype, (0, 0)))
+    for weight, other in zip(network.parameters(), reference.parameters(), strict=True):
+        assert weight.grad is not None and other.grad is not None and torch.equal(weight.grad, other.grad)
 
 
 def test_no_casts_are_kept_where_a_block_runs_several_times() -> None:
@@ -343,10 +344,10 @@ def test_casts_are_the_master_weights_again_behind_a_forward_without_the_lora() 
     network = network_of()
     Learner(network, OptimizerOptions(**RUN), TOTAL, BF16, "cpu")
     network.write_casts()
-    before = [cast.detach().clone() for cast in network.flat[0].casts]
+    initial = [cast.detach().clone() for cast in network.flat[0].casts]
     with network.switched_off():
         assert not any(cast.any() for cast in network.flat[0].casts)
-    assert all(torch.equal(cast, kept) for cast, kept in zip(network.flat[0].casts, before, strict=True))
+    assert all(torch.equal(cast, copy) for cast, copy in zip(network.flat[0].casts, initial, strict=True))
 
 
 def test_states_are_joined_without_holding_them_twice(monkeypatch: pytest.MonkeyPatch) -> None:

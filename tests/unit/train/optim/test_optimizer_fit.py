@@ -58,8 +58,8 @@ def stored(value):
         number = float(value) if tuple(value.shape) in ((), (1,)) else None
         return StoredTensor(tuple(value.shape), "F32", number)
     if isinstance(value, dict):
-        return {key: stored(one) for key, one in value.items()}
-    return [stored(one) for one in value] if isinstance(value, list) else value
+        return {key: stored(item) for key, item in value.items()}
+    return [stored(item) for item in value] if isinstance(value, list) else value
 
 
 def fits(name, state):

@@ -198,9 +198,9 @@ def test_what_an_optimizer_cannot_take_ends_before_anything_is_loaded(options, s
 
 
 def test_a_schedule_on_a_class_that_needs_none_is_named():
-    told = "schedulefree.SGDScheduleFree needs no schedule; constant is usual, and cosine slows it."
-    assert told in check_optimizer(custom("schedulefree.SGDScheduleFree", lr_scheduler="cosine"), CPU)
-    assert told not in check_optimizer(custom("schedulefree.SGDScheduleFree"), CPU)
+    message = "schedulefree.SGDScheduleFree needs no schedule; constant is usual, and cosine slows it."
+    assert message in check_optimizer(custom("schedulefree.SGDScheduleFree", lr_scheduler="cosine"), CPU)
+    assert message not in check_optimizer(custom("schedulefree.SGDScheduleFree"), CPU)
     assert not any(
         "schedule;" in note for note in check_optimizer(custom("torch.optim.SGD", lr_scheduler="cosine"), CPU)
     )
@@ -247,7 +247,7 @@ def test_fused_is_the_default_on_cuda_where_nothing_else_is_asked_for():
     name = "torch.optim.AdamW"
     assert fused_by_default(name, {"weight_decay": 0.1}, cuda) == {"fused": True}
     assert fused_by_default(name, {}, cpu) == {}
-    for asked in ({"fused": False}, {"foreach": True}, {"foreach": False}, {"differentiable": True}):
-        assert fused_by_default(name, asked, cuda) == {}
+    for arguments in ({"fused": False}, {"foreach": True}, {"foreach": False}, {"differentiable": True}):
+        assert fused_by_default(name, arguments, cuda) == {}
     for other in ("torch.optim.NAdam", "torch.optim.Muon", "torch.optim.SGD"):
         assert fused_by_default(other, {}, cuda) == {}

@@ -28,8 +28,8 @@ def parameters(name: str = "") -> list[nn.Parameter]:
 
 
 def options_of(name: str, **changes) -> OptimizerOptions:
-    own = {"optimizer_class": "pytorch_optimizer.AdaBelief"} if name == "custom" else {}
-    return OptimizerOptions(name, **({"learning_rate": RATES.get(name, 1e-2)} | own | changes))
+    extra = {"optimizer_class": "pytorch_optimizer.AdaBelief"} if name == "custom" else {}
+    return OptimizerOptions(name, **({"learning_rate": RATES.get(name, 1e-2)} | extra | changes))
 
 
 def step(params, optimizer, scheduler, k: int) -> None:
@@ -170,19 +170,19 @@ def test_prodigy_of_the_other_library_makes_the_same_steps_with_the_arguments_th
         optimizer_args="weight_decay=0.01\nbias_correction=True\nsafeguard_warmup=True",
     )
     assert check_optimizer(other, torch.device("cpu")) == ()
-    drawn = {name: torch.randn(shape, generator=generator(0, name)) for name, shape in LOW_RANK.items()}
+    tensors = {name: torch.randn(shape, generator=generator(0, name)) for name, shape in LOW_RANK.items()}
     losses, estimates = [], []
     for options in (OptimizerOptions("prodigy", learning_rate=1.0), other):
-        down, up = nn.Parameter(0.1 * drawn["down"]), nn.Parameter(torch.zeros(32, 8))
+        down, up = nn.Parameter(0.1 * tensors["down"]), nn.Parameter(torch.zeros(32, 8))
         optimizer = build_optimizer(options, [down, up])
         for _ in range(120):
             optimizer.zero_grad()
-            loss = (up @ down - 0.05 * drawn["wanted"]).square().mean()
+            loss = (up @ down - 0.05 * tensors["wanted"]).square().mean()
             loss.backward()
             optimizer.step()
         losses.append(loss.item())
         estimates.append(float(optimizer.param_groups[0]["d"]))
-    assert losses[0] < 0.7 * float((0.05 * drawn["wanted"]).square().mean()) and estimates[0] > 1e-3
+    assert losses[0] < 0.7 * float((0.05 * tensors["wanted"]).square().mean()) and estimates[0] > 1e-3
     assert losses[1] == pytest.approx(losses[0], rel=1e-5) and estimates[1] == pytest.approx(estimates[0], rel=1e-5)
 
 
@@ -256,16 +256,16 @@ def by_hand(name: str, params):
 @pytest.mark.parametrize("name", NAMES)
 def test_each_takes_the_steps_of_its_library(name):
     inputs = {"weight_decay": 0.2} | ({} if name == "custom" else {"beta1": 0.8, "beta2": 0.95, "eps": 1e-6})
-    ours, theirs = parameters(name), parameters(name)
-    optimizer, scheduler = build(options_of(name, **inputs), ours)
-    library = by_hand(name, theirs)
+    weights, reference = parameters(name), parameters(name)
+    optimizer, scheduler = build(options_of(name, **inputs), weights)
+    library = by_hand(name, reference)
     constant = torch.optim.lr_scheduler.LambdaLR(library, lambda _: 1.0)
     for k in range(5):
-        step(ours, optimizer, scheduler, k)
-        step(theirs, library, constant, k)
+        step(weights, optimizer, scheduler, k)
+        step(reference, library, constant, k)
     assert type(optimizer) is type(library)
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    assert not torch.equal(ours[0], parameters(name)[0])
+    assert all(torch.equal(a, b) for a, b in zip(weights, reference, strict=True))
+    assert not torch.equal(weights[0], parameters(name)[0])
 
 
 def test_arguments_reach_the_optimizer_before_the_inputs():
@@ -314,14 +314,14 @@ def test_a_run_resumed_under_each_schedule_has_the_same_rates(scheduler):
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit", "prodigy"])
 def test_a_restored_state_keeps_what_was_learnt_and_takes_the_settings_of_now(name):
     params = parameters()
-    before = build(OptimizerOptions(optimizer=name, learning_rate=0.2, weight_decay=0.01, beta1=0.8), params)
+    original = build(OptimizerOptions(optimizer=name, learning_rate=0.2, weight_decay=0.01, beta1=0.8), params)
     for k in range(3):
-        step(params, *before, k)
-    saved = state_of(before[0]), before[1].state_dict()
-    now = OptimizerOptions(
+        step(params, *original, k)
+    saved = state_of(original[0]), original[1].state_dict()
+    settings = OptimizerOptions(
         optimizer=name, learning_rate=0.05, weight_decay=0.3, beta1=0.7, eps=1e-6, lr_scheduler="linear", warmup_steps=4
     )
-    optimizer, scheduler = build(now, params)
+    optimizer, scheduler = build(settings, params)
     restore_optimizer(optimizer, scheduler, *saved)
     (group,) = optimizer.param_groups
     assert (group["weight_decay"], tuple(group["betas"]), group["eps"]) == (0.3, (0.7, 0.999), 1e-6)
@@ -331,8 +331,8 @@ def test_a_restored_state_keeps_what_was_learnt_and_takes_the_settings_of_now(na
     # Then p = (4 − 4) / (12 − 4) of the way down, and after the next step 1/8.
     step(params, optimizer, scheduler, 4)
     assert group["lr"] == pytest.approx(0.05 * (1 - 1 / 8))
-    for kept, restored in zip(saved[0]["state"].values(), optimizer.state_dict()["state"].values(), strict=True):
-        assert kept.keys() == restored.keys()
+    for saved_entry, restored in zip(saved[0]["state"].values(), optimizer.state_dict()["state"].values(), strict=True):
+        assert saved_entry.keys() == restored.keys()
 
 
 def test_a_restored_state_of_the_same_settings_goes_on_bit_for_bit():

@@ -28,13 +28,13 @@ def gradient(name: str, p: nn.Parameter, k: int) -> torch.Tensor:
     return torch.randn(p.shape, generator=generator(1, name, k), dtype=p.dtype)
 
 
-def run(named, options, ratio, steps, start=0, state=None):
-    optimizer = build_optimizer(options, parameter_groups(named, options.learning_rate, ratio))
+def run(params, options, ratio, steps, start=0, state=None):
+    optimizer = build_optimizer(options, parameter_groups(params, options.learning_rate, ratio))
     scheduler = build_scheduler(options, optimizer, 8)
     if state:
         restore_optimizer(optimizer, scheduler, *state)
     for k in range(start, steps):
-        for name, p in named.items():
+        for name, p in params.items():
             p.grad = gradient(name, p, k)
         optimizer.step()
         scheduler.step()
@@ -51,10 +51,10 @@ def test_adamw_steps_are_those_of_the_formula_with_a_rate_for_each_matrix():
         m = v = torch.zeros_like(w)
         for k in range(4):
             g = gradient(name, trained[name], k).double()
-            now = rate * (1 + math.cos(math.pi * k / 8)) / 2
+            current_rate = rate * (1 + math.cos(math.pi * k / 8)) / 2
             m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
             direction = (m / (1 - 0.9 ** (k + 1))) / ((v / (1 - 0.999 ** (k + 1))).sqrt() + 1e-8)
-            w = w * (1 - now * 0.1) - now * direction
+            w = w * (1 - current_rate * 0.1) - current_rate * direction
         assert (trained[name].detach() - w).norm() < 1e-6 * w.norm(), name
         assert (trained[name].detach() - pair()[name].detach()).norm() > 0.03 * w.norm()
 
@@ -67,8 +67,8 @@ def test_a_first_step_of_b_is_longer_by_the_ratio_and_a_is_stepped_as_without(na
     run(plain, options, 1.0, 1)
     run(plus, options, 8.0, 1)
     assert torch.equal(plus["m.down"], plain["m.down"])
-    moved = {n: (p["m.up"] - start["m.up"]).detach().norm() for n, p in {"plain": plain, "plus": plus}.items()}
-    assert moved["plus"] == pytest.approx(8 * float(moved["plain"]), rel=2e-2)
+    lengths = {n: (p["m.up"] - start["m.up"]).detach().norm() for n, p in {"plain": plain, "plus": plus}.items()}
+    assert lengths["plus"] == pytest.approx(8 * float(lengths["plain"]), rel=2e-2)
 
 
 @pytest.mark.parametrize("name", WITH_GROUPS)
@@ -106,6 +106,6 @@ def test_an_optimizer_with_one_rate_is_named():
 
 
 def test_without_a_ratio_there_is_one_group_in_the_order_of_the_network():
-    named = pair()
-    groups = parameter_groups(named, 1e-4, 1.0)
-    assert groups == list(named.values()) and flat(parameter_groups(named, 1e-4, 2.0)) == list(named.values())
+    params = pair()
+    groups = parameter_groups(params, 1e-4, 1.0)
+    assert groups == list(params.values()) and flat(parameter_groups(params, 1e-4, 2.0)) == list(params.values())

@@ -73,7 +73,7 @@ def test_the_schedules_that_transformers_has_are_its_own_after_the_warm_up(warmu
     total = 36 + warmup
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     decay = 9  # a quarter of the steps after the warm-up
-    known = {
+    schedules = {
         "linear": theirs.get_linear_schedule_with_warmup(optimizer, warmup, total),
         "cosine": theirs.get_cosine_schedule_with_warmup(optimizer, warmup, total),
         "cosine_with_restarts": theirs.get_cosine_with_hard_restarts_schedule_with_warmup(
@@ -85,10 +85,10 @@ def test_the_schedules_that_transformers_has_are_its_own_after_the_warm_up(warmu
         ),
         "inverse_sqrt": theirs.get_inverse_sqrt_schedule(optimizer, warmup),
     }
-    for kind, schedule in known.items():
-        ours = lr_factor(settings(kind, warmup), total)
+    for kind, schedule in schedules.items():
+        factor = lr_factor(settings(kind, warmup), total)
         for step in range(warmup, total):
-            assert ours(step) == pytest.approx(schedule.lr_lambdas[0](step), abs=1e-7), (kind, step)
+            assert factor(step) == pytest.approx(schedule.lr_lambdas[0](step), abs=1e-7), (kind, step)
 
 
 def test_the_inverse_square_root_stays_above_the_last_rate():
@@ -101,9 +101,9 @@ def test_restarts_go_back_up_and_one_cycle_is_cosine():
     factor = lr_factor(settings("cosine_with_restarts"), 30)
     assert [factor(k) for k in (0, 10, 20)] == [1.0, 1.0, 1.0]
     assert factor(9) < 0.05 and factor(19) < 0.05 and factor(29) < 0.05
-    once = OptimizerOptions(lr_scheduler="cosine_with_restarts", lr_cycles=1)
+    single = OptimizerOptions(lr_scheduler="cosine_with_restarts", lr_cycles=1)
     plain = OptimizerOptions(lr_scheduler="cosine")
-    assert [lr_factor(once, 9)(k) for k in range(10)] == pytest.approx([lr_factor(plain, 9)(k) for k in range(10)])
+    assert [lr_factor(single, 9)(k) for k in range(10)] == pytest.approx([lr_factor(plain, 9)(k) for k in range(10)])
 
 
 @pytest.mark.parametrize("warmup", [10, 11])
@@ -155,8 +155,8 @@ def test_a_curve_that_is_none_is_named(text, sentence):
 @pytest.mark.parametrize("kind", LR_SCHEDULERS)
 def test_a_run_is_of_the_lineage_of_its_longer_one_where_the_rates_are_the_same(kind):
     def lineage(steps: int) -> str:
-        made: TrainSettings = run_settings(steps=steps, optimizer={"lr_scheduler": kind})
-        return made.lineage("data", "model")
+        settings: TrainSettings = run_settings(steps=steps, optimizer={"lr_scheduler": kind})
+        return settings.lineage("data", "model")
 
     options = OptimizerOptions(lr_scheduler=kind, lr_curve=CURVE)
     short, long = lr_factor(options, 6), lr_factor(options, 12)

@@ -39,8 +39,8 @@ def killed(folder, facts=ELSEWHERE, age=3.0):
     """Leave the record of a run that did not tell of its end."""
     folder.path.mkdir(exist_ok=True)
     RunRecord(folder.path, facts)
-    at = time.time() - age
-    os.utime(folder.path / PROGRESS, (at, at))
+    mtime = time.time() - age
+    os.utime(folder.path / PROGRESS, (mtime, mtime))
 
 
 def claim_of(folder):
@@ -76,20 +76,25 @@ def test_a_run_of_another_machine_is_not_joined_while_it_gives_signs_of_life(fol
 def test_one_that_was_killed_there_is_waited_for_a_short_time_whatever_its_clock(skew, folder, monkeypatch):
     monkeypatch.setattr(claim, "WATCHED", 1.0)
     killed(folder, age=skew)
-    begun = time.monotonic()
+    start = time.monotonic()
     (said,) = claim_of(folder)
-    assert time.monotonic() - begun >= 1
+    assert time.monotonic() - start >= 1
     assert said == "Making sure that another ComfyUI on node-7 does not train into face (001) any more: 1 s"
 
 
 def test_what_is_known_to_have_ended_is_not_waited_for(folder):
     assert claim_of(folder) == []  # a new folder
-    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
-        gone.wait()
-    facts = ({}, {"machine": MACHINE}, {"machine": MACHINE, "process": gone.pid}, {"machine": MACHINE, "process": "x"})
-    for own in (*facts, {"machine": MACHINE, "process": os.getpid()}):
-        killed(folder, own)
-        assert claim_of(folder) == [], own
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    facts = (
+        {},
+        {"machine": MACHINE},
+        {"machine": MACHINE, "process": process.pid},
+        {"machine": MACHINE, "process": "x"},
+    )
+    for record in (*facts, {"machine": MACHINE, "process": os.getpid()}):
+        killed(folder, record)
+        assert claim_of(folder) == [], record
     killed(folder, age=3600.0)
     assert claim_of(folder) == []
     RunRecord(folder.path, ELSEWHERE).end("cancelled", 3, "")
@@ -148,13 +153,13 @@ def test_a_run_gives_signs_of_life_while_it_computes_and_none_when_it_has_ended(
     folder.path.mkdir()
     with claimed_by_one(folder, Watching()):
         RunRecord(folder.path, ELSEWHERE)
-        before, end = claim._signs(folder.path), time.monotonic() + 30
-        while claim._signs(folder.path) == before:
+        signs, end = claim._signs(folder.path), time.monotonic() + 30
+        while claim._signs(folder.path) == signs:
             assert time.monotonic() < end
             time.sleep(0.05)
     for thread in threading.enumerate():
         if thread.name == "tessera-claim":
             thread.join(30)
-    before = claim._signs(folder.path)
+    signs = claim._signs(folder.path)
     time.sleep(0.3)
-    assert claim._signs(folder.path) == before
+    assert claim._signs(folder.path) == signs

@@ -45,7 +45,7 @@ def test_names_of_every_script_and_harmless_signs_are_taken_and_make_a_folder(na
 
 
 @pytest.mark.parametrize(
-    ("given", "name"),
+    ("text", "name"),
     [
         ("a\\b", "a/b"),
         (" lead", "lead"),
@@ -56,9 +56,9 @@ def test_names_of_every_script_and_harmless_signs_are_taken_and_make_a_folder(na
         (normalize("NFD", "café"), "café"),
     ],
 )
-def test_what_a_name_has_around_it_is_taken_off(given, name):
-    assert plain_name(given) == name and plain_name(name) == name
-    assert run_settings(output_name=given).output_name == name
+def test_what_a_name_has_around_it_is_taken_off(text, name):
+    assert plain_name(text) == name and plain_name(name) == name
+    assert run_settings(output_name=text).output_name == name
 
 
 @pytest.mark.parametrize(
@@ -100,17 +100,17 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path):
 def test_a_new_run_takes_its_folder_and_leaves_nothing_else_in_it(tmp_path):
     folder = open_folder(tmp_path, "styles/face", KEY, None)
     assert folder.is_new and not list(tmp_path.iterdir())
-    taken = folder.create()
-    assert taken == RunFolder(tmp_path / "styles" / "face (001)", "face") and not list(taken.path.iterdir())
-    assert taken.create() == taken and not list(taken.path.iterdir())
+    new_folder = folder.create()
+    assert new_folder == RunFolder(tmp_path / "styles" / "face (001)", "face") and not list(new_folder.path.iterdir())
+    assert new_folder.create() == new_folder and not list(new_folder.path.iterdir())
 
 
 def test_the_number_of_a_deleted_folder_is_not_given_again(tmp_path):
     """ComfyUI would show the LoRA of that name that it has in memory."""
     for number in (1, 2, 3):
-        taken = open_folder(tmp_path, "face", KEY, None).create()
-        assert taken.path.name == f"face (00{number})"
-        taken.path.rmdir()
+        new_folder = open_folder(tmp_path, "face", KEY, None).create()
+        assert new_folder.path.name == f"face (00{number})"
+        new_folder.path.rmdir()
     assert open_folder(tmp_path, "other", KEY, None).path.name == "other (001)"
 
 
@@ -126,10 +126,10 @@ def test_a_folder_whose_longest_file_does_not_fit_is_refused_before_training(tmp
     """As Windows does it past 260 letters: the LoRA of a step has the longest path."""
     folder, touch = open_folder(tmp_path, "face", KEY, None), Path.touch
 
-    def short(path, **how):
+    def short(path, **options):
         if path.parent.name == "face_steps":
             raise FileNotFoundError(2, "too long", str(path))
-        touch(path, **how)
+        touch(path, **options)
 
     monkeypatch.setattr(Path, "touch", short)
     with pytest.raises(ValueError, match="output_name: the run's folder cannot be written"):
@@ -141,8 +141,8 @@ def test_no_two_runs_take_one_folder_however_many_begin_at_once(tmp_path):
     planned = [open_folder(tmp_path, "face", KEY, None) for _ in range(40)]
     assert len(set(planned)) == 1
     with ThreadPoolExecutor(8) as pool:
-        taken = list(pool.map(RunFolder.create, planned))
-    assert sorted(folder.path.name for folder in taken) == [f"face ({number:03})" for number in range(1, 41)]
+        folders = list(pool.map(RunFolder.create, planned))
+    assert sorted(folder.path.name for folder in folders) == [f"face ({number:03})" for number in range(1, 41)]
 
 
 def test_the_newest_states_are_kept_also_past_a_million_steps(tmp_path):
@@ -164,7 +164,7 @@ def test_a_run_that_went_on_from_an_early_state_keeps_what_it_saves_and_what_lay
 
 
 def test_a_run_is_found_by_its_whole_name(tmp_path):
-    others = (
+    other_names = (
         "face-0123abcd",
         "face (1)",
         "face (001) (001)",
@@ -174,11 +174,11 @@ def test_a_run_is_found_by_its_whole_name(tmp_path):
         "face(001)",
         "face (01a)",
     )
-    own = ("face (001)", "face (007)", "face (999)", "face (1000)")
-    for name in (*others, *own):
+    own_names = ("face (001)", "face (007)", "face (999)", "face (1000)")
+    for name in (*other_names, *own_names):
         (tmp_path / name).mkdir()
     (tmp_path / "face (008)").write_text("no folder")
-    assert [folder.path.name for folder in run_folders(tmp_path, "face")] == list(own)
+    assert [folder.path.name for folder in run_folders(tmp_path, "face")] == list(own_names)
     assert not run_folders(tmp_path, "absent/face")
     assert open_folder(tmp_path, "face", KEY, None).path.name == "face (1001)"
 
@@ -192,12 +192,12 @@ def test_the_key_in_the_folder_tells_the_run(tmp_path):
     (tmp_path / "face (004)").mkdir()
     (tmp_path / "face (004)" / "run.json").write_text("{broken")
 
-    def found(key):
+    def folders_of(key):
         return [folder.path.name for folder in run_folders(tmp_path, "face", key)]
 
-    assert found(KEY) == ["face (001)"] and found(OTHER) == ["face (002)"] and found(KEY[:8]) == []
+    assert folders_of(KEY) == ["face (001)"] and folders_of(OTHER) == ["face (002)"] and folders_of(KEY[:8]) == []
     (tmp_path / "face (002)" / "run.json").write_text(json.dumps({"key": KEY}))  # as long as it was
-    assert found(KEY) == ["face (001)", "face (002)"]
+    assert folders_of(KEY) == ["face (001)", "face (002)"]
 
 
 def test_an_unchanged_folder_is_read_once(tmp_path, monkeypatch):
@@ -272,10 +272,10 @@ def test_a_name_that_reads_as_a_pattern_is_a_name(tmp_path):
 
 
 def test_dates_in_the_prefix_of_save_lora_are_filled_in_as_the_browser_does_it_for_save_image():
-    now = datetime(2026, 3, 7, 4, 5, 9)
+    moment = datetime(2026, 3, 7, 4, 5, 9)
     text = "%date:yyyy-MM-dd% %date:yy.M.d% %date:hhmmss%/%date:h-m-s%"
-    assert fill_in_dates(text, now) == "2026-03-07 26.3.7 040509/4-5-9"
-    assert fill_in_dates("%date% %year% 5%", now) == "%date% %year% 5%"
+    assert fill_in_dates(text, moment) == "2026-03-07 26.3.7 040509/4-5-9"
+    assert fill_in_dates("%date% %year% 5%", moment) == "%date% %year% 5%"
     assert checked_prefix(" loras/%date:yyyy%/x.safetensors ") == f"loras/{datetime.now():%Y}/x"
     with pytest.raises(ValueError, match="filename_prefix is .* give a name inside"):
         checked_prefix("loras/%date:hh:mm%")

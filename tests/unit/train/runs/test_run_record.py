@@ -86,7 +86,7 @@ def test_what_a_killed_session_trained_past_its_state_gives_way_to_the_one_that_
     second.begin(5, [0.5] * 5, [{"step": 4, "loss": 0.25, "losses": []}])
     trained(second, [6], rate=1.0)
     curve = RunReader(tmp_path).read()
-    assert [point[:2] for point in curve.loss.values()] == [*((at, 0.5) for at in range(1, 6)), (6, 1 / 6)]
+    assert [point[:2] for point in curve.loss.values()] == [*((number, 0.5) for number in range(1, 6)), (6, 1 / 6)]
     assert [rate for _, _, rate in curve.loss.values()] == [1e-4] * 5 + [1.0]
     assert list(curve.saves) == list(curve.previews) == [5] and list(curve.validation) == [4]
 
@@ -185,9 +185,9 @@ def test_a_line_that_is_just_being_written_is_read_once_it_is_whole(tmp_path, at
 def test_thinning_keeps_lows_peaks_and_the_last_point():
     points = [(step, 1.0) for step in range(1, 100_001)]
     points[777], points[77_700] = (778, 9.0), (77_701, -9.0)  # neither is first or last of a stretch
-    kept = thinned(points)
-    assert len(kept) <= MOST_POINTS and kept == sorted(kept)
-    assert {points[777], points[77_700], points[-1]} <= set(kept)
+    thin = thinned(points)
+    assert len(thin) <= MOST_POINTS and thin == sorted(thin)
+    assert {points[777], points[77_700], points[-1]} <= set(thin)
     assert thinned(points[:MOST_POINTS]) == points[:MOST_POINTS]
 
 
@@ -199,9 +199,9 @@ def test_the_steps_that_were_asked_for_at_first_are_those_until_it_was_first_fin
         record.end(status, end, "")
         return RunReader(folder).read().first_steps
 
-    (further := tmp_path / "further").mkdir()
+    (continued := tmp_path / "further").mkdir()
     assert session(tmp_path, 0, 40, "stopped") == 0
     assert session(tmp_path, 40, 60, "finished") == 60
     assert session(tmp_path, 60, 90, "finished") == 60
-    assert session(further, 60, 120, "finished") == 60  # it went on from another run
-    assert session(further, 0, 50, "finished") == 50  # begun anew
+    assert session(continued, 60, 120, "finished") == 60  # it went on from another run
+    assert session(continued, 0, 50, "finished") == 50  # begun anew

@@ -42,14 +42,14 @@ def test_all_that_a_run_writes_goes_to_the_folder_of_the_day_and_comes_back_as_i
     root, trash = tmp_path / "loras", tmp_path / ".tessera-trash"
     run = make_run(root, "styles/fox (003)", "fox")
     make_run(root, "styles/fox (004)", "fox")
-    before = files_of(root)
-    target, left = move_to_trash(run, root, trash, DAY)
-    assert target == trash / DAY / "styles" / "fox (003)" and left == 0 and not run.path.exists()
-    assert files_of(root).keys() == {file for file in before if "(004)" in file}
-    ((day, found),) = deleted_runs(trash)
-    assert day == trash / DAY and found.folder == RunFolder(target, "fox")
-    restore(found.folder, root / "styles" / "fox (003)", root, trash)
-    assert files_of(root) == before and not trash.exists()
+    files = files_of(root)
+    target, remaining = move_to_trash(run, root, trash, DAY)
+    assert target == trash / DAY / "styles" / "fox (003)" and remaining == 0 and not run.path.exists()
+    assert files_of(root).keys() == {file for file in files if "(004)" in file}
+    ((day, deleted),) = deleted_runs(trash)
+    assert day == trash / DAY and deleted.folder == RunFolder(target, "fox")
+    restore(deleted.folder, root / "styles" / "fox (003)", root, trash)
+    assert files_of(root) == files and not trash.exists()
 
 
 def test_what_is_removed_for_good_is_only_what_the_pack_wrote_and_the_trash_goes_when_it_is_empty(tmp_path):
@@ -81,10 +81,10 @@ def test_a_run_that_is_removed_in_part_is_still_listed(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "unlink", refuse)
     with pytest.raises(PermissionError):
         remove_for_good(RunFolder(target, "fox"), trash)
-    ((_, found),) = deleted_runs(trash)
-    assert found.folder.path == target
+    ((_, deleted),) = deleted_runs(trash)
+    assert deleted.folder.path == target
     monkeypatch.undo()
-    remove_for_good(found.folder, trash)
+    remove_for_good(deleted.folder, trash)
     assert not trash.exists()
 
 
@@ -98,8 +98,8 @@ def test_a_trash_that_is_a_link_holds_no_runs(tmp_path):
 def test_files_of_others_stay_and_come_together_with_the_run_again(tmp_path):
     root, trash = tmp_path / "loras", tmp_path / ".tessera-trash"
     run = make_run(root, "fox (001)", "fox")
-    others = ["notes.txt", "fox.preview.png", "wolf.safetensors", "previews/mine.png", "fox_steps/fox.safetensors"]
-    others += [
+    other_files = ["notes.txt", "fox.preview.png", "wolf.safetensors", "previews/mine.png", "fox_steps/fox.safetensors"]
+    other_files += [
         "fox-step1.safetensors",
         "state-1.tessera",
         "run.json.bak",
@@ -107,14 +107,14 @@ def test_files_of_others_stay_and_come_together_with_the_run_again(tmp_path):
         ".x.part",
         "previews/run.json",
     ]
-    for file in others:
+    for file in other_files:
         (run.path / file).parent.mkdir(exist_ok=True)
         (run.path / file).write_text("mine")
-    before = files_of(root)
-    target, left = move_to_trash(run, root, trash, DAY)
-    assert left == len(others) and files_of(run.path).keys() == set(others)
+    files = files_of(root)
+    target, remaining = move_to_trash(run, root, trash, DAY)
+    assert remaining == len(other_files) and files_of(run.path).keys() == set(other_files)
     restore(RunFolder(target, "fox"), run.path, root, trash)
-    assert files_of(root) == before
+    assert files_of(root) == files
 
 
 def test_runs_of_the_same_place_do_not_meet_in_the_trash_and_the_last_comes_back(tmp_path):
@@ -128,10 +128,10 @@ def test_runs_of_the_same_place_do_not_meet_in_the_trash_and_the_last_comes_back
     restore(last.folder, root / "fox (001)", root, trash)
     assert json.loads((root / "fox (001)" / "run.json").read_text())["steps"] == 11
     _, next_one = next(deleted_runs(trash))
-    before = files_of(tmp_path)
+    files = files_of(tmp_path)
     with pytest.raises(ValueError, match=r"fox \(001\) is the folder of another run by now; rename that one"):
         restore(next_one.folder, root / "fox (001)", root, trash)
-    assert files_of(tmp_path) == before
+    assert files_of(tmp_path) == files
 
 
 @LINKS
@@ -145,10 +145,10 @@ def test_a_link_is_neither_moved_nor_followed(tmp_path):
     (outside / "secret").write_text("secret")
     (run.path / "fox.safetensors").unlink()
     (run.path / "fox.safetensors").symlink_to(outside / "secret")
-    before = files_of(outside)
+    files = files_of(outside)
     assert {file.name for file in own_files(run)}.isdisjoint({"fox.safetensors", "sheet.png"})
     target, _ = move_to_trash(run, root, trash, DAY)
-    assert files_of(outside) == before and not (target / "previews").exists()
+    assert files_of(outside) == files and not (target / "previews").exists()
     assert (run.path / "fox.safetensors").is_symlink() and (run.path / "previews").is_symlink()
 
 
@@ -160,10 +160,10 @@ def test_a_trash_that_leads_elsewhere_is_refused_and_nothing_is_made_there(tmp_p
     (outside := tmp_path / "outside").mkdir()
     (tmp_path / link).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / link).symlink_to(outside, target_is_directory=True)
-    before = files_of(root)
+    files = files_of(root)
     with pytest.raises(ValueError, match="there is a link on the way"):
         move_to_trash(run, root, trash, DAY)
-    assert files_of(root) == before and not list(outside.iterdir())
+    assert files_of(root) == files and not list(outside.iterdir())
 
 
 @LINKS
@@ -182,7 +182,7 @@ def test_a_run_is_not_brought_back_through_a_link(tmp_path):
 def test_where_one_file_cannot_be_moved_none_is(tmp_path, monkeypatch):
     root, trash = tmp_path / "loras", tmp_path / ".tessera-trash"
     run = make_run(root, "fox (001)", "fox")
-    before = files_of(root)
+    files = files_of(root)
     rename = os.rename
 
     def held_open(source, target, **folders):  # as Windows does with a LoRA that a process has mapped
@@ -193,13 +193,13 @@ def test_where_one_file_cannot_be_moved_none_is(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "rename", held_open)
     with pytest.raises(ValueError, match=r"fox \(001\): a file can't be moved: The process cannot access"):
         move_to_trash(run, root, trash, DAY)
-    assert files_of(root) == before and not list(deleted_runs(trash))
+    assert files_of(root) == files and not list(deleted_runs(trash))
 
 
 def test_a_disk_that_fills_on_the_way_keeps_no_part_of_a_file(tmp_path, monkeypatch):
     root, trash = tmp_path / "loras", tmp_path / ".tessera-trash"
     run = make_run(root, "fox (001)", "fox")
-    before = files_of(root)
+    files = files_of(root)
 
     def other_disk(source, target, **folders):
         raise OSError(errno.EXDEV, "Invalid cross-device link")
@@ -215,21 +215,21 @@ def test_a_disk_that_fills_on_the_way_keeps_no_part_of_a_file(tmp_path, monkeypa
     monkeypatch.setattr(shutil, "copyfileobj", copy)
     with pytest.raises(ValueError, match=r"fox \(001\): a file can't be moved: No space left on device"):
         move_to_trash(run, root, trash, DAY)
-    assert files_of(root) == before and not files_of(trash)
+    assert files_of(root) == files and not files_of(trash)
 
 
 def test_a_run_moves_to_another_disk_with_its_times(tmp_path, monkeypatch):
     root, trash = tmp_path / "loras", tmp_path / ".tessera-trash"
     run = make_run(root, "fox (001)", "fox")
     os.utime(run.lora_path, ns=(10**18, 10**18 + 1000))
-    before = files_of(run.path)
+    files = files_of(run.path)
 
     def other_disk(source, target, **folders):
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "rename", other_disk)
-    target, left = move_to_trash(run, root, trash, DAY)
-    assert files_of(target) == before and left == 0 and not run.path.exists()
+    target, remaining = move_to_trash(run, root, trash, DAY)
+    assert files_of(target) == files and remaining == 0 and not run.path.exists()
     assert (target / "fox.safetensors").stat().st_mtime_ns == 10**18 + 1000
 
 
@@ -242,8 +242,8 @@ def test_every_run_is_found_once_and_what_is_none_is_not(tmp_path):
         (root / folder).mkdir()
     (root / "other" / "run.json").write_text("{}")
     make_run(root, "styles (002)/a (001)", "a")
-    found = {(run.folder.path.relative_to(root).as_posix(), run.folder.name) for run in all_runs(root)}
-    assert found == {
+    runs = {(run.folder.path.relative_to(root).as_posix(), run.folder.name) for run in all_runs(root)}
+    assert runs == {
         ("fox (001)", "fox"), ("styles/deep/ink (010)", "ink"),
         ("fox (001)/inner (001)", "inner"), ("styles (002)/a (001)", "a"),
     }  # fmt: skip
@@ -268,25 +268,25 @@ def test_links_and_names_that_are_no_text_do_not_lead_the_search_astray(tmp_path
 
 def test_a_search_takes_all_words_in_any_script_and_shows_the_newest_first(tmp_path):
     places = [("red fox (001)", "red fox"), ("styles/Füchse (001)", "Füchse"), ("wolf (001)", "wolf")]
-    for at, (place, name) in enumerate(places):
-        run = make_run(tmp_path, place, name, steps=at, model=["x"] if name == "wolf" else "FLUX.safetensors")
+    for position, (place, name) in enumerate(places):
+        run = make_run(tmp_path, place, name, steps=position, model=["x"] if name == "wolf" else "FLUX.safetensors")
         for file in ("run.json", "progress.jsonl", "summary.json"):
-            os.utime(run.path / file, (1e9 + at, 1e9 + at))
+            os.utime(run.path / file, (1e9 + position, 1e9 + position))
     index = RunIndex()
 
-    def found(wanted):
-        return [run.place for run in index.search(tmp_path, wanted)]
+    def places_of(query):
+        return [run.place for run in index.search(tmp_path, query)]
 
-    assert found("") == ["wolf (001)", "styles/Füchse (001)", "red fox (001)"]
-    assert found("FOX red") == ["red fox (001)"] and found("flux") == ["styles/Füchse (001)", "red fox (001)"]
-    assert found(normalize("NFD", "füchse")) == ["styles/Füchse (001)"] and found("fox wolf") == []
+    assert places_of("") == ["wolf (001)", "styles/Füchse (001)", "red fox (001)"]
+    assert places_of("FOX red") == ["red fox (001)"] and places_of("flux") == ["styles/Füchse (001)", "red fox (001)"]
+    assert places_of(normalize("NFD", "füchse")) == ["styles/Füchse (001)"] and places_of("fox wolf") == []
     assert [run.facts["model"] for run in index.search(tmp_path, "wolf")] == [""]
     os.utime(tmp_path / "red fox (001)" / "progress.jsonl", (2e9, 2e9))
-    assert found("")[0] == "red fox (001)"
+    assert places_of("")[0] == "red fox (001)"
     (tmp_path / "wolf (001)" / "run.json").write_text('{"model": "sdxl", "steps": 7}')
     assert [run.facts["steps"] for run in index.search(tmp_path, "sdxl")] == [7]
     shutil.rmtree(tmp_path / "wolf (001)")
-    assert found("wolf") == []
+    assert places_of("wolf") == []
 
 
 def test_runs_come_in_pages_and_each_is_read_once(tmp_path, monkeypatch):
@@ -313,14 +313,14 @@ def test_a_link_planted_inside_of_a_runs_folder_is_not_followed(tmp_path, plante
     root, trash, outside = tmp_path / "loras", tmp_path / ".tessera-trash", tmp_path / "outside"
     outside.mkdir()
     target, _ = move_to_trash(make_run(root, "fox (003)", "fox"), root, trash, DAY)
-    before = files_of(target)
+    files = files_of(target)
     (root / "fox (003)").mkdir(parents=True)
     (root / "fox (003)" / planted).symlink_to(outside)
     with pytest.raises(
         ValueError, match=r"fox \(003\): there is a link on the way to fox \(003\), and none is followed"
     ):
         restore(RunFolder(target, "fox"), root / "fox (003)", root, trash)
-    assert not list(outside.iterdir()) and files_of(target) == before
+    assert not list(outside.iterdir()) and files_of(target) == files
 
 
 @LINKS

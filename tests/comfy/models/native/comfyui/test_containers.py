@@ -28,31 +28,31 @@ def test_each_call_of_attention_hands_containers_over(in_containers):
 @pytest.mark.parametrize("row", TRAINED, ids=str)
 def test_forward_and_gradients_are_those_of_core_s_forward_on_containers(row, tmp_path, in_containers):
     trainer = trainer_of(row, tmp_path)
-    before = Container.opened
+    opened = Container.opened
     with torch.no_grad():
         trainer.placed.check_forward(batch_of(trainer).inputs)
     fill_up_matrices(trainer)
-    wanted = written_out(row, trainer)
+    expected = written_out(row, trainer)
     loss = trainer.train_step.forward_backward([micro_batch(0)])
-    assert abs(loss - wanted[0]) <= BOUND * wanted[0]
-    assert difference(lora_gradients(trainer), wanted[1]) <= BOUND
-    assert Container.opened > before, "no container was opened"
+    assert abs(loss - expected[0]) <= BOUND * expected[0]
+    assert difference(lora_gradients(trainer), expected[1]) <= BOUND
+    assert Container.opened > opened, "no container was opened"
     trainer.close()
 
 
 def test_a_compiled_block_opens_them_within_its_graph(tmp_path, in_containers):
     row = next(row for row in TRAINED if row.name == "minimax-h3")
     torch._dynamo.reset()
-    found = []
+    results = []
     for name, backend in (("eager", None), ("compiled", "aot_eager")):
         trainer = trainer_of(row, tmp_path / name, "full", backend=backend)
         fill_up_matrices(trainer)
-        found.append((trainer.train_step.forward_backward([micro_batch(0)]), lora_gradients(trainer)))
+        results.append((trainer.train_step.forward_backward([micro_batch(0)]), lora_gradients(trainer)))
         runner = trainer.placed.execution.runner
         trainer.close()
     assert runner.report.counts().graphs == runner.planned_graphs > 0 and not runner.failed
-    assert abs(found[1][0] - found[0][0]) <= BOUND * found[0][0]
-    assert difference(found[1][1], found[0][1]) <= BOUND
+    assert abs(results[1][0] - results[0][0]) <= BOUND * results[0][0]
+    assert difference(results[1][1], results[0][1]) <= BOUND
     torch._dynamo.reset()
 
 

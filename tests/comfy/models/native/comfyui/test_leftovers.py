@@ -41,7 +41,7 @@ def shadow_of(patcher: Any) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("row", TRAINED, ids=str)
 def test_sampling_leaves_nothing_in_the_copy_that_trains(row):
     patcher, sample = build(row), data_of(row, 1).samples[0]
-    before, outside = shadow_of(patcher), attributes(as_loaded(patcher.model))
+    shadow, outside = shadow_of(patcher), attributes(as_loaded(patcher.model))
     assert fresh_attributes(patcher.model) is not None
     with torch.inference_mode():
         patcher.pre_run()
@@ -49,5 +49,5 @@ def test_sampling_leaves_nothing_in_the_copy_that_trains(row):
         # As core's guider leaves them since 0.31.
         patcher.model.latent_shapes = [torch.Size((1, *row.latent)), torch.Size((1, 3))]
         patcher.cleanup()
-    assert shadow_of(patcher) == before
+    assert shadow_of(patcher) == shadow
     assert attributes(as_loaded(patcher.model)) == outside

@@ -22,12 +22,12 @@ def with_references(count, method):
 @pytest.mark.parametrize(("count", "method"), [(1, "index"), (2, "index_timestep_zero")])
 def test_krea_2_with_references_has_the_gradients_of_plain_autograd(count, method, tmp_path):
     row = replace(KREA_2, conditioning=with_references(count, method))
-    wanted = None
+    expected = None
     for mode, swapped in (("none", 0), ("full", 2)):
         trainer = trainer_of(row, tmp_path / mode, mode, blocks_to_swap=swapped)
         fill_up_matrices(trainer)
-        wanted = wanted or written_out(row, trainer)
+        expected = expected or written_out(row, trainer)
         loss = float(trainer.train_step.forward_backward([micro_batch(0)]))
-        assert loss == pytest.approx(wanted[0], rel=3e-5)
-        assert difference(lora_gradients(trainer), wanted[1]) <= 3e-5, mode
+        assert loss == pytest.approx(expected[0], rel=3e-5)
+        assert difference(lora_gradients(trainer), expected[1]) <= 3e-5, mode
         trainer.close()

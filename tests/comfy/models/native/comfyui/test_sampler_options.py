@@ -40,19 +40,19 @@ def test_all_that_the_sampler_sets_is_set() -> None:
 def test_all_that_a_forward_has_to_find_is_set() -> None:
     """By subscription, which raises without it: by the sampler, by the forward itself, or by a patch that brings it."""
     files = [*(COMFY / "ldm").rglob("*.py"), COMFY / "model_base.py"]
-    own = {key for path in files for key in keys(path, ast.Store)}
-    brought = {"patches", "optimized_attention_override"}
+    stored_keys = {key for path in files for key in keys(path, ast.Store)}
+    extra_keys = {"patches", "optimized_attention_override"}
     read = {key for path in files for key in keys(path, ast.Load)}
     assert "sample_sigmas" in read, "the models were read wrong"
-    assert read <= options(0.5).keys() | own | brought
+    assert read <= options(0.5).keys() | stored_keys | extra_keys
 
 
 def test_a_mean_flow_is_told_a_step_of_no_length() -> None:
     """Its velocity is the mean from this sigma to the next of the schedule; the loss asks for that at this sigma."""
-    found = options(0.25, 0.75)
-    sigmas, schedule = found["sigmas"], found["sample_sigmas"]
+    step_options = options(0.25, 0.75)
+    sigmas, schedule = step_options["sigmas"], step_options["sample_sigmas"]
     for sigma in sigmas:
         place = torch.where(sigma == schedule)[0][0]
         assert schedule[place + 1] == sigma
     assert schedule.tolist() == sorted(schedule.tolist(), reverse=True)
-    assert found["cond_or_uncond"] == [0, 0] and len(set(found["uuids"])) == 2
+    assert step_options["cond_or_uncond"] == [0, 0] and len(set(step_options["uuids"])) == 2

@@ -29,11 +29,11 @@ def no_family_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
 def three_samples(row: Any) -> list[tuple[Any, float]]:
     """Two of one shape with other captions and noise levels, and one of another size and level, where it may be."""
     first, second = sample_of(row, "first"), sample_of(row, "second")
-    found = [(first, 0.3), (second, 0.9)]
+    samples = [(first, 0.3), (second, 0.9)]
     height, width = row.latent[-2:]
     if height != width:
-        found.append((sample_of(replace(row, latent=(*row.latent[:-2], width, height)), "turned"), 0.6))
-    return found
+        samples.append((sample_of(replace(row, latent=(*row.latent[:-2], width, height)), "turned"), 0.6))
+    return samples
 
 
 def velocities(trainer: Any, samples: list[tuple[Any, float]]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -58,14 +58,16 @@ def test_each_sample_of_a_batch_has_what_it_has_alone(row, tmp_path, monkeypatch
     together, gradients = velocities(trainer, samples)
     apart = trainer.placed.weights.transformer.batching.apart or not trainer.context.family.facts.batches
     assert apart == (row.name in APART)
-    told = [f"Samples of one batch change each other in {trainer.context.family.title}, so each runs by itself."]
-    assert notes == told * (apart and trainer.context.family.facts.batches)
-    alone = [velocities(trainer, [one]) for one in samples]
+    expected_notes = [
+        f"Samples of one batch change each other in {trainer.context.family.title}, so each runs by itself."
+    ]
+    assert notes == expected_notes * (apart and trainer.context.family.facts.batches)
+    alone = [velocities(trainer, [member]) for member in samples]
     for index, (out, _) in enumerate(alone):
         assert float((together[index] - out[0]).norm()) <= BOUND * float(out.norm()), index
-    wanted = {name: sum(own[name] for _, own in alone) for name in gradients}
-    largest = max(float(value.norm()) for value in wanted.values())
-    for name, value in wanted.items():
+    expected = {name: sum(gradients_alone[name] for _, gradients_alone in alone) for name in gradients}
+    largest = max(float(value.norm()) for value in expected.values())
+    for name, value in expected.items():
         assert float((gradients[name] - value).norm()) <= BOUND * max(float(value.norm()), 1e-3 * largest), name
     trainer.close()
 

@@ -24,14 +24,14 @@ def test_a_target_inside_has_the_gradient_of_plain_autograd(row, tmp_path):
     network = NetworkOptions(rank=4, alpha=8.0, include=(f"{inside}*", "*blocks.0.*attn*"))
     trainer = trainer_of(row, tmp_path, network=network)
     fill_up_matrices(trainer)
-    loss, wanted = written_out(row, trainer)
+    loss, expected = written_out(row, trainer)
     assert abs(trainer.train_step.forward_backward([micro_batch(0)]) - loss) <= 3e-3 * loss
-    found = lora_gradients(trainer)
+    actual = lora_gradients(trainer)
     trainer.close()
-    own = [name for name in found if name.startswith(inside)]
-    assert own and len(own) < len(found)
-    assert all(float(wanted[name].norm()) > 0 for name in own)
-    assert difference(found, wanted) <= 3e-3
+    names = [name for name in actual if name.startswith(inside)]
+    assert names and len(names) < len(actual)
+    assert all(float(expected[name].norm()) > 0 for name in names)
+    assert difference(actual, expected) <= 3e-3
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -46,7 +46,7 @@ def test_a_patch_of_the_model_is_in_force_inside(row, tmp_path):
     trainer = trainer_of(row, tmp_path, model=patcher)
     batch, sample, guidance = batch_of(trainer), trainer.context.data.samples[0], guidance_of(trainer)
     with torch.no_grad():
-        found = trainer.placed.velocity(batch.inputs, (0, 0))[0]
+        actual = trainer.placed.velocity(batch.inputs, (0, 0))[0]
     trainer.close()
     (group,) = batch.inputs.groups
     outputs = []
@@ -56,20 +56,20 @@ def test_a_patch_of_the_model_is_in_force_inside(row, tmp_path):
             model.diffusion_model.get_submodule(name).weight += patched * delta
             out = raw_output(model, row, sample, group.x[0].clone(), group.sigma, guidance)[0]
             outputs.append(tokens(out, sample.tokens))
-    wanted, without = outputs
-    assert float((found - wanted).norm()) <= 1e-4 * float(wanted.norm())
-    assert float((found - without).norm()) > 1e-3 * float(wanted.norm())
+    expected, plain = outputs
+    assert float((actual - expected).norm()) <= 1e-4 * float(expected.norm())
+    assert float((actual - plain).norm()) > 1e-3 * float(expected.norm())
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.name != "anima"], ids=str)
 def test_blocks_inside_swap_as_all_others_do(row, tmp_path):
     """The only one of its structure, on a text that needs no gradient: it is brought back for its backward."""
     network = NetworkOptions(rank=4, alpha=8.0, include=(f"{ADAPTERS[row.name]}*", "*blocks.0.*attn*"))
-    found = []
+    results = []
     for count in (0, 3):
         trainer = trainer_of(row, tmp_path / f"{count}", "full", network=network, blocks_to_swap=count)
         fill_up_matrices(trainer)
-        found.append((trainer.train_step.forward_backward([micro_batch(0)]), lora_gradients(trainer)))
+        results.append((trainer.train_step.forward_backward([micro_batch(0)]), lora_gradients(trainer)))
         trainer.close()
-    (loss, wanted), (other, gradients) = found
-    assert loss == other and all(torch.equal(gradients[name], value) for name, value in wanted.items())
+    (loss, expected), (other, gradients) = results
+    assert loss == other and all(torch.equal(gradients[name], value) for name, value in expected.items())

@@ -53,20 +53,20 @@ def test_a_training_step_is_told_what_core_tells_the_model_at_the_rate_of_the_cl
     group = inputs_of(model, sample, x)
     with torch.inference_mode():
         (encoded,) = nodes.CLIPTextEncode().encode(clip, "a film")
-        ((text, told),) = LTXVConditioning.execute(encoded, encoded, rate).result[0]
-        conds = model.model.extra_conds(cross_attn=text, noise=x[None], device=x.device, **told)
-        wanted = model.model.apply_model(x[None], group.sigma, **{name: cond.cond for name, cond in conds.items()})
+        ((text, conditioning),) = LTXVConditioning.execute(encoded, encoded, rate).result[0]
+        conds = model.model.extra_conds(cross_attn=text, noise=x[None], device=x.device, **conditioning)
+        expected = model.model.apply_model(x[None], group.sigma, **{name: cond.cond for name, cond in conds.items()})
     assert conds["frame_rate"].cond == rate and group.conds["frame_rate"] == pytest.approx(rate)
     with torch.no_grad():
-        given = model.model.apply_model(x[None], group.sigma, **group.conds)
+        actual = model.model.apply_model(x[None], group.sigma, **group.conds)
         otherwise = model.model.apply_model(x[None], group.sigma, **{**group.conds, "frame_rate": 25})
-    assert torch.allclose(given, wanted, atol=1e-6)
-    assert (given - otherwise).abs().max() > 1e-3
+    assert torch.allclose(actual, expected, atol=1e-6)
+    assert (actual - otherwise).abs().max() > 1e-3
 
 
 def test_another_rate_makes_other_data_and_pictures_have_none(ltx, films, tmp_path):
-    made = [prepared(scan_videos(films, Extraction((9,), fps=fps)), ltx, tmp_path) for fps in (12, 24, 12)]
-    assert made[0].fingerprint == made[2].fingerprint != made[1].fingerprint
+    datasets = [prepared(scan_videos(films, Extraction((9,), fps=fps)), ltx, tmp_path) for fps in (12, 24, 12)]
+    assert datasets[0].fingerprint == datasets[2].fingerprint != datasets[1].fingerprint
     (pictures := tmp_path / "pictures").mkdir()
     Image.new("RGB", (96, 64), "teal").save(pictures / "b.png")
     (pictures / "b.txt").write_text("a picture")
@@ -78,9 +78,9 @@ def test_another_rate_makes_other_data_and_pictures_have_none(ltx, films, tmp_pa
 
 def test_another_rate_at_which_the_same_frames_are_shown_makes_other_data(ltx, films, tmp_path):
     first, other = (prepared(scan_videos(films, Extraction((9,), fps=fps)), ltx, tmp_path) for fps in (24, 23.5))
-    one, another = (data.samples[0].load() for data in (first, other))
-    assert torch.equal(one.latent, another.latent)
-    assert (one.conditioning["frame_rate"], another.conditioning["frame_rate"]) == (24, 23.5)
+    first_sample, another = (data.samples[0].load() for data in (first, other))
+    assert torch.equal(first_sample.latent, another.latent)
+    assert (first_sample.conditioning["frame_rate"], another.conditioning["frame_rate"]) == (24, 23.5)
     assert first.fingerprint != other.fingerprint
 
 
@@ -90,8 +90,10 @@ def test_the_silence_beside_a_video_of_ltx_2_lasts_as_long_as_it():
     tensors = sample.load()
     x = torch.randn(tensors.latent.shape)
     for rate, latents in ((None, 17), (12.5, 34)):
-        told = {} if rate is None else {"frame_rate": rate}
-        noisy = NoisySample(x, tensors.text, {**tensors.conditioning, **told}, sample.tokens, sample.text_length)
+        rate_options = {} if rate is None else {"frame_rate": rate}
+        noisy = NoisySample(
+            x, tensors.text, {**tensors.conditioning, **rate_options}, sample.tokens, sample.text_length
+        )
         (group,) = native_inputs(model, [noisy], torch.tensor([0.5]), None, _ltx_2_sound()).groups
         assert [tuple(shape) for shape in group.conds["latent_shapes"]] == [(1, *x.shape), (1, 8, latents, 16)]
 
@@ -101,11 +103,13 @@ def test_the_silence_beside_a_video_is_as_noisy_as_the_models_own_schedule_of_so
     sample, model = sample_of(row), build(row)
     tensors, sound = sample.load(), next(facts.sound for facts in NAMED if facts.name == row.name)
     noisy = NoisySample(tensors.latent, tensors.text, tensors.conditioning, sample.tokens, sample.text_length)
-    made = [
-        native_inputs(model, [noisy], torch.tensor([0.5]), None, one).groups[0].x.flatten()[tensors.latent.numel() :]
-        for one in (sound, Sound(sound.shape, lambda sigma: 1.0))
+    sounds = [
+        native_inputs(model, [noisy], torch.tensor([0.5]), None, variant)
+        .groups[0]
+        .x.flatten()[tensors.latent.numel() :]
+        for variant in (sound, Sound(sound.shape, lambda sigma: 1.0))
     ]
-    assert made[1].numel() > 0 and torch.allclose(made[0], sound.sigma(0.5) * made[1])
+    assert sounds[1].numel() > 0 and torch.allclose(sounds[0], sound.sigma(0.5) * sounds[1])
 
 
 def _ltx_2_sound():

@@ -14,24 +14,24 @@ ROW = re.compile(r"^\| `(\w+)` \| (.+?) \| (own|A|B|C|–) \| (.+) \|$", re.MULT
 TITLES = {"flux": "FLUX.1"}
 
 
-def _written():
+def _page_text():
     return model_table.PAGE.read_text(encoding="utf-8")
 
 
 def test_the_page_is_fresh():
-    made = model_table.make_page()
-    assert made.splitlines()[-1] in _written(), "ComfyUI's classes or ours changed: run `python dev.py models`"
-    assert _written() == made, "run `python dev.py models`"
+    page = model_table.make_page()
+    assert page.splitlines()[-1] in _page_text(), "ComfyUI's classes or ours changed: run `python dev.py models`"
+    assert _page_text() == page, "run `python dev.py models`"
 
 
 def test_the_page_has_a_row_for_every_class():
-    rows = ROW.findall(_written())
+    rows = ROW.findall(_page_text())
     assert [name for name, *_ in rows] == [kind.__name__ for kind in comfy.supported_models.models]
     assert len(rows) == len(set(rows)) > 90
 
 
 def test_a_tier_is_claimed_only_for_a_model_that_is_tested():
-    tiers = {name: tier for name, _, tier, _ in ROW.findall(_written())}
+    tiers = {name: tier for name, _, tier, _ in ROW.findall(_page_text())}
     tested = {row.model: row.tier for row in ROWS}
     claimed = {name: tier for name, tier in tiers.items() if tier in "AB"}
     assert claimed == {name: tier for name, tier in tested.items() if tier in "AB" and name not in model_table.OWN}
@@ -39,20 +39,20 @@ def test_a_tier_is_claimed_only_for_a_model_that_is_tested():
 
 
 def test_what_is_refused_says_why():
-    refused = {name: notes for name, _, tier, notes in ROW.findall(_written()) if tier == "–"}
+    refused = {name: notes for name, _, tier, notes in ROW.findall(_page_text()) if tier == "–"}
     untrained = {row.model: row.left_out["training"] for row in ROWS if row.tier == "–"}
     assert refused == model_table.refused() | untrained
     assert {"audio", "3D", "detection", "upscales", "refines"} <= set(refused.values())
 
 
 def test_the_tables_speak_of_no_class_twice():
-    told = [*model_table.OWN, *model_table.SHARED, *model_table.refused(), *{row.model for row in ROWS}]
-    assert {name for name in told if told.count(name) > 1} <= model_table.OWN.keys()
-    assert set(told) == model_table.TITLES.keys()
+    names = [*model_table.OWN, *model_table.SHARED, *model_table.refused(), *{row.model for row in ROWS}]
+    assert {name for name in names if names.count(name) > 1} <= model_table.OWN.keys()
+    assert set(names) == model_table.TITLES.keys()
 
 
 def test_every_release_of_a_named_model_says_what_to_load_and_how_it_is_sampled():
-    text = _written()
+    text = _page_text()
     for facts in facts_by_name:
         for release in facts.releases:
             (line,) = (line for line in text.splitlines() if f"`{release.file}`" in line)

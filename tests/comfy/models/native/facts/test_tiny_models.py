@@ -23,24 +23,24 @@ def test_a_tiny_model_is_made_as_loaders_make_it_and_hears_its_inputs(row):
     change = (out - latent).norm()
     other_text = _forward(row, "another sample")[2]
     assert (other_text - out).norm() > 2e-3 * change
-    moved = latent + 0.1 * latent.roll(1, -1)
-    assert ((_forward(row, x=moved)[2] - moved) - (out - latent)).norm() > 1e-3 * change
+    shifted = latent + 0.1 * latent.roll(1, -1)
+    assert ((_forward(row, x=shifted)[2] - shifted) - (out - latent)).norm() > 1e-3 * change
 
 
 def test_a_tiny_model_is_of_the_class_that_its_row_names():
     import comfy.supported_models
 
     for row in ROWS:
-        made = build(row).model
-        assert type(made.model_config) is getattr(comfy.supported_models, row.model), row.name
+        model = build(row).model
+        assert type(model.model_config) is getattr(comfy.supported_models, row.model), row.name
 
 
 def test_the_rows_cover_thirty_distinct_forwards():
     assert len({row.name for row in ROWS}) == len(ROWS)
     assert {row.tier for row in NAMED} == {"A"}
     # A second row of a class that people train has the tier of the first.
-    of_named = {row.model for row in NAMED}
-    assert all(row.tier == ("A" if row.model in of_named else "B") for row in ROWS[len(NAMED) :])
+    named_models = {row.model for row in NAMED}
+    assert all(row.tier == ("A" if row.model in named_models else "B") for row in ROWS[len(NAMED) :])
     assert all((row.tier == "–") == ("training" in row.left_out) for row in ROWS)
     forwards = {type(build(row).model.diffusion_model) for row in TRAINED}
     assert len(forwards) >= 30, len(forwards)

@@ -56,20 +56,20 @@ def trainer_of(name: str, folder: Any, mode: str = "none", **changes: Any) -> An
 
 def first_batch(trainer: Any) -> Any:
     sample, settings = trainer.context.data.samples[0], trainer.settings
-    given = [(sample, sample.load(FIRST_VARIANT))]
-    which = trainer.device, settings.seed, (0, 0), trainer.train_step.batches.strata
-    return make_batch(trainer.context.patcher, trainer.context.family, given, settings.objective, *which)
+    pairs = [(sample, sample.load(FIRST_VARIANT))]
+    key = trainer.device, settings.seed, (0, 0), trainer.train_step.batches.strata
+    return make_batch(trainer.context.patcher, trainer.context.family, pairs, settings.objective, *key)
 
 
 def written_out(name: str, trainer: Any) -> tuple[float, dict[str, Tensor]]:
     """The loss of the first sample and the LoRA's gradients, by autograd over core's forward with W + s·up·down in
     place of each weight."""
     row, sample, settings = BY_NAME[name], trainer.context.data.samples[0], trainer.settings
-    given = [(sample, sample.load(FIRST_VARIANT))]
+    pairs = [(sample, sample.load(FIRST_VARIANT))]
     batch = make_batch(
         trainer.context.patcher,
         trainer.context.family,
-        given,
+        pairs,
         settings.objective,
         trainer.device,
         settings.seed,
@@ -88,29 +88,29 @@ def written_out(name: str, trainer: Any) -> tuple[float, dict[str, Tensor]]:
         out = raw_output(model, row, sample, group.x[0].clone(), group.sigma, None)
         loss = (tokens(out[0], sample.tokens) - batch.target[0]).square().mean()
         loss.backward()
-    found = {f"{n}.{side}": gradient(p) for n, pair in masters.items() for side, p in zip(SIDES, pair, strict=True)}
-    return float(loss.detach()), found
+    gradients = {f"{n}.{side}": gradient(p) for n, pair in masters.items() for side, p in zip(SIDES, pair, strict=True)}
+    return float(loss.detach()), gradients
 
 
-def check_gradients(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    largest = max(float(value.norm()) for value in wanted.values())
-    for name, value in wanted.items():
-        assert float((found[name] - value).norm()) <= 3e-3 * max(float(value.norm()), 1e-4 * largest), name
+def check_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    largest = max(float(value.norm()) for value in expected.values())
+    for name, value in expected.items():
+        assert float((actual[name] - value).norm()) <= 3e-3 * max(float(value.norm()), 1e-4 * largest), name
 
 
 @pytest.mark.parametrize("name", ["sdxl", "sd1.5"])
 def test_convolutions_have_the_gradients_of_the_merged_weight(name, tmp_path):
-    wanted = None
+    expected = None
     for mode, swapped in (("none", 0), ("full", 2)):
         trainer = trainer_of(name, tmp_path / mode, mode, blocks_to_swap=swapped)
         convs = convolutions(trainer.context.patcher.model.diffusion_model)
         assert convs.keys() <= trainer.network.adapters.keys()
         fill_up_matrices(trainer)
-        wanted = wanted or written_out(name, trainer)
+        expected = expected or written_out(name, trainer)
         loss = trainer.train_step.forward_backward([micro_batch(0)])
-        assert abs(loss - wanted[0]) <= 1e-4 * wanted[0]
-        check_gradients(lora_gradients(trainer), wanted[1])
+        assert abs(loss - expected[0]) <= 1e-4 * expected[0]
+        check_gradients(lora_gradients(trainer), expected[1])
         trainer.close()
 
 
@@ -121,16 +121,16 @@ def test_a_residual_block_with_its_convolutions_is_one_graph(tmp_path):
     block = next(block for _, block in trainer.placed.weights.transformer.blocks() if block.kind == "ResBlock")
     adapters = [layer.adapter for name, layer in block.linears().items() if name.endswith("_layers.2")]
     assert len(adapters) == 1
-    given, call = flatten((torch.randn(1, 32, 8, 12), torch.randn(1, 128)), {}, 1)
+    tensors, call = flatten((torch.randn(1, 32, 8, 12), torch.randn(1, 128)), {}, 1)
     mask = DropMask((torch.rand(1, 96, 4) > 0.5).float())
-    found = []
+    results = []
     for run in (block, torch.compile(block, backend="aot_eager", fullgraph=True)):
-        out = run(*given, call, {"in_layers.2": mask})
-        found.append([out, *torch.autograd.grad(out.square().sum(), list(adapters[0].parameters()))])
-    for one, other in zip(*found, strict=True):
-        assert float((one - other).detach().norm()) <= 1e-5 * float(one.detach().norm())
-    without = block(*given, call, {})
-    assert float((without - found[0][0]).detach().norm()) >= 1e-3 * float(without.detach().norm())  # the mask drops
+        out = run(*tensors, call, {"in_layers.2": mask})
+        results.append([out, *torch.autograd.grad(out.square().sum(), list(adapters[0].parameters()))])
+    for result, other in zip(*results, strict=True):
+        assert float((result - other).detach().norm()) <= 1e-5 * float(result.detach().norm())
+    unmasked = block(*tensors, call, {})
+    assert float((unmasked - results[0][0]).detach().norm()) >= 1e-3 * float(unmasked.detach().norm())  # the mask drops
     trainer.close()
     torch._dynamo.reset()
 
@@ -150,15 +150,15 @@ def test_a_warm_start_keeps_the_update_at_its_rank_and_the_best_of_it_below(tmp_
             options, trainer.context.family, trainer.context.patcher.model, list(trainer.network.adapters)
         )
         assert start is not None and notes == [] and not start.dense
-        told = trainer.apply_warm_start(start)
-        assert bool(told) == (rank == 2)
+        warnings = trainer.apply_warm_start(start)
+        assert bool(warnings) == (rank == 2)
         for name, adapter in trainer.network.adapters.items():
-            before = lora.modules()[name]
-            wanted = 2.0 * before.up.flatten(1) @ before.down.flatten(1)
-            left, sizes, right = torch.linalg.svd(wanted)
-            best = left[:, :rank] * sizes[:rank] @ right[:rank] if rank < 4 else wanted
-            found = (adapter.scale * adapter.up @ adapter.down).detach()
-            assert float((found - best).norm()) <= 1e-4 * float(wanted.norm()), name
+            module = lora.modules()[name]
+            expected = 2.0 * module.up.flatten(1) @ module.down.flatten(1)
+            left, sizes, right = torch.linalg.svd(expected)
+            best = left[:, :rank] * sizes[:rank] @ right[:rank] if rank < 4 else expected
+            actual = (adapter.scale * adapter.up @ adapter.down).detach()
+            assert float((actual - best).norm()) <= 1e-4 * float(expected.norm()), name
         trainer.close()
 
 
@@ -168,7 +168,7 @@ def test_core_loads_the_file_in_each_format_and_its_forward_is_the_trainer_s(nam
     fill_up_matrices(trainer)
     batch, sample = first_batch(trainer), trainer.context.data.samples[0]
     with torch.no_grad():
-        wanted = trainer.placed.velocity(batch.inputs, (0, 0))[0]
+        expected = trainer.placed.velocity(batch.inputs, (0, 0))[0]
     lora = trainer.network.snapshot()
     lora.metadata[MODULES] = trainer.context.family.names.recorded()
     (group,), names = batch.inputs.groups, set(trainer.network.adapters)
@@ -182,8 +182,8 @@ def test_core_loads_the_file_in_each_format_and_its_forward_is_the_trainer_s(nam
         for layer, delta in deltas.items():
             merged.diffusion_model.get_submodule(layer).weight.data += delta.float()
         with torch.no_grad():
-            found = raw_output(merged, row, sample, group.x[0].clone(), group.sigma, None)[0]
-        assert float((tokens(found, sample.tokens) - wanted).norm()) <= 1e-4 * float(wanted.norm())
+            actual = raw_output(merged, row, sample, group.x[0].clone(), group.sigma, None)[0]
+        assert float((tokens(actual, sample.tokens) - expected).norm()) <= 1e-4 * float(expected.norm())
     kohya = convert(lora, "kohya")
     key = {"sdxl": "input_blocks_1_0_in_layers_2", "sd1.5": "down_blocks_0_resnets_0_conv1"}[name]
     assert kohya[f"lora_unet_{key}.lora_down.weight"].shape == (4, 32, 3, 3)
@@ -209,9 +209,9 @@ def test_the_numbers_of_convolutions_are_counted_and_shown(tmp_path):
     family, model = family_of(build(BY_NAME["sdxl"])), trainer.context.patcher.model
     total = sum(p.numel() for p in trainer.network.parameters())
     assert total == sum(4 * sum(layer_shapes(model)[name]) for name in trainer.network.adapters)
-    told = describe_network(network(), family, model)
-    assert f"lora on {len(trainer.network.adapters)} of {len(weight_shapes(model))} layers" in told
-    assert f"{total:,} trained numbers" in told and "32×32×3×3" in told
+    text = describe_network(network(), family, model)
+    assert f"lora on {len(trainer.network.adapters)} of {len(weight_shapes(model))} layers" in text
+    assert f"{total:,} trained numbers" in text and "32×32×3×3" in text
     trainer.close()
 
 
@@ -221,8 +221,8 @@ def test_a_pattern_that_linears_match_means_these_alone():
     convs = convolutions(model.model.diffusion_model)
     for include in ((), ("*",), ("input_blocks.*",)):
         assert not convs.keys() & set(choose_targets(family, model.model, NetworkOptions(include=include)))
-    chosen = choose_targets(family, model.model, network(exclude=("input_blocks.*",)))
-    assert convs.keys() & set(chosen) == {name for name in convs if not name.startswith("input_blocks.")}
+    targets = choose_targets(family, model.model, network(exclude=("input_blocks.*",)))
+    assert convs.keys() & set(targets) == {name for name in convs if not name.startswith("input_blocks.")}
 
 
 def test_what_is_neither_linear_nor_convolution_is_the_sentence_for_no_match():
@@ -259,11 +259,11 @@ def test_pissa_starts_at_the_model_and_saves_what_changed(tmp_path):
     plain = trainer_of("sd1.5", tmp_path / "plain")
     options = network(init="pissa", rank_patterns="input_blocks.0.0: rank=2")
     trainer = trainer_of("sd1.5", tmp_path / "pissa", network=options)
-    loss, wanted = (each.train_step.forward_backward([micro_batch(0)]) for each in (trainer, plain))
-    assert float(abs(loss - wanted)) <= 1e-6 * float(wanted)
+    loss, expected = (candidate.train_step.forward_backward([micro_batch(0)]) for candidate in (trainer, plain))
+    assert float(abs(loss - expected)) <= 1e-6 * float(expected)
     tensors = trainer.network.snapshot()
     down, up = (tensors[f"lora_unet_input_blocks_0_0.lora_{side}.weight"] for side in SIDES)
     assert down.shape == (4, 4, 3, 3) and up.shape == (32, 4, 1, 1)
     assert float((up.flatten(1) @ down.flatten(1)).norm()) <= 1e-6 * float(up.norm() * down.norm())
-    for each in (plain, trainer):
-        each.close()
+    for candidate in (plain, trainer):
+        candidate.close()

@@ -71,17 +71,17 @@ THEIRS: dict[str, Callable[[Any], Any]] = {
 def test_the_names_are_all_those_of_diffusers_linears(name):
     diffusers = pytest.importorskip("diffusers")
     with torch.device("meta"):
-        theirs = {n: m.weight.shape for n, m in THEIRS[name](diffusers).named_modules() if isinstance(m, nn.Linear)}
+        reference = {n: m.weight.shape for n, m in THEIRS[name](diffusers).named_modules() if isinstance(m, nn.Linear)}
     model = build(BY_NAME[name]).model
-    table, named = native_names(model), []
+    table, names = native_names(model), []
     for module, linear in model.diffusion_model.named_modules():
         if isinstance(linear, nn.Linear):
             parts = table.diffusers(module)
-            named += parts
+            names += parts
             rows = table.diffusers_rows(module, *linear.weight.shape) if len(parts) > 1 else ()
             for part, size in zip(parts, rows, strict=bool(rows)):
-                assert theirs[part][0] * linear.in_features == size * theirs[part][1], part
-    assert sorted(named) == sorted(theirs)
+                assert reference[part][0] * linear.in_features == size * reference[part][1], part
+    assert sorted(names) == sorted(reference)
 
 
 UNET = {
@@ -124,11 +124,11 @@ def test_diffusers_loads_every_key_of_a_u_net_and_gets_the_same_update(name, lay
     with caplog.at_level(logging.WARNING):
         unet.load_lora_adapter(state, prefix="unet", network_alphas=alphas, adapter_name="a")
     assert [record.getMessage() for record in caplog.records if "diffusers" in record.name] == []
-    there = {n: m.get_delta_weight("a") for n, m in unet.named_modules() if hasattr(m, "get_delta_weight")}
-    wanted = {table.diffusers(native)[0]: delta(update) for native, update in updates.items()}
-    assert there.keys() == wanted.keys()
-    for module, expected in wanted.items():
-        assert (there[module].double() - expected).norm() <= 1e-5 * expected.norm(), module
+    actual = {n: m.get_delta_weight("a") for n, m in unet.named_modules() if hasattr(m, "get_delta_weight")}
+    updates_by_layer = {table.diffusers(native)[0]: delta(update) for native, update in updates.items()}
+    assert actual.keys() == updates_by_layer.keys()
+    for module, expected in updates_by_layer.items():
+        assert (actual[module].double() - expected).norm() <= 1e-5 * expected.norm(), module
 
 
 def test_diffusers_loads_every_key_of_hunyuan_video_and_gets_the_same_update(tmp_path, caplog):
@@ -144,10 +144,10 @@ def test_diffusers_loads_every_key_of_hunyuan_video_and_gets_the_same_update(tmp
         transformer.load_lora_adapter(state, adapter_name="a")
     assert [record.getMessage() for record in caplog.records if "diffusers" in record.name] == []
     modules = {name: module for name, module in transformer.named_modules() if hasattr(module, "get_delta_weight")}
-    there = {name: module.get_delta_weight("a").double() for name, module in modules.items()}
-    assert len(there) == len(state) // 2 == sum(len(table.diffusers(name)) for name in updates)
+    deltas_by_layer = {name: module.get_delta_weight("a").double() for name, module in modules.items()}
+    assert len(deltas_by_layer) == len(state) // 2 == sum(len(table.diffusers(name)) for name in updates)
     for name, update in updates.items():
-        together = torch.cat([there[part] for part in table.diffusers(name)])
+        together = torch.cat([deltas_by_layer[part] for part in table.diffusers(name)])
         expected = delta(update)
         if name == "final_layer.adaLN_modulation.1":  # (shift, scale), and (scale, shift) there
             expected = torch.cat(expected.chunk(2)[::-1])

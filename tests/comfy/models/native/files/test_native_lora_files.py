@@ -49,9 +49,9 @@ def test_comfyui_loads_every_key_and_so_do_we_with_the_same_update(row, caplog):
     assert bool(table.to_diffusers) == (row.name in OFFERED)
     for layout in formats_of(table):
         tensors = convert(lora_of(updates, table), layout)
-        ours = read_lora(tensors, family_of(table), model.model)
-        assert (ours.other_weights, ours.unknown, ours.text_encoder) == ((), (), 0)
-        assert_same_deltas(deltas({n: low_rank(parts) for n, parts in ours.modules.items()}), updates, 1e-5)
+        reading = read_lora(tensors, family_of(table), model.model)
+        assert (reading.other_weights, reading.unknown, reading.text_encoder) == ((), (), 0)
+        assert_same_deltas(deltas({n: low_rank(parts) for n, parts in reading.modules.items()}), updates, 1e-5)
         if table.left_out("ComfyUI", layout, list(updates)):
             continue
         patched = loaded_in_comfyui(model, tensors, caplog)
@@ -71,9 +71,9 @@ def test_a_file_tells_the_names_of_its_modules_without_the_model(name, tmp_path)
     back = LoraModel(*read_tensors(tmp_path / "a.safetensors"))
     assert deltas(back.modules()).keys() == updates.keys()
     for layout in formats_of(table):
-        wanted, found = convert(lora, layout), convert(back, layout)
-        assert wanted.keys() == found.keys()
-        assert all(torch.equal(wanted[key], found[key]) for key in wanted)
+        expected, actual = convert(lora, layout), convert(back, layout)
+        assert expected.keys() == actual.keys()
+        assert all(torch.equal(expected[key], actual[key]) for key in expected)
 
 
 def test_a_file_that_tells_no_names_keeps_its_keys():
@@ -84,9 +84,9 @@ def test_a_file_that_tells_no_names_keeps_its_keys():
     assert reader_notes(plain, "kohya")
     with pytest.raises(ValueError, match="format comfyui needs the module's own name"):
         convert(plain, "comfyui")
-    named = convert(lora_of(updates, table), "comfyui")
-    assert convert(named, "comfyui").keys() == named.keys()  # as core's training node gives it
-    assert convert(named, "kohya").keys() == plain.keys()
+    tensors = convert(lora_of(updates, table), "comfyui")
+    assert convert(tensors, "comfyui").keys() == tensors.keys()  # as core's training node gives it
+    assert convert(tensors, "kohya").keys() == plain.keys()
 
 
 @pytest.mark.parametrize("said", ["", "no json", "[]", "{}", '{"diffusers": {"a.{}": ["b"]}, "modules": []}'])
@@ -98,12 +98,12 @@ def test_metadata_that_tells_no_table_is_passed_over(said):
 
 
 def test_save_lora_says_what_is_known_and_refuses_names_that_are_not():
-    kept, known = (build(BY_NAME[name]) for name in ("anima", "z-image"))
-    lora = lora_of(random_updates(kept), native_names(kept.model))
+    refused_model, known_model = (build(BY_NAME[name]) for name in ("anima", "z-image"))
+    lora = lora_of(random_updates(refused_model), native_names(refused_model.model))
     assert reader_notes(lora, "kohya") == reader_notes(lora, "comfyui") == ["ComfyUI reads this file."]
     with pytest.raises(ValueError, match="format diffusers is not known for this model; choose kohya or comfyui"):
         convert(lora, "diffusers")
-    offered = lora_of(random_updates(known), native_names(known.model))
+    offered = lora_of(random_updates(known_model), native_names(known_model.model))
     assert reader_notes(offered, "diffusers") == ["ComfyUI and diffusers read this file."]
 
 

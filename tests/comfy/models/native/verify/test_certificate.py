@@ -40,46 +40,46 @@ def certified(name: str, folder: Any, dtype: torch.dtype = torch.float32, **chan
     memory = MemoryOptions(checkpointing="full", **changes.pop("memory", {}))
     trainer = make_trainer(build(row, dtype), data_of(row), folder, memory=memory, **changes)
     placed = trainer.placed
-    before = {name: weight.clone() for name, weight in trainer.network.master_weights().items()}
+    initial = {name: weight.clone() for name, weight in trainer.network.master_weights().items()}
     try:
-        made = make_certificate(
+        certificate = make_certificate(
             placed, list(trainer.network.adapters), trainer.context.data.samples, 1.0, trainer.observer
         )
         after = trainer.network.master_weights()
-        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert all(torch.equal(initial[name], after[name]) for name in initial)
         assert placed.weights.copies() == 0
         trainer.run()  # it trains as without it
     finally:
         trainer.close()
-    return made
+    return certificate
 
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_models_of_ten_classes_pass(name, tmp_path):
-    made = certified(name, tmp_path, memory={"blocks_to_swap": 1})
-    assert made.gradients.errors and made.gradients.worst < 2e-3
-    assert made.blocks < 1e-4
-    assert not made.file.missing and not made.file.other
-    assert "forward equal, gradients within 0.0" in made.text and "layers load in ComfyUI" in made.text
+    certificate = certified(name, tmp_path, memory={"blocks_to_swap": 1})
+    assert certificate.gradients.errors and certificate.gradients.worst < 2e-3
+    assert certificate.blocks < 1e-4
+    assert not certificate.file.missing and not certificate.file.other
+    assert "forward equal, gradients within 0.0" in certificate.text and "layers load in ComfyUI" in certificate.text
 
 
 @pytest.mark.parametrize("name", BY_RULE)
 def test_models_that_are_known_by_rule_pass(name, tmp_path):
-    made = certified(name, tmp_path, memory={"blocks_to_swap": 1}, steps=1)
-    assert 0 < made.gradients.worst < 2e-3 and made.blocks < 1e-4 and not made.unchecked
-    assert made.gradients.measured.keys() == made.gradients.errors.keys()
+    certificate = certified(name, tmp_path, memory={"blocks_to_swap": 1}, steps=1)
+    assert 0 < certificate.gradients.worst < 2e-3 and certificate.blocks < 1e-4 and not certificate.unchecked
+    assert certificate.gradients.measured.keys() == certificate.gradients.errors.keys()
 
 
 @pytest.mark.parametrize("name", ["auraflow", "hidream-o1"])
 def test_models_in_bf16_pass(name, tmp_path):
-    made = certified(name, tmp_path, torch.bfloat16, memory={"blocks_to_swap": 1}, steps=1)
-    assert 0 < made.gradients.worst < 1e-2 and made.effect < 1e-2 and not made.unchecked
+    certificate = certified(name, tmp_path, torch.bfloat16, memory={"blocks_to_swap": 1}, steps=1)
+    assert 0 < certificate.gradients.worst < 1e-2 and certificate.effect < 1e-2 and not certificate.unchecked
 
 
 def test_a_model_whose_own_code_rounds_to_bf16_passes_without_what_that_hides(tmp_path):
-    made = certified("z-image-pixel", tmp_path, torch.bfloat16, steps=1)
-    assert made.gradients is None and made.effect is None and not made.unreached
-    assert made.text == (
+    certificate = certified("z-image-pixel", tmp_path, torch.bfloat16, steps=1)
+    assert certificate.gradients is None and certificate.effect is None and not certificate.unreached
+    assert certificate.text == (
         "ZImagePixelSpace: forward equal, blocks equal to plain ones, 19 of 19 layers load in ComfyUI. Not checked: "
         "gradients and effect of the file (the model's own rounding hides the differences)."
     )
@@ -90,21 +90,23 @@ def test_a_model_whose_own_code_fails_in_fp32_passes_without_those_checks(tmp_pa
 
     forward = CogVideoXBlock.forward
 
-    def hard(self: Any, **given: Any) -> Any:
-        x, context = forward(self, **given)
+    def hard(self: Any, **kwargs: Any) -> Any:
+        x, context = forward(self, **kwargs)
         return torch.eye(x.shape[1], dtype=torch.bfloat16) @ x, context
 
     monkeypatch.setattr(CogVideoXBlock, "forward", hard)
-    made = certified("cogvideox", tmp_path, torch.bfloat16, steps=1)
-    assert made.text.startswith("CogVideoX: forward equal, 12 of 12 layers load in ComfyUI. Not checked: gradients, ")
-    assert made.unchecked.keys() == {"gradients", "targets", "blocks", "effect of the file"}
-    assert all("BFloat16" in reason for reason in made.unchecked.values())
-    assert made.summary()["not_checked"] == made.unchecked
+    certificate = certified("cogvideox", tmp_path, torch.bfloat16, steps=1)
+    assert certificate.text.startswith(
+        "CogVideoX: forward equal, 12 of 12 layers load in ComfyUI. Not checked: gradients, "
+    )
+    assert certificate.unchecked.keys() == {"gradients", "targets", "blocks", "effect of the file"}
+    assert all("BFloat16" in reason for reason in certificate.unchecked.values())
+    assert certificate.summary()["not_checked"] == certificate.unchecked
 
 
 def test_a_model_in_bf16_passes_compiled(tmp_path):
-    made = certified("cogvideox", tmp_path, torch.bfloat16, backend="aot_eager", memory={"blocks_to_swap": 1})
-    assert made.gradients.worst < 1e-2 and made.effect < 1e-2 and not made.unchecked
+    certificate = certified("cogvideox", tmp_path, torch.bfloat16, backend="aot_eager", memory={"blocks_to_swap": 1})
+    assert certificate.gradients.worst < 1e-2 and certificate.effect < 1e-2 and not certificate.unchecked
 
 
 @pytest.mark.parametrize("moments", [0, 2, 6])
@@ -113,11 +115,11 @@ def test_after_ten_minutes_what_is_left_is_left_out(moments, tmp_path, monkeypat
     looks = itertools.count()
     late = property(lambda _: 0.0 if next(looks) < moments else certificate.LIMIT + 1)
     monkeypatch.setattr(certificate._Checks, "seconds", late)
-    made = certified("cogvideox", tmp_path, steps=1, memory={"blocks_to_swap": 1})
+    result = certified("cogvideox", tmp_path, steps=1, memory={"blocks_to_swap": 1})
     checks = {"gradients", "targets", "blocks", "LoRA file", "effect of the file"}
-    assert dict.fromkeys(checks, "10 minutes were over") == made.unchecked
-    assert made.text.startswith("CogVideoX: forward equal. Not checked:") and not made.is_transient
-    assert made.summary()["seconds"] > 600 and made.summary()["peak_memory_mib"] > 100
+    assert dict.fromkeys(checks, "10 minutes were over") == result.unchecked
+    assert result.text.startswith("CogVideoX: forward equal. Not checked:") and not result.is_transient
+    assert result.summary()["seconds"] > 600 and result.summary()["peak_memory_mib"] > 100
 
 
 def test_a_cancel_ends_it_between_two_blocks(tmp_path, monkeypatch):
@@ -140,10 +142,14 @@ def test_a_cancel_ends_it_between_two_blocks(tmp_path, monkeypatch):
 
 def test_gradients_below_the_noise_are_not_certified(tmp_path, monkeypatch):
     monkeypatch.setattr(gradients, "STEP", 1e-7)
-    made = certified("cogvideox", tmp_path, steps=1)
-    assert made.gradients is None and "gradients within" not in made.text and "Not checked: gradients" in made.text
-    some = gradients.GradientCheck({"a": 0.001, "b": 0.9, "c": 0.002}, {"a": 0.01, "b": 0.3, "c": 0.01})
-    assert some.fault is None and some.text == "gradients within 0.20% (2 of 3 layers could be measured)"
+    certificate = certified("cogvideox", tmp_path, steps=1)
+    assert (
+        certificate.gradients is None
+        and "gradients within" not in certificate.text
+        and "Not checked: gradients" in certificate.text
+    )
+    check = gradients.GradientCheck({"a": 0.001, "b": 0.9, "c": 0.002}, {"a": 0.01, "b": 0.3, "c": 0.01})
+    assert check.fault is None and check.text == "gradients within 0.20% (2 of 3 layers could be measured)"
 
 
 class _WrongBackward(torch.autograd.Function):
@@ -160,14 +166,16 @@ def _forward(patch: pytest.MonkeyPatch) -> None:
     from tessera.models.native.blocks import NativeBlock
 
     forward = NativeBlock.forward
-    patch.setattr(NativeBlock, "forward", lambda self, *args: _each(forward(self, *args), lambda one: 1.02 * one))
+    patch.setattr(
+        NativeBlock, "forward", lambda self, *args: _map_output(forward(self, *args), lambda value: 1.02 * value)
+    )
 
 
 def _gradients(patch: pytest.MonkeyPatch) -> None:
     from tessera.models.native.blocks import NativeBlock
 
     forward = NativeBlock.forward
-    patch.setattr(NativeBlock, "forward", lambda self, *args: _each(forward(self, *args), _WrongBackward.apply))
+    patch.setattr(NativeBlock, "forward", lambda self, *args: _map_output(forward(self, *args), _WrongBackward.apply))
 
 
 def _targets(patch: pytest.MonkeyPatch) -> None:
@@ -189,7 +197,9 @@ def _blocks_as_run(patch: pytest.MonkeyPatch) -> None:
     from tessera.train.blocks.block_runner import BlockRunner
 
     run = BlockRunner.__call__
-    patch.setattr(BlockRunner, "__call__", lambda self, *args: _each(run(self, *args), lambda one: 1.001 * one))
+    patch.setattr(
+        BlockRunner, "__call__", lambda self, *args: _map_output(run(self, *args), lambda value: 1.001 * value)
+    )
 
 
 def _blocks_in_slots(patch: pytest.MonkeyPatch) -> None:
@@ -209,11 +219,11 @@ def _layer_missing(patch: pytest.MonkeyPatch) -> None:
 
     save = certificate.save_lora
 
-    def without(path: Any, lora: Any) -> None:
+    def save_nothing(path: Any, lora: Any) -> None:
         left_out = "lora_unet_layers_1_attention_out."
         save(path, type(lora)({k: v for k, v in lora.items() if not k.startswith(left_out)}, lora.metadata, lora.names))
 
-    patch.setattr(certificate, "save_lora", without)
+    patch.setattr(certificate, "save_lora", save_nothing)
 
 
 def _other_update(patch: pytest.MonkeyPatch) -> None:
@@ -228,7 +238,7 @@ def _other_update(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(certificate, "save_lora", scaled)
 
 
-def _each(out: Any, change: Callable[[Any], Any]) -> Any:
+def _map_output(out: Any, change: Callable[[Any], Any]) -> Any:
     return change(out) if isinstance(out, torch.Tensor) else tuple(map(change, out))
 
 
@@ -283,7 +293,9 @@ def test_a_gradient_of_rounding_alone_hides_no_wrong_one(backend, tmp_path, monk
     try:
         assert faults_as_run(trainer) is None
         run = BlockRunner.__call__
-        monkeypatch.setattr(BlockRunner, "__call__", lambda self, *args: _each(run(self, *args), _WrongBackward.apply))
+        monkeypatch.setattr(
+            BlockRunner, "__call__", lambda self, *args: _map_output(run(self, *args), _WrongBackward.apply)
+        )
         fault = faults_as_run(trainer)
         assert fault is not None and "10.0% different from the plain block" in fault
         assert ("compiled" in fault) == (backend is not None)

@@ -23,10 +23,10 @@ def mismatch(weights: FrozenWeights, read: Any) -> Any:
     return compared.mismatch
 
 
-def quantised(how: str, dtype: torch.dtype = torch.float32, width: int = 128) -> FrozenWeights:
+def quantised(storage: str, dtype: torch.dtype = torch.float32, width: int = 128) -> FrozenWeights:
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(64, width, generator=generator) * 0.02
-    return FrozenWeights(core_layer(how, weight, torch.randn(64, generator=generator)), CPU, dtype)
+    return FrozenWeights(core_layer(storage, weight, torch.randn(64, generator=generator)), CPU, dtype)
 
 
 def lora_on(patcher: Any, keys: list[str]) -> Any:
@@ -39,32 +39,32 @@ def lora_on(patcher: Any, keys: list[str]) -> Any:
     return clone
 
 
-@pytest.mark.parametrize("how", QUANTISED)
-def test_a_scale_that_is_dropped_is_found_in_each_format(how):
-    weights = quantised(how)
+@pytest.mark.parametrize("storage", QUANTISED)
+def test_a_scale_that_is_dropped_is_found_in_each_format(storage):
+    weights = quantised(storage)
     read = weights.linear(LAYER)
     assert mismatch(weights, read) is None
-    narrow = quantised(how, torch.bfloat16)
+    narrow = quantised(storage, torch.bfloat16)
     assert mismatch(narrow, narrow.linear(LAYER)) is None
     if read.layout is None:
         wrong = read._replace(scale=None, weight=read.weight if read.scale is not None else 2 * read.weight)
     else:
         wrong = read._replace(parts=tuple(part.double().mul(2).to(part.dtype) for part in read.parts))
-    found = mismatch(weights, wrong)
-    assert found is not None and found.name == LAYER and found.difference > 0.5
-    without = mismatch(weights, read._replace(bias=None))
-    assert without is not None and without.difference > 0.5
+    difference = mismatch(weights, wrong)
+    assert difference is not None and difference.name == LAYER and difference.difference > 0.5
+    unbiased = mismatch(weights, read._replace(bias=None))
+    assert unbiased is not None and unbiased.difference > 0.5
 
 
-@pytest.mark.parametrize("how", QUANTISED)
-def test_a_format_with_a_lora_is_read_as_exactly_as_one_without(how):
+@pytest.mark.parametrize("storage", QUANTISED)
+def test_a_format_with_a_lora_is_read_as_exactly_as_one_without(storage):
     """At a real width: core's own product in int4 rounds its input too, the more the wider it is. The rounding of the
     LoRA into the format, at random, is up to 20 % and must not hide a fault."""
-    weights = quantised(how, width=2048)
+    weights = quantised(storage, width=2048)
     assert mismatch(weights, weights.linear(LAYER)) is None
     torch.manual_seed(0)
     for size in (1e-5, 1e-2):
-        patched = quantised(how, width=2048)
+        patched = quantised(storage, width=2048)
         patched.patcher.add_patches({f"diffusion_model.{LAYER}.weight": ("diff", (size * torch.randn(64, 2048),))})
         read = patched.linear(LAYER)
         assert mismatch(patched, read) is None
@@ -106,9 +106,9 @@ def test_what_is_read_right_passes_with_loras_and_swapped_blocks_too(name, dtype
     patched = lora_on(patcher, [f"{linear}.weight", f"{linear}.bias"] if name == "sd1.5" else [f"{linear}.weight"])
     for model in (patcher, patched):
         weights = FrozenWeights(model, CPU, dtype)
-        before = [dict(vars(module)) for module in model.model.diffusion_model.modules()]
+        attributes = [dict(vars(module)) for module in model.model.diffusion_model.modules()]
         assert Shadow(model, weights).mismatch() is None
-        assert before == [dict(vars(module)) for module in model.model.diffusion_model.modules()]
+        assert attributes == [dict(vars(module)) for module in model.model.diffusion_model.modules()]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -123,13 +123,13 @@ def test_a_weight_two_percent_too_large_is_found_under_dynamic_vram(name, dtype,
     assert shadow.mismatch() is None
     linear = FrozenWeights.linear
 
-    def wrong(self: Any, name: str, **how: Any) -> Any:
-        read = linear(self, name, **how)
+    def wrong(self: Any, name: str, **options: Any) -> Any:
+        read = linear(self, name, **options)
         return read._replace(weight=1.02 * read.weight)
 
     monkeypatch.setattr(FrozenWeights, "linear", wrong)
-    found = shadow.mismatch()
-    assert found is not None and 0.01 < found.difference < 0.03
+    difference = shadow.mismatch()
+    assert difference is not None and 0.01 < difference.difference < 0.03
     assert all(
         hasattr(module, "_v") for module in patcher.model.modules() if getattr(module, "weight", None) is not None
     )
@@ -146,9 +146,9 @@ def test_other_modules_that_are_read_wrong_are_found(kind, monkeypatch):
         return stored(self, name) * (1.1 if type(module).__name__ == kind else 1.0)
 
     monkeypatch.setattr(FrozenWeights, "stored", wrong)
-    found = shadow.mismatch()
-    assert found is not None and found.difference > 0.05
-    assert type(patcher.model.diffusion_model.get_submodule(found.name)).__name__ == kind
+    difference = shadow.mismatch()
+    assert difference is not None and difference.difference > 0.05
+    assert type(patcher.model.diffusion_model.get_submodule(difference.name)).__name__ == kind
 
 
 def test_the_first_step_of_a_run_ends_in_a_sentence(monkeypatch, tmp_path):
@@ -156,8 +156,8 @@ def test_the_first_step_of_a_run_ends_in_a_sentence(monkeypatch, tmp_path):
     trainer = make_trainer(build(row), data_of(row), tmp_path, save_every=0)
     linear = FrozenWeights.linear
 
-    def without_bias(self: Any, name: str, **how: Any) -> Any:
-        return linear(self, name, **how)._replace(bias=None)
+    def without_bias(self: Any, name: str, **options: Any) -> Any:
+        return linear(self, name, **options)._replace(bias=None)
 
     monkeypatch.setattr(FrozenWeights, "linear", without_bias)
     with pytest.raises(ValueError, match="model is a .* is read .*% differently than ComfyUI reads it, so its LoRA"):

@@ -39,7 +39,7 @@ def ends_with_a_stronger_block(trainer: Any, monkeypatch: pytest.MonkeyPatch) ->
 
     def stronger(self: NativeBlock, *args: Any) -> Any:
         out = forward(self, *args)
-        return 1.02 * out if isinstance(out, torch.Tensor) else tuple(1.02 * one for one in out)
+        return 1.02 * out if isinstance(out, torch.Tensor) else tuple(1.02 * tensor for tensor in out)
 
     with monkeypatch.context() as patched:
         patched.setattr(NativeBlock, "forward", stronger)

@@ -25,7 +25,7 @@ def as_encoded(sample):
 @every_case("gradients")
 def test_the_own_forward_has_the_gradients_of_comfyui_s(case, tmp_path, monkeypatch):
     path = case.write(tmp_path / "model.safetensors")
-    sample = next(one for one in case.batches()["shapes"]() if not one.clean_frames)
+    sample = next(candidate for candidate in case.batches()["shapes"]() if not candidate.clean_frames)
     if case.padded_caption:
         sample = as_encoded(sample)
     targets = registry.family_of(case.load(path)).default_targets
@@ -43,13 +43,13 @@ def test_the_own_forward_has_the_gradients_of_comfyui_s(case, tmp_path, monkeypa
         trainer.close()
         return trainer.context.family, float(loss), gradients
 
-    own, loss, gradients = trained("own")
+    own_trainer, loss, gradients = trained("own")
     monkeypatch.setattr(registry, "FAMILIES", ())
-    native, other, found = trained("native")
-    assert own.name == case.family and native.name.startswith("native-")
+    native, other, native_gradients = trained("native")
+    assert own_trainer.name == case.family and native.name.startswith("native-")
     assert other == pytest.approx(loss, rel=1e-5)
-    assert found.keys() == gradients.keys()
+    assert native_gradients.keys() == gradients.keys()
     largest = max(float(torch.linalg.vector_norm(value)) for value in gradients.values())
     for name, value in gradients.items():
-        error = float(torch.linalg.vector_norm(found[name] - value))
+        error = float(torch.linalg.vector_norm(native_gradients[name] - value))
         assert error <= 2e-3 * max(float(torch.linalg.vector_norm(value)), 1e-4 * largest), name

@@ -26,5 +26,5 @@ def test_a_first_write_to_a_later_slice_gives_the_gradient_of_code_without_a_wri
         return leaf.grad
 
     with writing_allowed():
-        written = gradient(True)
-    assert torch.allclose(written, gradient(False), rtol=1e-12)
+        slice_gradient = gradient(True)
+    assert torch.allclose(slice_gradient, gradient(False), rtol=1e-12)
