@@ -20,7 +20,7 @@ OUT, IN = 144, 192
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STORED = {"int8": INT8, "int8 by rows": INT8, "int8 rotated": INT8, "fp8": FP8, "fp8 by rows": FP8, "plain fp8": FP8}
-stored = pytest.mark.parametrize("how", STORED)
+stored = pytest.mark.parametrize("storage", STORED)
 ROWS = 33
 
 
