@@ -135,7 +135,9 @@ def _shaped_entry(shapes: Callable[..., dict[str, tuple[int, ...]]], *sizes: Any
 T5_WIDTH = 4096  # of umT5 too
 ONE_MEGAPIXEL = Picture(1024, 1024, 512)
 VIDEO = Picture(832, 480, 512, frames=81)
-_flux, _flux2, _chroma = tiny.models.flux.flux_shapes, tiny.models.flux2.flux2_shapes, tiny.models.chroma.chroma_shapes
+_flux = tiny.models.flux.flux_shapes
+_flux2 = tiny.models.flux2.flux2_shapes
+_chroma = tiny.models.chroma.chroma_shapes
 _wan, _qwen_image = tiny.models.wan.wan_shapes, tiny.models.qwen_image.qwen_image_shapes
 FULL: dict[str, Model] = {
     "flux": Model("flux", ONE_MEGAPIXEL, None, _shaped_entry(_flux, 3072, 19, 38, T5_WIDTH, 768, True), T5_WIDTH, 768),

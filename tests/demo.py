@@ -182,7 +182,9 @@ def run_demo(comfyui: Path, base: Path, results: Path, cpu: bool) -> None:
 def write_clips(photos: dict[str, tuple[Path, str]], folder: Path) -> None:
     """Make a clip of each photograph, over which the view moves to the right."""
     folder.mkdir(parents=True, exist_ok=True)
-    width, height, frames = 160, 96, 17
+    width = 160
+    height = 96
+    frames = 17
     for name, (file, caption) in photos.items():
         with Image.open(file) as image:
             picture = np.asarray(image.convert("RGB").resize((width + frames - 1, height)))

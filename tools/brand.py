@@ -26,7 +26,10 @@ def mosaic(width: int, height: int, tiles: int) -> Image.Image:
             threshold = (row + 1) / tiles + (column + 1) / columns
             if draws.random() > threshold - 0.2:
                 continue
-            x, y, gap, turn = margin + column * side, side / 2 + row * side, side * 0.06, side * 0.04
+            x = margin + column * side
+            y = side / 2 + row * side
+            gap = side * 0.06
+            turn = side * 0.04
             corners = [(x + gap, y + gap), (x + side - gap, y + gap), (x + side - gap, y + side - gap)]
             corners.append((x + gap, y + side - gap))
             jittered = [(a + draws.uniform(-turn, turn), b + draws.uniform(-turn, turn)) for a, b in corners]

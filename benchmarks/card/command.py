@@ -142,7 +142,10 @@ class Processes:
     """The processes of the groups, by spec and environment."""
 
     def __init__(self, report: Report, args: argparse.Namespace, python: str, environment: dict[str, str]):
-        self.report, self.args, self.python, self.environment = report, args, python, environment
+        self.report = report
+        self.args = args
+        self.python = python
+        self.environment = environment
         self.running: dict[Any, CommandProcess] = {}
 
     def process_of(self, group: Group) -> CommandProcess:

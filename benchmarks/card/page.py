@@ -7,7 +7,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-OK, FAILED, SKIPPED, CUT = "ok", "failed", "skipped", "cut off"
+OK = "ok"
+FAILED = "failed"
+SKIPPED = "skipped"
+CUT = "cut off"
 
 
 class Report:
@@ -18,7 +21,9 @@ class Report:
     """
 
     def __init__(self, base: Path, part: str, machine: dict[str, Any], command: str):
-        self.part, self.machine, self.command = part, machine, command
+        self.part = part
+        self.machine = machine
+        self.command = command
         self.json_file, self.page_file = (base.with_name(f"{base.name}.{kind}") for kind in ("json", "md"))
         self.log = base.with_name(f"{base.name}.log")
         self.planned, self.finished = 0, False

@@ -23,7 +23,10 @@ FLUX = (
     ("others", "flux put into int8, int8 products, compiled, full"),
 )
 # Parts of the time that a group may take, so that one that hangs leaves something for the next.
-FIRST, MAIN, SOME, LAST = 0.25, 0.45, 0.2, 1.0
+FIRST = 0.25
+MAIN = 0.45
+SOME = 0.2
+LAST = 1.0
 GRAPHS, TUNED = "reduce-overhead", "max-autotune"  # modes, in the names of cases
 
 

@@ -26,7 +26,9 @@ class Rates:
     def __init__(self, device: torch.device):
         self.device, self.cuda = device, device.type == "cuda"
         self.small = 1 if self.cuda else 48
-        self.tokens, self.width, self.heads = 4608 // self.small, 3072 // self.small, 24 if self.cuda else 2
+        self.tokens = 4608 // self.small
+        self.width = 3072 // self.small
+        self.heads = 24 if self.cuda else 2
 
     def measure(self, settings: dict[str, Any]) -> dict[str, Any]:
         return getattr(self, settings["what"])()
@@ -112,8 +114,14 @@ class Rates:
     def thin(self) -> dict[str, Any]:
         """Time the matmuls of a rank-16 LoRA on FLUX's widest Linear, and the frozen matmul."""
         t, d = self.tokens, self.width
-        x, w, down, up = self.normal(t, d), self.normal(7 * d, d), self.normal(16, d), self.normal(7 * d, 16)
-        h, y, g, gh = linear(x, down), linear(x, w), self.normal(t, 7 * d), self.normal(t, 16)
+        x = self.normal(t, d)
+        w = self.normal(7 * d, d)
+        down = self.normal(16, d)
+        up = self.normal(7 * d, 16)
+        h = linear(x, down)
+        y = linear(x, w)
+        g = self.normal(t, 7 * d)
+        gh = self.normal(t, 16)
         calls = {
             "frozen": lambda: linear(x, w),
             "down": lambda: linear(x, down),
@@ -135,7 +143,9 @@ class Rates:
         shape = (1, self.tokens, self.heads, 128)
         q, k, v = (self.normal(*shape).transpose(1, 2).detach().requires_grad_() for _ in range(3))
         flop = 4 * self.heads * self.tokens**2 * 128
-        lines, rates, kinds = [], {}, SDPBackend
+        lines = []
+        rates = {}
+        kinds = SDPBackend
         for backend in (kinds.FLASH_ATTENTION, kinds.CUDNN_ATTENTION, kinds.EFFICIENT_ATTENTION):
             try:
                 with sdpa_kernel([backend]):
@@ -163,7 +173,9 @@ class Rates:
         from tessera.memory.weights.frozen_linear import stored_linear, stored_linear_input_grad
 
         t, d = self.tokens, self.width
-        x, g, w = self.normal(t, d), self.normal(t, 7 * d), self.normal(7 * d, d).to(torch.float8_e4m3fn)
+        x = self.normal(t, d)
+        g = self.normal(t, 7 * d)
+        w = self.normal(7 * d, d).to(torch.float8_e4m3fn)
         scale, full = torch.tensor(0.02, device=self.device), self.normal(7 * d, d)
         calls = {
             "stored forward": lambda: stored_linear(x, w, scale, None),

@@ -39,7 +39,9 @@ CARDS = {
 def rates(card: str) -> Any:
     """Rates that a card is expected to reach: of its peaks the parts that the H100's rates are of the H100's peaks."""
     cost = import_module("tessera.memory.activations.cost")
-    h100, target, h100_rates = CARDS["H100"], CARDS[card], cost.H100_RATES
+    h100 = CARDS["H100"]
+    target = CARDS[card]
+    h100_rates = cost.H100_RATES
     computing, moving = target.products / h100.products, target.bandwidth / h100.bandwidth
     return cost.KernelRates(
         h100_rates.products * computing, h100_rates.attention * computing, h100_rates.attention_backward * computing,

@@ -33,7 +33,9 @@ from counted.page import NONE, compared, page, priced
 
 RANK = 16
 RESULTS = Path(__file__).parents[1] / "results"
-PAGE, COUNTS, BEFORE = RESULTS / "counted.md", RESULTS / "counted.json", RESULTS / "counted_before.json"
+PAGE = RESULTS / "counted.md"
+COUNTS = RESULTS / "counted.json"
+BEFORE = RESULTS / "counted_before.json"
 MEASURED = RESULTS / "counted_measured.json"
 WAYS: dict[str, float | None] = {NONE: None}
 # The default budget, about half of the memory without recompute, and the least.

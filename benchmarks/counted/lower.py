@@ -158,7 +158,9 @@ def pretend_h100() -> None:
         triton.runtime.driver.driver.set_active(_Driver())
     except AttributeError:
         triton.runtime.driver._active = _Driver()
-    inductor.fx_graph_cache, inductor.force_disable_caches, inductor.compile_threads = False, True, 1
+    inductor.fx_graph_cache = False
+    inductor.force_disable_caches = True
+    inductor.compile_threads = 1
     for name, value in import_module("tessera.compile.region").inductor_options("default", False).items():
         setattr(inductor, name, value)
     for module in (

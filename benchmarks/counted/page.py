@@ -11,7 +11,9 @@ from figures import markdown_table
 
 from counted.cost import CARDS, rates, seconds_of
 
-NONE, EAGER, FULL = "none", "eager", "full"
+NONE = "none"
+EAGER = "eager"
+FULL = "full"
 COLUMNS = (("products", ("product",)), ("attention", ("attention", "attention_backward")),
            ("thin products", ("thin",)), ("other kernels", ("triton", "other")), ("copies", ("copy",)))  # fmt: skip
 Block = dict[str, Any]

@@ -91,7 +91,9 @@ def launches_of(sizes: Sequence[int], lists: int) -> int:
             chunks += 1
             last = chunk == chunk_count - 1
             if chunks == MOST_CHUNKS or (last and tensors == MOST_TENSORS[lists - 1]):
-                launches, chunks, tensors = launches + 1, 0, 0 if last else 1
+                launches = launches + 1
+                chunks = 0
+                tensors = 0 if last else 1
     return launches + (chunks > 0)
 
 

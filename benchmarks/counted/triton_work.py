@@ -29,7 +29,10 @@ from typing import Any
 
 import numpy as np
 
-SMS, ISSUED, LINE, SECTOR = 132, 4, 128, 32
+SMS = 132
+ISSUED = 4
+LINE = 128
+SECTOR = 32
 PROGRAMS = 17  # of the grid, spread evenly
 SIZES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "i1": 1}
 _KERNEL = re.compile(r"(triton_\w+) = async_compile\.triton\('\w+', '''(.*?)'''", re.S)
@@ -92,7 +95,9 @@ def _work_with(
     blocks, warps = config.kwargs, config.num_warps
     grid = [math.ceil(numels.get(axis, 1) / blocks.get(f"{axis.upper()}BLOCK", 1)) for axis in "xyz"]
     programs = math.prod(grid)
-    passes, sectors, reaches = 0, defaultdict(int), {}
+    passes = 0
+    sectors = defaultdict(int)
+    reaches = {}
     pointers_written: set[str] = set()
     for index in range(PROGRAMS):
         place = index * (programs - 1) // (PROGRAMS - 1)

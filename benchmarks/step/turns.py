@@ -103,7 +103,9 @@ class Turns:
                 assert self.held_figures is not None
                 self.reply(self.held_figures())
                 continue
-            self.seconds, self.cpu_seconds, self.steps_left = [], [], command.get("count", 1)
+            self.seconds = []
+            self.cpu_seconds = []
+            self.steps_left = command.get("count", 1)
             gc.collect()
             self.memory.start()
             if command["do"] in ("memory", "copies"):

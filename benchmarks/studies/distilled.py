@@ -31,7 +31,10 @@ Field = Callable[[Tensor, float, Sequence[int]], Tensor]
 """(x_t, sigma, captions) → velocity, (B, 16, 4, 4)."""
 
 GUIDANCE = 3.0
-CHANNELS, SIDE, WIDTH, KNOWN = 16, 4, 16, 6
+CHANNELS = 16
+SIDE = 4
+WIDTH = 16
+KNOWN = 6
 EMPTY, NEW = -1, KNOWN  # captions besides the known ones: none, and the one that a LoRA learns
 SPREAD, REST = 0.5, 0.05  # of a picture around its caption's, along the four directions of the set and elsewhere
 FINE, FEW = 16, 4  # steps of the students' samplers
@@ -71,7 +74,9 @@ class ToySet:
     def velocity(self, x: Tensor, sigma: float | Tensor, captions: Sequence[int]) -> Tensor:
         """The exact mean of noise − x0, of normal distributions; the empty caption's is the known ones mixed."""
         flat = x.flatten(1)
-        inside, narrow, wide = flat @ self.directions, REST**2, REST**2 + SPREAD**2
+        inside = flat @ self.directions
+        narrow = REST**2
+        wide = REST**2 + SPREAD**2
         sigma = torch.as_tensor(sigma).reshape(-1, 1)
         keep = 1.0 - sigma
 

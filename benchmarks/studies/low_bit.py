@@ -25,7 +25,10 @@ LINEARS = ("attention.self.query", "attention.self.key", "attention.self.value",
     "intermediate.dense",
     "output.dense",
 )
-RANK, HEADS, TOKENS, BATCH = 8, 12, 128, 8
+RANK = 8
+HEADS = 12
+TOKENS = 128
+BATCH = 8
 E4M3 = torch.float8_e4m3fn
 CONCLUSIONS = """
 ## What follows

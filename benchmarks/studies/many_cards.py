@@ -17,7 +17,9 @@ from typing import Any
 from counted.cost import CARDS
 
 RESULTS = Path(__file__).parents[1] / "results"
-PAGE, COUNTED, MEETINGS = RESULTS / "many_cards.md", RESULTS / "counted.md", RESULTS / "meetings.json"
+PAGE = RESULTS / "many_cards.md"
+COUNTED = RESULTS / "counted.md"
+MEETINGS = RESULTS / "meetings.json"
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 ENOUGH = 0.8  # of the speed that as many devices would have if they shared at no cost
 ON_A_HOST = 8

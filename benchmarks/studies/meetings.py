@@ -73,7 +73,9 @@ def measured(ranks: int, spread: float) -> dict[str, Any]:
     server = context.Process(target=serve, args=(port, ended), daemon=True)
     server.start()
     port_number = port.get()
-    together, begin, answers = context.Barrier(ranks + 1), context.Value("d", 0.0), context.SimpleQueue()
+    together = context.Barrier(ranks + 1)
+    begin = context.Value("d", 0.0)
+    answers = context.SimpleQueue()
 
     def start(_: Any) -> float:
         together.wait()

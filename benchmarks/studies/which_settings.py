@@ -20,7 +20,10 @@ from torch import Tensor
 from counted.gpu_norm import eager_norm
 
 GB = 2**30
-HIDDEN, HEADS, DOUBLE, SINGLE = 3072, 24, 19, 38
+HIDDEN = 3072
+HEADS = 24
+DOUBLE = 19
+SINGLE = 38
 TEXT = 512
 # img_in, txt_in, the embedders of time, guidance and pooled text, final_layer: numbers outside of the blocks.
 OUTER = 64 * HIDDEN + 4096 * HIDDEN + (256 + 256 + 768 + 3 * HIDDEN) * HIDDEN + 2 * HIDDEN * HIDDEN + 64 * HIDDEN
@@ -56,7 +59,9 @@ class MetaWeights:
     """FLUX.1's weights by name, as tensors without memory."""
 
     def __init__(self, pack: Any, stored: str):
-        self.pack, self.stored, self.compute_dtype = pack, stored, torch.bfloat16
+        self.pack = pack
+        self.stored = stored
+        self.compute_dtype = torch.bfloat16
 
     def linear(self, name: str) -> Any:
         rows, columns = next(shape for end, shape in SHAPES.items() if name.endswith(end))

@@ -172,7 +172,9 @@ def _velocity(transformer: Any, sample: Any, x_t: Tensor, sigma: float, guidance
     """As ChromaPipeline calls it on a caption without pads; it knows no guidance."""
     from diffusers import ChromaPipeline
 
-    (c, h, w), dtype, text = x_t.shape, x_t.dtype, sample.load().text
+    (c, h, w) = x_t.shape
+    dtype = x_t.dtype
+    text = sample.load().text
     return transformer(
         hidden_states=ChromaPipeline._pack_latents(x_t[None], 1, c, h, w),
         encoder_hidden_states=text.to(dtype),

@@ -16,7 +16,9 @@ from torch import Tensor
 REFERENCE = runpy.run_path(str(Path(__file__).parents[1] / "reference" / "flux.py"))
 
 # References in latent cells: the samples of a batch agree in their tokens one by one, and in nothing else.
-WIDE, TALL, LONG = [(8, 4), (4, 6), (6, 6)], [(4, 8), (6, 4), (2, 18)], [(16, 2), (2, 12), (18, 2)]
+WIDE = [(8, 4), (4, 6), (6, 6)]
+TALL = [(4, 8), (6, 4), (2, 18)]
+LONG = [(16, 2), (2, 12), (18, 2)]
 # Positions of two references by ComfyUI's `offset`, by hand: (1, first row, first column) in tokens. The second goes
 # below the first if both together are wider than high, else to its right.
 OFFSETS = {
@@ -59,7 +61,9 @@ class FluxCase(FamilyCase):
         import comfy.model_management
 
         comfy.model_management.load_models_gpu([model])
-        core, read, patch = model.model.diffusion_model, sample.load(), model.model.diffusion_model.patch_size
+        core = model.model.diffusion_model
+        read = sample.load()
+        patch = model.model.diffusion_model.patch_size
         x = (read.latent[None] if x_t is None else x_t).to(model.load_device)
         conditioning = {**read.conditioning, "guidance": guidance}
         conds = model.model.extra_conds(cross_attn=read.text, noise=x, device=x.device, **conditioning)
@@ -174,7 +178,9 @@ class Flux1Case(FluxCase):
     def reference_velocity(
         self, tensors: Any, sample: Any, x_t: Tensor, sigma: float, guidance: float = 1.0, lora: Any = None
     ) -> Tensor:
-        read, keep, dtype = sample.load(), sample.tokens, x_t.dtype
+        read = sample.load()
+        keep = sample.tokens
+        dtype = x_t.dtype
         tokens, ids = (part[:, :keep] for part in placed(x_t, 2, (0, 0, 0)))
         references = read.conditioning.get("reference_latents", ())
         places = OFFSETS[tuple(tuple(r.shape[-2:]) for r in references)] if references else []

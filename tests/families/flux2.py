@@ -133,7 +133,9 @@ class Flux2Case(FluxCase):
         self, tensors: Any, sample: Any, x_t: Tensor, sigma: float, guidance: float = 1.0, lora: Any = None
     ) -> Tensor:
         """Captions are padded left to 512 tokens; references are at 10 and 20 of the first axis."""
-        read, keep, dtype = sample.load(), sample.tokens, x_t.dtype
+        read = sample.load()
+        keep = sample.tokens
+        dtype = x_t.dtype
         tokens, ids = (part[:, :keep] for part in placed(x_t, 1, (0, 0, 0, 0)))
         for i, reference in enumerate(read.conditioning.get("reference_latents", ())):
             reference_tokens, reference_ids = placed(reference[0].to(dtype), 1, (10 * (i + 1), 0, 0, 0))

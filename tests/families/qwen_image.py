@@ -110,7 +110,10 @@ class QwenImageCase(FamilyCase):
         """As QwenImagePipeline and QwenImageEditPlusPipeline call it on a caption without pads."""
         from diffusers import QwenImagePipeline
 
-        read, dtype, tokens, shapes = sample.load(), x_t.dtype, [], []
+        read = sample.load()
+        dtype = x_t.dtype
+        tokens = []
+        shapes = []
         references = [self.in_model_space(r[0].to(dtype)) for r in read.conditioning.get("reference_latents", ())]
         for latent in (x_t, *references):
             c, t, h, w = latent.shape

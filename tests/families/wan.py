@@ -172,7 +172,9 @@ class WanCase(FamilyCase):
 
     def _velocity(self, transformer: Any, sample: Any, x_t: Tensor, sigma: float, guidance: float) -> Tensor:
         """As WanPipeline and WanImageToVideoPipeline call it: with a timestep for each token if a frame is clean."""
-        read, dtype, vision = sample.load(), x_t.dtype, None
+        read = sample.load()
+        dtype = x_t.dtype
+        vision = None
         x, timestep = x_t[None], torch.tensor([1000 * sigma], dtype=dtype)
         if sample.clean_frames:
             clean = sample.clean_frames * sample.tokens // sample.grid[0]

@@ -383,7 +383,9 @@ def test_the_seconds_of_every_part_are_added_by_folder_and_file_the_slowest_firs
 
 def test_a_link_to_another_checkout_or_to_nowhere_is_replaced(tmp_path):
     link_folder = sys.modules["comfy_server"].link_folder
-    mine, other, link = tmp_path / "mine", tmp_path / "other", tmp_path / "nodes" / "tessera"
+    mine = tmp_path / "mine"
+    other = tmp_path / "other"
+    link = tmp_path / "nodes" / "tessera"
     mine.mkdir()
     other.mkdir()
     link_folder(other, link)

@@ -72,7 +72,9 @@ def flux_forward(
     """
     dtype = latent_tokens.dtype
     w = Weights(sd, lora or {}, dtype)
-    sigma, txt, pooled = sigma.to(dtype), txt.to(dtype), pooled.to(dtype)
+    sigma = sigma.to(dtype)
+    txt = txt.to(dtype)
+    pooled = pooled.to(dtype)
 
     vec = embedder(w, "time_in", sinusoid(sigma)) + embedder(w, "vector_in", pooled)  # (B, D)
     if guidance is not None and "guidance_in.in_layer.weight" in sd:

@@ -143,7 +143,10 @@ def places(references: Sequence[Tensor], method: str) -> list[tuple[int, int, in
         return [(i + 1, 0, 0) for i in range(len(references))]
     if method == "negative_index":
         return [(-i - 1, 0, 0) for i in range(len(references))]
-    positions, tall, wide = [], 0, 0  # side by side: below the others, or right of them if that is shorter
+    # side by side: below the others, or right of them if that is shorter
+    positions = []
+    tall = 0
+    wide = 0
     for reference in references:
         h, w = reference.shape[-2] // 2, reference.shape[-1] // 2
         place = (0, wide) if h + tall > w + wide else (tall, 0)

@@ -12,7 +12,9 @@ from PIL import Image, ImageDraw, ImageFont
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = (1280, 720)
-GROUND, INK, FAINT = "#16181d", "#f2f4f7", "#a9b4c0"
+GROUND = "#16181d"
+INK = "#f2f4f7"
+FAINT = "#a9b4c0"
 # The folders below custom_nodes that the pack is found in: the frontend's keys hold that name.
 FOLDERS = ("tessera", "comfyui-tessera", "ComfyUI-Tessera")
 
@@ -35,7 +37,10 @@ class Card:
     data: str
 
 
-PICTURES, CLIPS, EDITS, NONE = "10 to 30 pictures", "10 to 30 clips", "10 to 30 pairs of pictures", "no pictures"
+PICTURES = "10 to 30 pictures"
+CLIPS = "10 to 30 clips"
+EDITS = "10 to 30 pairs of pictures"
+NONE = "no pictures"
 OWN = "pictures included"
 SWAPPED, STREAMS = "8 GB or more", "any, it streams"
 WHOLE = "must hold the whole model"

@@ -14,8 +14,14 @@ from typing import Any
 
 from wires import Wire, around
 
-TOP, GAP, APART = 66, 46, 66
-SLOT, ROW, FOOT, EDGE = 20, 24, 8, 8  # heights as LiteGraph computes them
+TOP = 66
+GAP = 46
+APART = 66
+# heights as LiteGraph computes them
+SLOT = 20
+ROW = 24
+FOOT = 8
+EDGE = 8
 MULTILINE, BUTTON = 4, 1  # rows of a field of text, and of what shows the other widgets
 COLOURS = ("#3f789e", "#8a6d3b", "#5d7a3a", "#7a4a7a", "#a1574d", "#3b7a78")
 WIDGETS = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3")

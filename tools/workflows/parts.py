@@ -13,10 +13,19 @@ def hub_file(path: str, directory: str) -> ModelFile:
 
 SWAPPED = "Blocks that do not fit the GPU stream from the computer's memory."
 # Heights and widths of nodes after a run, so that they do not overlap.
-PLAN_TALL, PANEL_TALL, PICTURE_TALL = 430, 740, 330
-LOADER_TALL, MEMORY_TALL, LORA_TALL, SAVED_TALL = 270, 250, 135, 240
+PLAN_TALL = 430
+PANEL_TALL = 740
+PICTURE_TALL = 330
+LOADER_TALL = 270
+MEMORY_TALL = 250
+LORA_TALL = 135
+SAVED_TALL = 240
 FOLDER_TALL, CLIPS_TALL = 620, 670  # with thumbnails, or the sentence that the folder is not there yet
-WIDE, DATA, MIDDLE, NARROW = 340, 380, 300, 290  # columns of data, of prompts, and rows of two
+# columns of data, of prompts, and rows of two
+WIDE = 340
+DATA = 380
+MIDDLE = 300
+NARROW = 290
 QUICK = "512 x 512 (**megapixels** 0.25) trains about four times as fast."
 EDIT = (
     "The picture before the edit goes into `input/{folder}` under the same name; several for one picture: `a_0.jpg`, "

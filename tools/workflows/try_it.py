@@ -4,7 +4,9 @@ from graph import Graph
 from parts import DATA, FOLDER_TALL, LORA_TALL, MIDDLE, NARROW, PLAN_TALL, WIDE, ksampler, picture, preview, train
 
 SIDE = 128  # pixels, of which the tiny VAE makes 64 tokens
-STEPS, RANK, RATE = 800, 64, 5e-3
+STEPS = 800
+RANK = 64
+RATE = 5e-3
 NOTE = """### 1. Press Run
 That is all: nothing to download, no pictures to add. It takes a minute or two, without a GPU too.
 

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 TITLE, SLOT = 30, 20  # heights of a node's title and of a slot's row
-LANE, ASIDE, BETWEEN = 8, 12, 6  # between lanes; from a node's side to a wire, and between wires there
+# between lanes; from a node's side to a wire, and between wires there
+LANE = 8
+ASIDE = 12
+BETWEEN = 6
 Point = tuple[float, float]
 
 

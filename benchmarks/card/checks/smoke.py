@@ -258,7 +258,9 @@ def judge(run: Sequence[Tensor], resident: Sequence[Tensor], fp32: Sequence[Tens
     def farthest(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
         return max(distance(a, b) for a, b in zip(a, b, strict=True))
 
-    floor, to_fp32, to_resident = farthest(resident, fp32), farthest(run, fp32), farthest(run, resident)
+    floor = farthest(resident, fp32)
+    to_fp32 = farthest(run, fp32)
+    to_resident = farthest(run, resident)
     figures = {"differs": to_resident, "from_fp32": to_fp32, "noise_floor": floor}
     if to_resident == 0.0:
         return Judged(f"equal the resident run's bit for bit; noise floor {floor:.1e}", [], figures)
@@ -282,7 +284,9 @@ def record(trainer: Any, evict: bool) -> tuple[list[Tensor], list[str]]:
     the VAE of a preview does."""
     import comfy.model_management
 
-    clip, gradients, notes = trainer.learner.clip, [], []
+    clip = trainer.learner.clip
+    gradients = []
+    notes = []
 
     def clipped() -> Tensor:
         parameters = trainer.network.parameters()

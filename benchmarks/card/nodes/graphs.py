@@ -10,7 +10,9 @@ Graph = dict[str, dict[str, Any]]
 Chain = Sequence[tuple[str, dict[str, Any]]]
 
 SEEDS = (0, 5)
-PLAIN, TRY_IT, SWAP_WITH_LORA = "plain", "try it", "Block Swap with a LoRA"
+PLAIN = "plain"
+TRY_IT = "try it"
+SWAP_WITH_LORA = "Block Swap with a LoRA"
 COMPILED = {"backend": "inductor", "mode": "default", "dynamic": "auto", "fullgraph": False, "cache_size_limit": 64,
             "scope": "blocks"}  # fmt: skip
 SWAPPED = {"blocks_to_swap": 2, "prefetch_blocks": 1, "pin_memory": "auto"}

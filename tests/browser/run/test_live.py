@@ -66,7 +66,9 @@ def test_the_curve_grows_is_there_after_a_reload_and_cancel_says_what_it_saved(f
     frontend.use_new_renderer(new_renderer)
     prompt = graph(frontend.ENCODERS, name)
     open_graph(frontend, prompt)
-    page, workflow, values = frontend.page, frontend.prompt(), frontend.page.evaluate(VALUES)
+    page = frontend.page
+    workflow = frontend.prompt()
+    values = frontend.page.evaluate(VALUES)
     with paused_at(comfyui, 23):
         prompt_id = press_run(frontend)
         panel_says(frontend, "Step 23 / 60")

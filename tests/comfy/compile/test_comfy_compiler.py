@@ -36,7 +36,11 @@ class ModelPrefetch(ModuleType):
 
     def __init__(self, args):
         super().__init__("comfy.model_prefetch")
-        self.args, self.starts, self.ended, self.aborted, self.options = args, 0, 0, 0, []
+        self.args = args
+        self.starts = 0
+        self.ended = 0
+        self.aborted = 0
+        self.options = []
         self.MALLOC_GRAPHS = {}
 
     def malloc_graph_enabled(self, device):
@@ -142,7 +146,9 @@ def test_who_started_comfyui_without_it_has_it_off_afterwards(tiny_flux, recordi
 def test_other_threads_keep_it_meanwhile(monkeypatch):
     args = Namespace(disable_comfy_compiler=False)
     monkeypatch.setattr(comfy.cli_args, "args", args)
-    inside, leave, values = threading.Event(), threading.Event(), []
+    inside = threading.Event()
+    leave = threading.Event()
+    values = []
 
     def other():
         with without_comfy_compiler((), {"transformer_options": {}}):

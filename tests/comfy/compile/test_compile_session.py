@@ -28,7 +28,9 @@ class Session:
     """Samples each picture compiled and eager, which have to be equal, and counts graphs since it began."""
 
     def __init__(self, model: Any, name: str, **settings: Any):
-        self.model, self.name, self.settings = model, name, settings
+        self.model = model
+        self.name = name
+        self.settings = settings
         self.loras = {number: make_lora(model, number) for number in (1, 2)}
         self.graphs = Graphs()
         _, self.compiled_model = compiled(model, **settings)

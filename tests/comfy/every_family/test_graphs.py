@@ -61,7 +61,9 @@ WITH_CAPTIONS = [case for case in cases("graphs") if case.captions()]
 
 @pytest.mark.parametrize("case", one_in(3, WITH_CAPTIONS), ids=lambda case: case.name)
 def test_captions_of_many_lengths_share_graphs_and_what_is_cut_is_told(case_file, tmp_path, case):
-    graphs, watcher, captions = Graphs(), Watcher(), case.captions()
+    graphs = Graphs()
+    watcher = Watcher()
+    captions = case.captions()
     settings = run_settings(steps=len(captions.samples), compile="auto", save_every=0)
     arguments = case.load(case_file(case)), training_data(*captions.samples), settings, tmp_path, watcher
     result = train_lora(RunRequest(*arguments, CompileSettings("aot_eager")))

@@ -182,7 +182,10 @@ def test_diffusers_takes_no_file_of_another_kind_than_plain_lora(case_file, tmp_
 
 @every_case("diffusers")
 def test_with_the_lora_diffusers_runs_as_comfyui_does(case_file, tmp_path, caplog, case):
-    model, kit, guidance, sigma = case.load(case_file(case)), case.diffusers(), 3.5, 0.6
+    model = case.load(case_file(case))
+    kit = case.diffusers()
+    guidance = 3.5
+    sigma = 0.6
     sample = case.batches()[kit.batches[-1]]()[0]
 
     def velocities(patched_model: Any, diffusers_model: Any) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,9 @@ TEXT = "lora_te1_text_model_encoder_layers_0_mlp_fc1"
 
 def stranger():
     """A file that ComfyUI's own loader reads in part: in a wrapper that it doesn't know, split, doubled, float8."""
-    whole, part, other = random_update(384, 128, 1), random_update(128, 128, 2), random_update(128, 128, 3)
+    whole = random_update(384, 128, 1)
+    part = random_update(128, 128, 2)
+    other = random_update(128, 128, 3)
     tensors = {
         f"module.{QKV}.lora_A.weight": whole.down,
         f"module.{QKV}.lora_B.weight": whole.up,

@@ -16,7 +16,9 @@ from tiny.memory.alive import Since
 from tiny.train.runs import Watcher, cancel_at, mixed_data, train
 
 LAYERS = ["double_blocks.0.img_attn.qkv", "double_blocks.1.txt_mlp.2", "single_blocks.0.linear1", "final_layer.linear"]
-STRENGTH, ALPHA, RANK = 0.7, 2.0, 4
+STRENGTH = 0.7
+ALPHA = 2.0
+RANK = 4
 
 
 @pytest.fixture

@@ -77,7 +77,9 @@ def test_where_the_model_finds_no_place_less_of_it_is_placed(flux, site, changed
     want = sample(base, "flux")
     comfy.model_management.unload_all_models()
     model, notes = automatic(base, monkeypatch)
-    note_count, size, slots = len(notes), model.model_size(), model.swap.slot_bytes()
+    note_count = len(notes)
+    size = model.model_size()
+    slots = model.swap.slot_bytes()
     fails = 1 if changed else 2  # ComfyUI loses a LoRA at the first smaller try, and finds it again at the next
     sizes = full(model, site, (size - slots) // (4 * fails) if site == "slots" else fails, monkeypatch)
     assert torch.equal(sample(model, "flux"), want)
@@ -148,7 +150,9 @@ def test_a_second_try_has_what_a_controlnet_gave(by_name: bool, tiny_files: dict
     (room,) = model.get_wrappers(WrappersMP.APPLY_MODEL, oom_retry.KEY)
     room.automatic = True
     monkeypatch.setattr(oom_retry, "_unload_some", lambda patcher: 1)
-    out, fails, strength = model.model.diffusion_model.out, [False], [0.0]
+    out = model.model.diffusion_model.out
+    fails = [False]
+    strength = [0.0]
     forward = out.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:

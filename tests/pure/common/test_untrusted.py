@@ -136,7 +136,9 @@ def test_no_link_below_a_root_is_followed(tmp_path):
 
 
 def test_pictures_wait_for_room_and_a_large_one_goes_alone():
-    gate, levels, finished = PixelGate(100), [], []
+    gate = PixelGate(100)
+    levels = []
+    finished = []
 
     def decode(pixels):
         with gate.decoding(pixels):

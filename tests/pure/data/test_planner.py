@@ -299,7 +299,9 @@ def test_latents_of_few_counts_stay_whole():
 
 
 def test_latents_of_a_frequent_count_stay_whole():
-    rare, frequent, large = Grid(4, 4), Grid(4, 5), Grid(5, 6)
+    rare = Grid(4, 4)
+    frequent = Grid(4, 5)
+    large = Grid(5, 6)
     assert [p.tokens for p in place_latents([rare, *[frequent] * 10, large], 2)] == [16, *[20] * 11]
 
 

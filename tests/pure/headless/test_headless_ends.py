@@ -46,7 +46,9 @@ def executor(monkeypatch):
 
 
 def run_of(rank=None, result=None, prompt=TRAINS, changed=()):
-    reporter, rank, result = Reporter(None), rank or Rank(), result or Result(None)
+    reporter = Reporter(None)
+    rank = rank or Rank()
+    result = result or Result(None)
     run = Run(prompt, {}, set(changed), reporter, rank, result)
     run.started = STARTED
     return run

@@ -7,7 +7,9 @@ import pytest
 from tessera.train.preview.loss_plot import BOTTOM, LEFT, RIGHT, TOP, plot_loss, smoothed
 
 ORANGE = (217, 119, 6)
-RAW, SMOOTH, BAD = (164, 199, 232), (23, 92, 163), (200, 60, 48)
+RAW = (164, 199, 232)
+SMOOTH = (23, 92, 163)
+BAD = (200, 60, 48)
 WIDE = 1024 - LEFT - RIGHT  # from the first step to the last
 PLOT = (slice(TOP - 4, 512 - BOTTOM), slice(LEFT + 3, LEFT + WIDE))
 

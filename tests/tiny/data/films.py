@@ -43,7 +43,9 @@ def write_film(
     pictures = [draw(index, height, width) for index in range(frames)] if isinstance(frames, int) else frames
     with av.open(str(path), "w") as container:
         stream: Any = container.add_stream(name, rate=fps)
-        stream.width, stream.height, stream.pix_fmt = width, height, pixel_format
+        stream.width = width
+        stream.height = height
+        stream.pix_fmt = pixel_format
         if name == "libx264":
             stream.codec_context.options = {"crf": "4"}
         stream.codec_context.gop_size = 10

@@ -83,7 +83,9 @@ class StoredTensor(Tensor):
 
 def stored_tensor(memory: Tensor, kind: Any, shape: Any, patches: list[Any] | None = None) -> StoredTensor:
     stored = memory.as_subclass(StoredTensor)
-    stored.tensor_type, stored.tensor_shape, stored.patches = kind, torch.Size(shape), patches or []
+    stored.tensor_type = kind
+    stored.tensor_shape = torch.Size(shape)
+    stored.patches = patches or []
     return stored
 
 

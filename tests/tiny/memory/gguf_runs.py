@@ -8,7 +8,9 @@ from torch import Tensor
 from ..data.encoders import CLIP_WIDTH, T5_WIDTH
 from .gguf import values_of
 
-HEIGHT, WIDTH, TEXT = 4, 6, 10
+HEIGHT = 4
+WIDTH = 6
+TEXT = 10
 
 
 def memory_of(model: Any) -> dict[str, Tensor]:

@@ -13,7 +13,10 @@ from .injection import load_injected, sizes_metadata
 from .weights import Shapes, fill, linear
 
 APPROXIMATOR = "distilled_guidance_layer"
-APPROXIMATOR_WIDTH, APPROXIMATOR_LAYERS, APPROXIMATOR_INPUTS = 48, 2, 64  # the inputs are as many in every Chroma
+# the inputs are as many in every Chroma
+APPROXIMATOR_WIDTH = 48
+APPROXIMATOR_LAYERS = 2
+APPROXIMATOR_INPUTS = 64
 
 
 def chroma_shapes(hidden: int, depth: int, depth_single: int, context_dim: int) -> Shapes:

@@ -285,7 +285,9 @@ def our_velocity(model: Any, samples: list[Any], sigmas: list[float], guidance: 
 
     patcher, _ = trainable_model(model)
     unload()
-    family, device, dtype = family_of(model), patcher.load_device, patcher.model.get_dtype_inference()
+    family = family_of(model)
+    device = patcher.load_device
+    dtype = patcher.model.get_dtype_inference()
     transformer = family.build(patcher, device, dtype, "auto")
     with torch.no_grad():
         levels = torch.tensor(sigmas, device=device)

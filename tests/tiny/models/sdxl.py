@@ -62,7 +62,9 @@ def sdxl_shapes(channels: int, res_blocks: int, depth: int, text_dim: int, poole
     linear(shapes, "label_emb.0.0", pooled_dim + SIZE_EMBEDDINGS, time)
     linear(shapes, "label_emb.0.2", time, time)
     _conv(shapes, "input_blocks.0.0", CHANNELS, channels)
-    width, skips, block = channels, [channels], 1
+    width = channels
+    skips = [channels]
+    block = 1
     for level, multiple in enumerate(LEVELS):
         for _ in range(res_blocks):
             _res_block(shapes, f"input_blocks.{block}.0", width, multiple * channels, time)

@@ -23,7 +23,9 @@ class GradientCheck:
     def __init__(self, files: Any, folder: Path, references: dict[Any, Any]) -> None:
         """references: earlier results of the reference, which are the same in every mode that starts from the same
         LoRA."""
-        self.files, self.folder, self.references = files, folder, references
+        self.files = files
+        self.folder = folder
+        self.references = references
 
     def __call__(
         self,

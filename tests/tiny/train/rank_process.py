@@ -265,9 +265,13 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
     other_collectives: list[str] = []
     all_reduce = dist.all_reduce
     originals = {name: getattr(dist, name) for name in OTHER_COLLECTIVES}
-    batch_loss, begin, free = StepLosses.batch_loss, LowBitPolicy.__init__, auto.free_memory
+    batch_loss = StepLosses.batch_loss
+    begin = LowBitPolicy.__init__
+    free = auto.free_memory
     check = PlacedModel.check_forward
-    memory, measure, planned = psutil.virtual_memory, auto.measure, list[int]()
+    memory = psutil.virtual_memory
+    measure = auto.measure
+    planned = list[int]()
 
     def measured(*args: Any) -> Any:
         cost = measure(*args)
@@ -344,7 +348,9 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
         node.gather_pieces, ShardedRing.forward = gather, ring_forward  # type: ignore[method-assign]
         dist.all_reduce, StepLosses.batch_loss = all_reduce, batch_loss
         LowBitPolicy.__init__, auto.free_memory = begin, free  # type: ignore[method-assign]
-        psutil.virtual_memory, auto.measure, PlacedModel.check_forward = memory, measure, check
+        psutil.virtual_memory = memory
+        auto.measure = measure
+        PlacedModel.check_forward = check
         for timer in killing:
             timer.cancel()
         for name, function in originals.items():

@@ -23,7 +23,9 @@ class Ranks:
     """Processes that are started when they are first needed, and again after one was killed."""
 
     def __init__(self, folder: Path, model: Path) -> None:
-        self.folder, self.model, self.number = folder, model, 0
+        self.folder = folder
+        self.model = model
+        self.number = 0
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes: list[Any] = []
         self.starting: list[Any] = []  # that have not said yet that they are ready

@@ -24,7 +24,9 @@ class ReferenceRow:
         from tessera.train.objective.noise import sample_noise
         from tessera.train.objective.timestep_sampling import sample_sigma
 
-        self.weights, self.grid, self.guidance = weights, drawn_sample.grid[1:], settings.objective.guidance
+        self.weights = weights
+        self.grid = drawn_sample.grid[1:]
+        self.guidance = settings.objective.guidance
         x0 = (read.latent.double() - 0.1159) * 0.3611
         sigma = sample_sigma(
             settings.objective, generator(settings.seed, "sigma", 0, micro, place), drawn_sample.tokens

@@ -211,7 +211,9 @@ class Recorded:
     """A contestant that writes down what is asked of it."""
 
     def __init__(self, name: str, requests: list[str], device: str):
-        self.name, self.requests, self.ended = name, requests, ""
+        self.name = name
+        self.requests = requests
+        self.ended = ""
         self.spec = {"device": device, "swap": 0, "contestant": "core"}
         self.rounds: list[dict[str, Any]] = []
         self.memory: dict[str, Any] = {}

@@ -87,7 +87,9 @@ def test_a_torch_that_adds_in_place_copies_the_addend_of_a_product_and_no_bias(i
 
     monkeypatch.setattr(lower, "ADDS_IN_PLACE", in_place)
     with lower.Launches() as launches, torch.device("meta"):
-        rows, weight, bias = torch.empty(4096, 3072), torch.empty(3072, 3072), torch.empty(3072)
+        rows = torch.empty(4096, 3072)
+        weight = torch.empty(3072, 3072)
+        bias = torch.empty(3072)
         torch.addmm(bias, rows, weight)
         torch.addmm(bias.expand(4096, -1), rows, weight)
         assert [kernel.kind for kernel in launches.kernels] == ["product", "product"]

@@ -607,7 +607,9 @@ def test_bars_are_as_long_as_steps_take_and_the_best_stands_out() -> None:
         """Pixels of this colour in the line that has most of them."""
         return int((np.abs(pixels - colour).sum(-1) < 12).sum(1).max())
 
-    eager, compiled, best = length((164, 173, 186)), length((164, 199, 232)), length((23, 92, 163))
+    eager = length((164, 173, 186))
+    compiled = length((164, 199, 232))
+    best = length((23, 92, 163))
     assert compiled == pytest.approx(0.75 * eager, abs=3)
     assert best == pytest.approx(0.5 * eager, abs=3)
 

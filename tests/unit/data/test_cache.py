@@ -114,7 +114,9 @@ def unfinished(folder):
 
 def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_folder_after_that(tmp_path, monkeypatch):
     """Else a power cut could leave the name of a whole file on an empty one."""
-    happened, fsync, replace = [], os.fsync, os.replace
+    happened = []
+    fsync = os.fsync
+    replace = os.replace
 
     def flushed(handle):
         happened.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file")

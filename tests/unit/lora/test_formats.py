@@ -17,7 +17,9 @@ from tessera.lora.files.lora_model import LoraModel, LowRank, normalised
 from tessera.models.flux.names import FLUX1_NAMES, FLUX2_NAMES
 from tessera.models.name_table import flat_name
 
-RANK, ALPHA, HIDDEN = 4, 3.3, 8
+RANK = 4
+ALPHA = 3.3
+HIDDEN = 8
 
 
 def module(rows: int, columns: int = HIDDEN, alpha: float = ALPHA) -> LowRank:

@@ -13,7 +13,9 @@ from tessera.models.registry import FAMILIES
 
 PAGE = Path(__file__).resolve().parents[3] / "nodes" / "web" / "docs" / "TesseraSaveLora.md"
 BOTH = "ComfyUI and diffusers read this file."
-WAN, HEAD, FLUX2 = "blocks.0.self_attn.q", "head.head", "double_stream_modulation_img.lin"
+WAN = "blocks.0.self_attn.q"
+HEAD = "head.head"
+FLUX2 = "double_stream_modulation_img.lin"
 QWEN, FLUX1 = "transformer_blocks.0.img_mlp.net.2", "single_blocks.0.modulation.lin"
 
 

@@ -47,7 +47,9 @@ def lora_of(down, up):
 
 def test_written_out_by_hand():
     """Norms 3·4·2 = 24 and 1·1·2 = 2 under a limit of 6: quotient 1/4, and none."""
-    large, small, still = lora_of([3.0, 0.0], [0.0, 4.0]), lora_of([1.0, 0.0], [1.0, 0.0]), lora_of([1.0, 0.0], [0.0])
+    large = lora_of([3.0, 0.0], [0.0, 4.0])
+    small = lora_of([1.0, 0.0], [1.0, 0.0])
+    still = lora_of([1.0, 0.0], [0.0])
     norms = MaxNorm(6.0, [large, small, still])
     assert norms.facts() == {"modules_scaled": 0}
     norms.apply()

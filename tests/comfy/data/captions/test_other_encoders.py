@@ -121,7 +121,9 @@ def test_brackets_backslashes_and_embeddings_are_text_for_every_tokenizer(clips,
 def test_a_long_caption_of_two_encoders_with_the_same_weights_and_tokens_has_two_cache_entries(
     clips, tiny_files, tmp_path, monkeypatch
 ):
-    ltx, mochi, vae = clips["ltx"], other_encoders.load_mochi_clip(), tiny.load_vae(tiny_files["vae4"])
+    ltx = clips["ltx"]
+    mochi = other_encoders.load_mochi_clip()
+    vae = tiny.load_vae(tiny_files["vae4"])
     folder = pictures(tmp_path, {"a": (128, 128)}, "tree " * 300)
     texts = [text_policy(clip).tokenize(clip, "tree " * 300).tokens for clip in (ltx, mochi)]
     assert texts[0] == texts[1]

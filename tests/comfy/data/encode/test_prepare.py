@@ -297,7 +297,9 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_encoded(
 def test_a_picture_that_the_vae_could_only_encode_in_tiles_is_refused_and_not_cached(
     site, folder, tiny_vae, tiny_clip, tmp_path, monkeypatch
 ):
-    model, whole, tiles = tiny_vae.first_stage_model, tiny_vae.first_stage_model.encode, []
+    model = tiny_vae.first_stage_model
+    whole = tiny_vae.first_stage_model.encode
+    tiles = []
 
     def encode(pixels):
         if pixels.shape[-1] > pixels.shape[-2]:

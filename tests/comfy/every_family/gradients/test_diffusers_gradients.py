@@ -32,7 +32,9 @@ Rows = Mapping[str, tuple[str, Tensor]]
 
 def rows_of(kit: Diffusers, model: Any) -> Rows:
     """Found by sending numbered rows through a table of names that is not ours."""
-    starts, numbered, end = {}, {}, 1
+    starts = {}
+    numbered = {}
+    end = 1
     for name, (out, width) in linear_shapes(model.model).items():
         starts[name], end = end, end + out
         numbered[f"{name}.weight"] = torch.arange(end - out, end).double()[:, None].repeat(1, width)
@@ -126,8 +128,12 @@ class CorePositions(nn.Module):
 )
 def test_qwen_image_s_positions_are_core_s_where_diffusers_has_others(case_file, name, batch, place):
     case = CASES[name]
-    model, kit, sample = case.load(case_file(case)), case.diffusers(), case.batches()[batch]()[place]
-    transformer, x_t, sigma = kit.build(model).double(), sample.load().latent.double(), 0.6
+    model = case.load(case_file(case))
+    kit = case.diffusers()
+    sample = case.batches()[batch]()[place]
+    transformer = kit.build(model).double()
+    x_t = sample.load().latent.double()
+    sigma = 0.6
     core = case.core_velocity(model, sample, sigma)
     with torch.no_grad():
         assert relative_error(kit.velocity(transformer, sample, x_t, sigma, 1.0), core) > 1e-3

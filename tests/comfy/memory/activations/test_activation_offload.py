@@ -16,7 +16,9 @@ from tiny.memory import swapping
 from tiny.memory.swapping import assert_same_run
 
 STEPS = 2
-HIDDEN, TOKENS, TEXT = 128, 16, 16
+HIDDEN = 128
+TOKENS = 16
+TEXT = 16
 
 
 @pytest.fixture(scope="module")

@@ -124,11 +124,9 @@ def test_to_measure_leaves_no_trace_in_what_is_learnt(files: Any, tmp_path: Path
     network = NetworkOptions(rank=4, alpha=8.0, dropout=0.3)
     measured_run = trainer_on(files["outlier"], tmp_path, network=network, gradient_accumulation=3)
     measured_run.run()
-    decision, losses, weights = (
-        measured_run.placed.low_bit.decision(),
-        measured_run.progress.loss,
-        weights_of(measured_run),
-    )
+    decision = measured_run.placed.low_bit.decision()
+    losses = measured_run.progress.loss
+    weights = weights_of(measured_run)
     decided_run = trainer_on(files["outlier"], tmp_path, network=network, gradient_accumulation=3)
     decided_run.placed.low_bit.full = {(block, layer): tuple(sides) for block, layer, *sides in decision["full"]}
     decided_run.placed.low_bit.set(decided_run.placed.weights.transformer.blocks())

@@ -65,7 +65,9 @@ def test_both_matmuls_are_within_what_rounding_x_and_dy_may_cost(storage: str, d
     y = frozen.apply(x)
     y.backward(grad)
     assert y.dtype == x.grad.dtype == dtype
-    wide, bias, slack = x.detach().double(), frozen.bias.double(), SUMS[dtype]
+    wide = x.detach().double()
+    bias = frozen.bias.double()
+    slack = SUMS[dtype]
     expected = wide @ whole.T + bias
     # In 16 bits x is size and divided in them too, on a CPU.
     slack_bound = slack * (wide.abs() @ whole.abs().T + expected.abs())
@@ -90,7 +92,9 @@ def test_both_matmuls_are_within_what_rounding_x_and_dy_may_cost(storage: str, d
 @pytest.mark.parametrize("storage", ["int8", "int8 by rows", "int8 rotated"])
 def test_int8_is_exact_but_for_the_rounding_of_x_and_dy(storage: str) -> None:
     frozen, _ = layer(storage)
-    size, scale, codes = frozen.low_bit.hadamard_size, frozen.parts[0].reshape(1, -1), frozen.weight.long()
+    size = frozen.low_bit.hadamard_size
+    scale = frozen.parts[0].reshape(1, -1)
+    codes = frozen.weight.long()
     x, grad = random(ROWS, IN, seed=2).requires_grad_(), random(ROWS, OUT, seed=3)
 
     def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:

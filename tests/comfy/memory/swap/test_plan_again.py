@@ -123,7 +123,9 @@ def test_what_a_state_chose_and_what_ran_out_of_memory_is_not_planned_again():
 
 
 def test_the_clock_counts_calls_of_the_measured_size_that_compile_nothing(monkeypatch):
-    clock, report, ticks = BlockClock(SHAPES, CPU), Report(), iter(range(100))
+    clock = BlockClock(SHAPES, CPU)
+    report = Report()
+    ticks = iter(range(100))
     monkeypatch.setattr(clock, "moment", lambda: float(next(ticks)))
     for shape in [(1, 8, 4)] * (LEAST - 1) + [(1, 9, 4)] * 5:
         with clock.time("block:", report, (torch.ones(shape),)):

@@ -17,7 +17,9 @@ from tessera.train.report.observer import SilentObserver
 from tiny.compile.compiling import Graphs
 
 STEPS = 3
-TEXT, TOKENS, HIDDEN = 16, 16, 128
+TEXT = 16
+TOKENS = 16
+HIDDEN = 128
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +156,9 @@ def test_a_smaller_device_streams_what_it_has_to_and_trains_the_same(deep_flux, 
 
 def out_of_memory_at(trainer: Any, *steps: int) -> None:
     """Each of these steps breaks off once in the middle of its backward."""
-    failing, loss, hooks = list(steps), trainer.train_step.losses.batch_loss, []
+    failing = list(steps)
+    loss = trainer.train_step.losses.batch_loss
+    hooks = []
 
     def fail(grad: torch.Tensor) -> None:
         hooks.pop().remove()
@@ -259,7 +263,9 @@ def test_no_room_for_the_optimizer_is_found_before_it_moves_a_weight(
     """A device that has no room for as much as the step of AdamW takes, once, at the first step or at a later one."""
     trainer = make(deep_flux, tmp_path / "automatic", checkpointing="full")
     (group,) = trainer.network.flat
-    real, failed, requests = torch.empty, [], []
+    real = torch.empty
+    failed = []
+    requests = []
     # Two moments in the first step, and a number while it runs.
     at_step, pieces = (0, 3) if moment == "first" else (1, 1)
 

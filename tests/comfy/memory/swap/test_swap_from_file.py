@@ -343,7 +343,9 @@ def test_weights_that_left_the_file_for_the_device_are_put_back(tmp_path: Path) 
         model = tiny.load_flux(tiny.write_flux(tmp_path / "flux.safetensors", fp8=True)).model
     diffusion, maps = model.diffusion_model, FileMaps()
     rest = MappedWeights(weight_refs("", model))
-    plain, quantised, bias = diffusion.img_in, diffusion.double_blocks[0].img_attn.proj, diffusion.txt_in
+    plain = diffusion.img_in
+    quantised = diffusion.double_blocks[0].img_attn.proj
+    bias = diffusion.txt_in
 
     def lies_there(*owners: Any) -> list[bool]:
         return [maps.holds(parts_of(owner.weight)[0]) for owner in owners]

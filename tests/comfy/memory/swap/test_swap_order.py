@@ -117,7 +117,9 @@ def test_a_backward_that_breaks_off_lets_go_of_nothing_that_a_copy_is_on_its_way
         trainer = tiny.make_trainer(tiny.load_flux(deep_flux), data, tmp_path, steps=2, memory=memory)
         tiny.observe(trainer, Watcher())
         tiny.fill_up_matrices(trainer)
-        loss, build, hooks = trainer.train_step.losses.batch_loss, trainer.placed.rebuild, []
+        loss = trainer.train_step.losses.batch_loss
+        build = trainer.placed.rebuild
+        hooks = []
 
         def fail(grad: Any) -> None:
             hooks[0].remove()

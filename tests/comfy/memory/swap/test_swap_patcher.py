@@ -232,7 +232,9 @@ def test_buffers_of_modules_without_a_parameter_go_to_the_device_as_in_a_full_lo
             super().__init__()
             self.register_buffer("frequencies", torch.ones(4))
 
-    whole, holder, linear = Angles(), torch.nn.Sequential(Angles(), torch.nn.Linear(2, 2)), torch.nn.Linear(2, 2)
+    whole = Angles()
+    holder = torch.nn.Sequential(Angles(), torch.nn.Linear(2, 2))
+    linear = torch.nn.Linear(2, 2)
     for module in (whole, holder, linear):
         SwapPatcher._move_own(module, torch.device("meta"))
     assert whole.frequencies.is_meta
@@ -387,7 +389,9 @@ def test_what_other_nodes_do_to_a_block_holds_and_ends_as_without_swap(tiny_flux
     model = swapped(tiny_flux)
     plain, plain_lora = change(tiny_flux), change(with_lora(tiny_flux))
     changed, changed_lora = change(model), change(with_lora(model))
-    bare, want, want_lora = picture(tiny_flux), picture(plain), picture(plain_lora)
+    bare = picture(tiny_flux)
+    want = picture(plain)
+    want_lora = picture(plain_lora)
     assert not torch.equal(want, bare) and not torch.equal(want_lora, want)
 
     assert torch.equal(picture(model), bare)

@@ -11,7 +11,9 @@ from tessera.memory.weights.frozen import FrozenWeights
 from tiny.memory.quantised import LAYER
 from torch import Tensor
 
-OUT, IN, GROUP = 48, 128, 64
+OUT = 48
+IN = 128
+GROUP = 64
 CPU = torch.device("cpu")
 
 

@@ -34,7 +34,10 @@ FILES = {
 }
 # Where core widens them here too; every layout stands in test_quantised_weights.
 FILES |= {name: {"dtype": torch.bfloat16, "quantised": name} for name in ("nvfp4 smoothed", "mxfp8")}
-HIDDEN, HEIGHT, WIDTH, TEXT = 128, 4, 6, 10
+HIDDEN = 128
+HEIGHT = 4
+WIDTH = 6
+TEXT = 10
 TOKENS = HEIGHT * WIDTH
 
 

@@ -19,7 +19,10 @@ from tiny.train.gradient_check import BF16, FP32
 from tiny.train.reference_gradients import reference_gradients
 from tiny.train.runs import training_data
 
-BACKENDS, MODES, SWAPS, BATCHES = (None, "aot_eager"), ("none", "selective", "full"), (0, 2), (1, 3)
+BACKENDS = (None, "aot_eager")
+MODES = ("none", "selective", "full")
+SWAPS = (0, 2)
+BATCHES = (1, 3)
 
 
 @pytest.fixture(autouse=True)

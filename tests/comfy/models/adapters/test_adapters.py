@@ -24,7 +24,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils._python_dispatch import TorchDispatchMode
 
-OUT, IN, NAME = 96, 64, "double_blocks.0.img_attn.proj"
+OUT = 96
+IN = 64
+NAME = "double_blocks.0.img_attn.proj"
 algorithms = pytest.mark.parametrize("options", [NetworkOptions(**o) for o in ALGORITHMS.values()], ids=ALGORITHMS)
 
 
@@ -124,7 +126,9 @@ def test_it_is_traced_whole_and_two_of_one_structure_share_a_graph(options):
     torch._dynamo.reset()
     graphs = Graphs()
     run = torch.compile(lambda adapter, *args: adapter(*args), backend="aot_eager", fullgraph=True, dynamic=False)
-    frozen, x, g = frozen_layer(), random(2, 5, IN), random(2, 5, OUT, seed=7)
+    frozen = frozen_layer()
+    x = random(2, 5, IN)
+    g = random(2, 5, OUT, seed=7)
     structures = set()
     for seed in (9, 10):
         eager, compiled = make_adapter(options, frozen), make_adapter(options, frozen)
@@ -263,7 +267,9 @@ def gradients_of(run, x, linears):
 )
 def test_linears_of_one_input_are_each_what_they_are_alone(kinds, masked, backend):
     torch._dynamo.reset()
-    x, linears, exact = random(2, 5, IN), layers(kinds), layers(kinds, torch.float64)
+    x = random(2, 5, IN)
+    linears = layers(kinds)
+    exact = layers(kinds, torch.float64)
     masks = [None] * 3
     for index in masked:
         if linears[index].adapter is not None:

@@ -27,7 +27,9 @@ from tiny.train.runs import train, training_data
 from tiny.train.training import fill_up_matrices, make_trainer, micro_batch, reference_masters
 from torch import Tensor, nn
 
-WIDTH, HEADS, TEXT = 32, 2, 24
+WIDTH = 32
+HEADS = 2
+TEXT = 24
 
 
 class Recorder:
@@ -99,7 +101,10 @@ class TomorrowModel(nn.Module):
         self.layers = nn.ModuleList(TomorrowBlock(index, operations) for index in range(3))
         self.head = operations.Linear(WIDTH, 4)
         self.prompt, self.prompts = None, {}
-        self.calls, self.warm, self.mode, self.steps = 0, False, "", []
+        self.calls = 0
+        self.warm = False
+        self.mode = ""
+        self.steps = []
 
     def forward(
         self, x: Tensor, timestep: Tensor, context: Tensor, transformer_options: dict[str, Any], **kwargs: Any
@@ -111,7 +116,10 @@ class TomorrowModel(nn.Module):
             self.prompt = self.prompts["first"] = txt.mean(dim=1).detach()
         vec = self.prompt + self.prompts["first"] + torch.cos(timestep)[:, None]
         vec = vec + self.calls + 2 * self.warm + len(self.mode) + len(self.steps)
-        self.calls, self.warm, self.mode, self.steps = self.calls + 1, True, "warm", [*self.steps, float(timestep[0])]
+        self.calls = self.calls + 1
+        self.warm = True
+        self.mode = "warm"
+        self.steps = [*self.steps, float(timestep[0])]
         RECORDER.begin()
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -28,7 +28,9 @@ def core_picture(model, lora, positive, empty):
 
 @pytest.mark.parametrize("row", NAMED, ids=str)
 def test_a_preview_is_what_comfyui_samples_with_the_lora(row, tmp_path):
-    model, data, vae = build(row), data_of(row, 1), Latents()
+    model = build(row)
+    data = data_of(row, 1)
+    vae = Latents()
     read = data.samples[0].load()
     positive, empty = [[read.text, dict(read.conditioning)]], {"samples": torch.zeros(1, *row.latent)}
     preview = Preview(Sampling(vae, positive, steps=STEPS, seed=SEED, latent_image=empty), every_n_steps=0)
@@ -58,7 +60,9 @@ def pair_of_ltx():
 )
 def test_a_model_that_makes_sound_is_sampled_with_it_and_shows_the_video(name, pair, frames, has_latent, tmp_path):
     (row,) = (row for row in ROWS if row.name == name)
-    model, data, vae = build(row), data_of(row, 1), Latents()
+    model = build(row)
+    data = data_of(row, 1)
+    vae = Latents()
     read, empty = data.samples[0].load(), pair()
     positive = [[read.text, dict(read.conditioning)]]
     size = {"latent_image": empty} if has_latent else {"width": 96, "height": 64, "frames": frames}

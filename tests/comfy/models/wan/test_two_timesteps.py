@@ -13,7 +13,10 @@ from tessera.models.wan.layers import gate_frames, modulate_frames
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-B, N, D, L = 2, 24, 128, 5
+B = 2
+N = 24
+D = 128
+L = 5
 
 
 def saved_bytes(call: Any) -> int:
@@ -44,7 +47,9 @@ def test_a_block_keeps_no_row_for_each_token(case_file):
     unload()
     block = family_of(patcher).build(patcher, torch.device("cpu"), torch.float32, "auto").blocks()[0][1]
     x = torch.randn(B, N, D, requires_grad=True)
-    e, pe, text = torch.randn(B, 2, 6, D), torch.randn(B, N, 1, 64, 2), torch.randn(B, L, D)
+    e = torch.randn(B, 2, 6, D)
+    pe = torch.randn(B, N, 1, 64, 2)
+    text = torch.randn(B, L, D)
     clean = torch.zeros(B, N, 1, dtype=torch.bool)
     single = saved_bytes(lambda: TextBlock.forward(block, x, e[:, :1].clone(), pe, text, None, {}))
     two = saved_bytes(lambda: block(x, e, pe, text, None, clean, {}))

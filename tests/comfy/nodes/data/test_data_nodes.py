@@ -80,7 +80,9 @@ def test_the_list_of_folders_is_kept_for_ten_seconds_and_follows_the_settings(ho
 
 
 def test_a_walk_that_takes_longer_than_its_list_is_kept_is_not_made_again_at_once(home, monkeypatch):
-    clock, walks, walk = [1000.0], [], folder_access._list_folders
+    clock = [1000.0]
+    walks = []
+    walk = folder_access._list_folders
 
     def slow(*roots):
         walks.append(roots)

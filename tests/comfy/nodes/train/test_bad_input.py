@@ -60,7 +60,9 @@ class ComfyFluxWrapper(torch.nn.Module):
 
     def __init__(self, model):
         super().__init__()
-        self.model, self.config, self.dtype = model, {"guidance_embed": True}, torch.float32
+        self.model = model
+        self.config = {"guidance_embed": True}
+        self.dtype = torch.float32
 
 
 class PackedTensor(torch.Tensor):

@@ -19,7 +19,9 @@ from tiny.nodes.workflow import fit_workflow
 API = PACK / "workflows" / "api"
 STEPS = 2
 KLEIN_WIDTH = 3 * 32  # three layers of the tiny text encoder
-WAN, QWEN, FLUX = tiny.WAN_NAMES, tiny.QWEN_NAMES, tiny.FLUX_NAMES
+WAN = tiny.WAN_NAMES
+QWEN = tiny.QWEN_NAMES
+FLUX = tiny.FLUX_NAMES
 CHROMA = FLUX | {"unet_name": "tiny_chroma.safetensors", "clip_name": FLUX["clip_name2"]}
 # The models that loaders name, in the order of the loaders, and which encoders stand in for those of core's loaders.
 CASES: dict[str, tuple[dict[str, str], list[str], dict[str, Any]]] = {

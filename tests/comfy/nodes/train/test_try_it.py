@@ -8,7 +8,9 @@ from tiny.nodes.try_it import captions, load_prompt, sampled_each
 
 STEPS = 400  # half of the workflow's: enough to tell what is learnt from what is not
 # Correlations: own 0.65 to 0.85, others' and before training below 0.05 were measured; another CPU rounds otherwise.
-LEARNT, APART, UNLEARNT = 0.45, 0.35, 0.2
+LEARNT = 0.45
+APART = 0.35
+UNLEARNT = 0.2
 
 
 @pytest.fixture(scope="module")

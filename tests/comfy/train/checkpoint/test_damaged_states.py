@@ -16,7 +16,9 @@ from tessera.train.preflight.checks import check_run
 from tessera.train.preflight.run_start import find_run_start, run_start_notes
 from tiny.train.runs import Watcher, cancel_at, mixed_data, run_settings, train
 
-GONE, DEEP, DIGITS = object(), "deeply nested", "more digits than Python reads"
+GONE = object()
+DEEP = "deeply nested"
+DIGITS = "more digits than Python reads"
 VALUES = {
     "missing": GONE,
     "null": None,
@@ -91,7 +93,9 @@ def part(packed, *keys):
 
 def places(plain):
     """Places of every field of a state: (a dict or list, the place in it) by the field's name."""
-    (adapter,), (segment,), tree = plain["adapters"], plain["parts"], plain["tree"]
+    (adapter,) = plain["adapters"]
+    (segment,) = plain["parts"]
+    tree = plain["tree"]
     (point, *_), groups = plain["validation"]["points"], part(tree, "optimizer", "param_groups")
     tables = {"": plain, "adapters.": adapter, "parts.": segment, "machine.": plain["machine"]}
     tables |= {"validation.": plain["validation"], "point.": point}

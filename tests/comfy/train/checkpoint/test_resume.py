@@ -82,7 +82,9 @@ def test_a_run_that_shows_a_part_of_a_folder_in_each_epoch_goes_on_to_the_same_r
 
 
 def test_cancel_within_a_step_waits_for_its_micro_batch_only(tiny_flux, tmp_path, monkeypatch):
-    options, watcher, backwards = HARD | {"gradient_accumulation": 3}, Watcher(), []
+    options = HARD | {"gradient_accumulation": 3}
+    watcher = Watcher()
+    backwards = []
     backward = Learner.backward
 
     def counted(learner, loss):
@@ -126,7 +128,9 @@ def is_of_the_run(optimizer):
 
 
 def test_the_saved_lora_is_the_average_and_the_state_keeps_both(tiny_flux, tmp_path, monkeypatch):
-    data, snapshots, step = mixed_data(), [], Learner.step
+    data = mixed_data()
+    snapshots = []
+    step = Learner.step
 
     def look(learner):
         snapshots.append([p.detach().clone() for p in learner.network.parameters()])
@@ -208,7 +212,9 @@ class BreakingConditioning(dict):
 
     def __init__(self, values, reads, failing, error):
         super().__init__(values)
-        self.reads, self.failing, self.error = reads, failing, error
+        self.reads = reads
+        self.failing = failing
+        self.error = error
 
     def items(self):
         if next(self.reads) == self.failing:
@@ -321,7 +327,9 @@ def test_a_cancelled_run_leaves_whole_states_and_a_lora_of_that_step(tiny_flux, 
 
 
 def test_runs_are_numbered_and_found_finished_by_their_key_wherever_they_were_copied(tiny_flux, tmp_path):
-    data, root, other = mixed_data(), tmp_path / "here", tmp_path / "there"
+    data = mixed_data()
+    root = tmp_path / "here"
+    other = tmp_path / "there"
     first = train(tiny_flux, data, root, steps=2, output_name="styles/tiny")
     second = train(tiny_flux, data, root, steps=2, output_name="styles/tiny", seed=9)
     names = [result.path.relative_to(root).as_posix() for result in (first, second)]

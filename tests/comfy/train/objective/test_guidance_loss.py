@@ -19,7 +19,9 @@ from tiny.native import ROWS, build, sample_of
 from tiny.train.reference_row import ReferenceRow
 from tiny.train.runs import Watcher, cancel_at, run_settings, sample, train, training_data
 
-SCALE, WEIGHT, EMPTY = 1.75, 0.7, 8
+SCALE = 1.75
+WEIGHT = 0.7
+EMPTY = 8
 OBJECTIVE = ObjectiveOptions(guidance_loss_scale=SCALE, guidance=3.5)
 FP32 = 1e-4
 BY_NAME = {row.name: row for row in ROWS}

@@ -35,7 +35,9 @@ class Sees:
 def events(monkeypatch) -> list[Any]:
     """("make", step, micro-batch), ("read", step) and ("update", step) in the order in which they happen."""
     log: list[Any] = []
-    original, read, updated = step_batches.make_batch, TrainStep.finite, TrainStep.optimizer_step
+    original = step_batches.make_batch
+    read = TrainStep.finite
+    updated = TrainStep.optimizer_step
 
     def make(*args: Any) -> Any:
         log.append(("make", *args[6]))
@@ -111,7 +113,9 @@ def test_a_batch_that_was_made_ahead_makes_room_for_a_preview_that_is_asked_for(
 
 def test_when_a_batch_is_made_ahead_none_of_its_own_step_is_left(tiny_flux, tmp_path, monkeypatch):
     """So the memory plan counts one batch."""
-    original, alive, batches = step_batches.make_batch, [], []
+    original = step_batches.make_batch
+    alive = []
+    batches = []
 
     def make(*args: Any) -> Any:
         alive.append(sum(ref() is not None for ref in batches))

@@ -53,7 +53,9 @@ def calls_of_a_block(
     torch._dynamo.reset()
     memory = MemoryOptions(checkpointing=mode, blocks_to_swap=swap)
     trainer = tiny.make_trainer(model, tiny.make_data([(4, 4)], [16]), folder, memory=memory, backend=backend)
-    forward, back, blocks = Calls(), Calls(), []
+    forward = Calls()
+    back = Calls()
+    blocks = []
     make_run, backward = BlockExecution.run_block, Learner.backward
 
     def counted_run(self: Any, *args: Any) -> Any:

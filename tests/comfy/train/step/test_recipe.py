@@ -21,7 +21,11 @@ from torch import Tensor
 
 CASE = CASES["flux-dev"]
 # The limit lies amid the norms, so that some steps are clipped and the others show what is under it.
-STEPS, ACCUMULATION, RATE, MOMENTUM, LIMIT = 5, 2, 0.5, 0.9, 0.8
+STEPS = 5
+ACCUMULATION = 2
+RATE = 0.5
+MOMENTUM = 0.9
+LIMIT = 0.8
 RATES = [RATE / 2, RATE, RATE, RATE * (1 + cos(pi / 3)) / 2, RATE * (1 + cos(2 * pi / 3)) / 2]
 OPTIMIZER = OptimizerOptions(
     optimizer="custom",
@@ -70,7 +74,9 @@ def written_out(trainer: Any, tensors: dict[str, Tensor]) -> Written:
     lora, masters = tiny.reference_masters(trainer)
     momentum = {name: torch.zeros_like(p) for name, p in masters.items()}
     order = batch_order(samples, 1, settings.seed)
-    weights, losses, norms = [], [], []
+    weights = []
+    losses = []
+    norms = []
 
     def velocity(sample: Any, x_t: Tensor, sigma: float) -> Tensor:
         return CASE.reference_velocity(tensors, sample, x_t, sigma, settings.objective.guidance, lora)

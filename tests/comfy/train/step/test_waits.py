@@ -64,7 +64,9 @@ class PerStep(SilentObserver):
             (self.mixed, devices.mixed),
         ):
             record.append(counted)
-        devices.reads, devices.moved_count, devices.mixed = Counter(), 0, Counter()
+        devices.reads = Counter()
+        devices.moved_count = 0
+        devices.mixed = Counter()
         self.reports.append(report)
 
 
@@ -166,7 +168,9 @@ def test_with_each_optimizer_a_step_waits_once_but_for_what_its_library_reads(na
     matrices = len(trainer.network.parameters())
     first, later, move_count = OWN.get(name, (lambda p: {}, lambda p: {}, 0))
     for extra_reads, moves in ((first, move_count), (later, 0)):
-        devices.reads, devices.moved_count, devices.mixed = Counter(), 0, Counter()
+        devices.reads = Counter()
+        devices.moved_count = 0
+        devices.mixed = Counter()
         with devices.watched():
             assert math.isfinite(trainer.train_step.finite(loss))
             trainer.train_step.optimizer_step()

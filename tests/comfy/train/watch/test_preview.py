@@ -190,7 +190,10 @@ class Notes(Watcher):
     def __init__(self, model):
         super().__init__(at_step=self.look)
         self.counted = Graphs()
-        self.model, self.loaded, self.graphs, self.holdings = model, [], [], []
+        self.model = model
+        self.loaded = []
+        self.graphs = []
+        self.holdings = []
         self.new_tensors = Since()
 
     def look(self, step):
@@ -206,7 +209,9 @@ def test_nothing_is_left_behind_and_training_compiles_nothing_anew(tiny_flux, ti
     model = TesseraCompileModel.execute(tiny_flux, "eager").args[0]
     weights = {name: (t.data_ptr(), t.clone()) for name, t in model.model.state_dict().items()}
     torch._dynamo.reset()
-    watcher, sampled, while_sampled = Notes(model), module.sample_latent, []
+    watcher = Notes(model)
+    sampled = module.sample_latent
+    while_sampled = []
 
     def sample_latent(*args):
         while_sampled.extend(type(e.model).__name__ for e in comfy.model_management.current_loaded_models)

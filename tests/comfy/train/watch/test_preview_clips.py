@@ -19,7 +19,9 @@ from tiny.models.sampling import conditioning
 from tiny.models.wan import wan_sample
 from tiny.train.runs import Watcher, run_settings, training_data
 
-FRAMES, WIDTH, HEIGHT = 5, 48, 32
+FRAMES = 5
+WIDTH = 48
+HEIGHT = 32
 
 
 @pytest.fixture(scope="module")

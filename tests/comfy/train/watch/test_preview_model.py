@@ -32,7 +32,9 @@ from tiny.native import ROWS, build, data_of, sample_of
 from tiny.train.runs import Watcher, run_settings
 
 PREVIEW = runpy.run_path(str(Path(__file__).with_name("test_preview.py")))
-preview, core_picture, read = PREVIEW["preview"], PREVIEW["core_picture"], PREVIEW["read"]
+preview = PREVIEW["preview"]
+core_picture = PREVIEW["core_picture"]
+read = PREVIEW["read"]
 Cancelled = comfy.model_management.InterruptProcessingException
 
 
@@ -208,7 +210,9 @@ def test_a_model_that_the_lora_does_not_fit_is_refused_before_anything_is_traine
 
 def test_a_model_of_comfyui_s_own_forward_is_seen_on_its_turbo(tiny_vae, tmp_path):
     row = next(row for row in ROWS if row.name == "z-image")
-    base, turbo, read_ = build(row), build(row, seed=1), sample_of(row).load()
+    base = build(row)
+    turbo = build(row, seed=1)
+    read_ = sample_of(row).load()
     positive = [[read_.text, dict(read_.conditioning)]]
     sampling = Sampling(tiny_vae, positive, positive, width=64, height=48, steps=2, seed=5)
     settings = run_settings(steps=1, optimizer={"learning_rate": 0.05})

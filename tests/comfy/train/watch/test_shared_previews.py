@@ -10,7 +10,9 @@ SHORT = STEP | {"steps": 2, "gradient_accumulation": 1, "batch_size": 2}
 def test_the_pictures_are_those_of_one_device(shard, ranks, tiny_files, tmp_path):
     memory = {"checkpointing": "none", "blocks_to_swap": 3, "shard": shard}
     job = {"previews": 3, "vae": str(tiny_files["vae"])}
-    files, sheets, sampled = [], [], []
+    files = []
+    sheets = []
+    sampled = []
     for size in (1, 2):
         answers = ranks.train(size, tmp_path / str(size), SHORT | {"memory": memory}, **job)
         assert not any(errors_of(answers)), answers

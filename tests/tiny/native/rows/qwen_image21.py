@@ -26,7 +26,11 @@ from comfy.ldm.flux.math import apply_rope1
 from comfy.ldm.modules.attention import optimized_attention
 from torch import Tensor, nn
 
-CHANNELS, TEXT, HEADS, HEAD, LAYERS = 64, 48, 2, 32, 3
+CHANNELS = 64
+TEXT = 48
+HEADS = 2
+HEAD = 32
+LAYERS = 3
 WIDTH, HIDDEN = HEADS * HEAD, 3 * HEADS * HEAD
 
 
@@ -211,7 +215,9 @@ def _shapes() -> dict[str, Tensor]:
 
 
 class _Plain:
-    Linear, LayerNorm, RMSNorm = nn.Linear, nn.LayerNorm, nn.RMSNorm
+    Linear = nn.Linear
+    LayerNorm = nn.LayerNorm
+    RMSNorm = nn.RMSNorm
 
 
 def _half(name: str, whole: dict[str, Tensor]) -> Tensor:

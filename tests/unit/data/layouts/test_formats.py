@@ -34,7 +34,9 @@ def test_films_of_other_containers_give_their_frames(tmp_path, ending):
     path = tmp_path / f"a.{ending}"
     with av.open(str(path), "w", format=muxer) as container:
         stream = container.add_stream(codec, rate=25)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, pixels
+        stream.width = 64
+        stream.height = 48
+        stream.pix_fmt = pixels
         for index in range(12):
             frame = av.VideoFrame.from_ndarray(np.full((48, 64, 3), 20 * index, np.uint8), format="rgb24")
             frame = frame.reformat(format=pixels)

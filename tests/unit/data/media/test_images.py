@@ -18,7 +18,10 @@ from tessera.data.media.images import EXTENSIONS, FORMATS, check_pillow, inspect
 from tessera.data.media.integrity import is_intact
 from tessera.data.media.masks import find_mask
 
-RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
+RED = (255, 0, 0)
+GREEN = (0, 255, 0)
+BLUE = (0, 0, 255)
+WHITE = (255, 255, 255)
 
 
 def whole(path):
@@ -103,7 +106,9 @@ def test_an_orientation_behind_the_pixels_of_a_png_counts_too(tmp_path):
 
 def test_transparent_parts_show_white(tmp_path):
     levels = np.full((2, 4, 4), 255, dtype=np.uint8)
-    levels[..., 0], levels[..., 1], levels[..., 2] = 200, 100, 0
+    levels[..., 0] = 200
+    levels[..., 1] = 100
+    levels[..., 2] = 0
     levels[0, :, 3] = [255, 128, 0, 1]
     Image.fromarray(levels).save(tmp_path / "rgba.png")
     alpha = levels[..., 3:].astype(np.float64) / 255
@@ -179,7 +184,9 @@ def rgb_profile(name, to_xyz, gamma):
     tags = [(b"desc", text + b"\0" * (-len(text) % 4)), (b"wtpt", xyz((0.9642, 1.0, 0.8249)))]
     tags += [(key, xyz(to_xyz[:, i])) for i, key in enumerate((b"rXYZ", b"gXYZ", b"bXYZ"))]
     tags += [(key, curve) for key in (b"rTRC", b"gTRC", b"bTRC")]
-    table, body, offset = struct.pack(">I", len(tags)), b"", 128 + 4 + 12 * len(tags)
+    table = struct.pack(">I", len(tags))
+    body = b""
+    offset = 128 + 4 + 12 * len(tags)
     for key, data in tags:
         table += key + struct.pack(">II", offset + len(body), len(data))
         body += data

@@ -178,7 +178,9 @@ def test_interlaced_films_are_deinterlaced_in_the_order_of_time(tmp_path, name, 
     path = tmp_path / name
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=10)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        stream.width = 64
+        stream.height = 48
+        stream.pix_fmt = "yuv420p"
         stream.codec_context.options, stream.codec_context.gop_size = options, 10
         stream.set_display_rotation(180) if name == "a.mp4" else None
         for index in range(12):
@@ -217,7 +219,9 @@ def test_transparent_parts_of_vp8_and_vp9_are_white(tmp_path, codec):
     rgba[:, :32], rgba[:, 32:] = (0, 0, 255, 255), (255, 0, 0, 0)
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=10)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuva420p"
+        stream.width = 64
+        stream.height = 48
+        stream.pix_fmt = "yuva420p"
         stream.metadata["alpha_mode"], stream.codec_context.options = "1", {"auto-alt-ref": "0"}
         for _ in range(5):
             container.mux(stream.encode(av.VideoFrame.from_ndarray(rgba, format="rgba")))
@@ -235,11 +239,15 @@ def joined_films(path, sizes):
         track = None
         for number, (height, width) in enumerate(sizes):
             encoder = av.CodecContext.create("libvpx-vp9", "w")
-            encoder.width, encoder.height, encoder.pix_fmt = width, height, "yuv420p"
+            encoder.width = width
+            encoder.height = height
+            encoder.pix_fmt = "yuv420p"
             encoder.time_base = Fraction(1, 10)
             if track is None:
                 track = container.add_stream("libvpx-vp9", rate=10)
-                track.width, track.height, track.pix_fmt = width, height, "yuv420p"
+                track.width = width
+                track.height = height
+                track.pix_fmt = "yuv420p"
             packets = []
             for index in range(5):
                 frame = av.VideoFrame.from_ndarray(plain(index, height, width), format="rgb24")

@@ -195,7 +195,9 @@ def test_a_cover_picture_before_the_film_is_no_film(tmp_path):
     with av.open(str(film)) as source, av.open(str(path), "w") as target:
         copied = target.add_stream_from_template(source.streams.video[0])
         cover = target.add_stream("mjpeg", rate=1)
-        cover.width, cover.height, cover.pix_fmt = 40, 40, "yuvj420p"
+        cover.width = 40
+        cover.height = 40
+        cover.pix_fmt = "yuvj420p"
         cover.disposition = Disposition.attached_pic
         for packet in source.demux(video=0):
             if packet.dts is not None:
@@ -218,10 +220,14 @@ def test_a_cover_picture_in_matroska_is_no_film(tmp_path, cover):
     with av.open(str(path), "w") as container:
         still = container.add_stream("mjpeg", rate=1) if cover != "attached" else None
         if still is not None:
-            still.width, still.height, still.pix_fmt = 40, 40, "yuvj420p"
+            still.width = 40
+            still.height = 40
+            still.pix_fmt = "yuvj420p"
             still.disposition = Disposition.default if cover == "default track" else Disposition(0)
         film = container.add_stream("libx264", rate=10)
-        film.width, film.height, film.pix_fmt = 64, 48, "yuv420p"
+        film.width = 64
+        film.height = 48
+        film.pix_fmt = "yuv420p"
         if still is None:
             data = BytesIO()
             Image.new("RGB", (40, 40)).save(data, "PNG")
@@ -242,7 +248,9 @@ def test_a_second_film_track_is_read_if_it_is_the_default(tmp_path):
     with av.open(str(path), "w") as container:
         films = [container.add_stream("libx264", rate=10) for _ in range(2)]
         for film, (width, height) in zip(films, ((80, 64), (64, 48)), strict=True):
-            film.width, film.height, film.pix_fmt = width, height, "yuv420p"
+            film.width = width
+            film.height = height
+            film.pix_fmt = "yuv420p"
         films[1].disposition = Disposition.default
         for film in films:
             for index in range(3):
@@ -298,7 +306,9 @@ def test_high_definition_without_a_named_matrix_is_read_as_bt709(tmp_path):
         path = tmp_path / f"{height}.mkv"
         with av.open(str(path), "w") as container:
             stream = container.add_stream("ffv1", rate=10)
-            stream.width, stream.height, stream.pix_fmt = 64, height, "yuv420p"
+            stream.width = 64
+            stream.height = height
+            stream.pix_fmt = "yuv420p"
             container.mux(stream.encode(planes))
             container.mux(stream.encode())
         clip = load(path, inspect_video(path).stamps, (0, 0, 64, height), height, 64)

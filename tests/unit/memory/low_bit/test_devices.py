@@ -12,7 +12,9 @@ from tessera.memory.low_bit.devices import RATES, Card, card_of, fits, obstacle,
 from tessera.memory.low_bit.matmul import FP8, INT8
 from tessera.train.blocks import low_bit_policy
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16 = torch.bfloat16
+FP16 = torch.float16
+FP32 = torch.float32
 
 
 def nvidia(major: int, minor: int, kernel: bool = True) -> Card:

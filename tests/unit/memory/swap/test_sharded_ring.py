@@ -15,8 +15,12 @@ class Others:
     """Another rank, which needs something else now and then; pieces are known by their number."""
 
     def __init__(self, seed):
-        self.count, self.index, self.random = 2, 0, random.Random(seed)
-        self.requests, self.aborted, self.late = [], [], False
+        self.count = 2
+        self.index = 0
+        self.random = random.Random(seed)
+        self.requests = []
+        self.aborted = []
+        self.late = False
         self.pending = []
 
     def gather(self, output, piece):
@@ -76,7 +80,9 @@ def test_a_block_is_waited_for(monkeypatch):
 def test_the_blocks_ahead_are_asked_for_before_one_is_waited_for(prefetch, monkeypatch):
     ranks = Others(0)
     ring = ring_of(ranks, prefetch)
-    gathered, arrivals, original = [], [], ranks.gather
+    gathered = []
+    arrivals = []
+    original = ranks.gather
 
     def gather(output, piece):
         gathered.append(int(piece[0]))

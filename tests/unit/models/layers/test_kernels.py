@@ -19,13 +19,19 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 SDPA = attention_function("auto", torch.device("cpu"), torch.float32)
-B, H, T, S, D = 2, 4, 5, 6, 8
+B = 2
+H = 4
+T = 5
+S = 6
+D = 8
 
 
 def tensors(heads: int = H, kv_heads: int = H, flat: bool = False, kv: int = S) -> list[torch.Tensor]:
     """q, k, v with gradients."""
     torch.manual_seed(0)
-    q, k, v = torch.randn(B, heads, T, D), torch.randn(B, kv_heads, kv, D), torch.randn(B, kv_heads, kv, D)
+    q = torch.randn(B, heads, T, D)
+    k = torch.randn(B, kv_heads, kv, D)
+    v = torch.randn(B, kv_heads, kv, D)
     inputs = [x.transpose(1, 2).flatten(2) if flat else x for x in (q, k, v)]
     return [x.contiguous().requires_grad_() for x in inputs]
 

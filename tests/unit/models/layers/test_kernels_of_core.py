@@ -25,7 +25,10 @@ from torch.utils._pytree import tree_map_only
 SDPA = attention_function("auto", torch.device("cpu"), torch.float64)
 OPERATIONS = comfy.ops.disable_weight_init
 SETTINGS = {"operations": OPERATIONS, "dtype": torch.float64, "device": "cpu"}
-B, T, H, D = 2, 6, 2, 8
+B = 2
+T = 6
+H = 2
+D = 8
 WIDTH = H * D
 
 

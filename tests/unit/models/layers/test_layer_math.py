@@ -10,7 +10,10 @@ from tessera.models.layers.math import rope, rotate
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-B, T, H, D = 2, 5, 3, 16
+B = 2
+T = 5
+H = 3
+D = 16
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

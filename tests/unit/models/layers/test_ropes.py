@@ -6,7 +6,10 @@ import torch
 from comfy.ldm.flux.math import rope as table_of_core
 from tessera.models.native.ropes import ROPES
 
-BATCH, HEADS, TOKENS, DIM = 2, 3, 7, 8
+BATCH = 2
+HEADS = 3
+TOKENS = 7
+DIM = 8
 PAIRED = [name for name in ROPES if not name.endswith("1")]
 NORMED = [name for name in ROPES if name.startswith("rms")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -21,7 +21,9 @@ class Block(nn.Module):
 
     def __init__(self, operation):
         super().__init__()
-        self.before, self.after, self.operation = nn.Linear(D, D), nn.Linear(D, D), operation
+        self.before = nn.Linear(D, D)
+        self.after = nn.Linear(D, D)
+        self.operation = operation
 
     def forward(self, x):
         return x + self.after(self.operation(self.before(x)))
@@ -95,7 +97,9 @@ def test_blocks_are_checked_one_after_the_other_and_nothing_is_left():
             return super().forward(image) * number, text, None
 
     first, second = Pair(torch.sin), Pair(torch.cos)
-    image, text, table = x(), x(1), TABLE
+    image = x()
+    text = x(1)
+    table = TABLE
     outputs = check_gradients("Pair", first, image, text, table, 3)
     assert [None if part is None else part.requires_grad for part in outputs] == [True, False, None]
     assert all(part is None or part.is_leaf for part in outputs)

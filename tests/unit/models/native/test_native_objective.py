@@ -33,7 +33,9 @@ def sampling_of(kind: ModelType, **settings):
 
 def model_of(sampling) -> ModelPatcher:
     model = torch.nn.Module()
-    model.model_sampling, model.latent_format, model.model_config = sampling, None, None
+    model.model_sampling = sampling
+    model.latent_format = None
+    model.model_config = None
     return ModelPatcher(model, torch.device("cpu"), torch.device("cpu"))
 
 

@@ -167,7 +167,9 @@ def test_nobody_waits_for_a_device_that_has_failed_and_its_error_is_told(source,
 
     thread = later(0.0, train)
     sync = GradientSync.__new__(GradientSync)
-    sync.world, sync.remaining_sums, sync.buffer = second, 5, Failed()
+    sync.world = second
+    sync.remaining_sums = 5
+    sync.buffer = Failed()
     error = RuntimeError("CUDA error: an illegal memory access was encountered")
     if source != "buffer":
         with pytest.raises(torch.AcceleratorError):

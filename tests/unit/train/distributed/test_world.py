@@ -156,7 +156,9 @@ def test_each_difference_is_told_with_its_mend_by_the_first_alone(fact, worlds):
 
 def test_the_others_begin_when_the_first_is_done_and_end_where_it_fails(worlds):
     first, second = worlds
-    order, began, is_in = [], threading.Event(), threading.Event()
+    order = []
+    began = threading.Event()
+    is_in = threading.Event()
 
     def follow(name):
         began.set()

@@ -140,7 +140,9 @@ def test_noise_is_normal():
 
 
 def test_a_sample_is_noised_by_its_sigma():
-    flow, x0, noise = FlowMatching(), torch.tensor([[2.0, 4.0]]), torch.tensor([[0.0, 8.0]])
+    flow = FlowMatching()
+    x0 = torch.tensor([[2.0, 4.0]])
+    noise = torch.tensor([[0.0, 8.0]])
     assert torch.equal(flow.add_noise(x0, noise, 0.25), torch.tensor([[1.5, 5.0]]))
     assert torch.equal(flow.add_noise(x0, noise, 1.0), noise)
 

@@ -28,7 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # No size is a multiple of what a vector holds, nor of the alignment.
 LAYERS = {"a": (24, 40), "b": (33, 7), "c": (129, 65)}
 STEPS, TOTAL = 6, 8
-FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+FP16 = torch.float16
+BF16 = torch.bfloat16
+FP32 = torch.float32
 
 
 def network_of(layers: Any = LAYERS, **options: Any) -> LoraNetwork:

@@ -88,7 +88,9 @@ def test_adamw_takes_the_step_that_its_paper_writes():
     options = OptimizerOptions(learning_rate=0.1, weight_decay=0.5, beta1=0.8, beta2=0.9, eps=1e-3)
     p = nn.Parameter(torch.tensor([2.0], dtype=torch.float64))
     optimizer = build_optimizer(options, [p])
-    x, m, v = 2.0, 0.0, 0.0
+    x = 2.0
+    m = 0.0
+    v = 0.0
     for t, g in enumerate([3.0, -1.0, 0.5], start=1):
         p.grad = torch.tensor([g], dtype=torch.float64)
         optimizer.step()

@@ -63,7 +63,9 @@ def test_adamw_steps_are_those_of_the_formula_with_a_rate_for_each_matrix():
 def test_a_first_step_of_b_is_longer_by_the_ratio_and_a_is_stepped_as_without(name):
     options = OptimizerOptions(name, learning_rate=1e-4, weight_decay=0.0)
     assert not any("lora_plus" in note for note in check_optimizer(options, CPU, NetworkOptions(lora_plus_ratio=8.0)))
-    plain, plus, start = pair(), pair(), pair()
+    plain = pair()
+    plus = pair()
+    start = pair()
     run(plain, options, 1.0, 1)
     run(plus, options, 8.0, 1)
     assert torch.equal(plus["m.down"], plain["m.down"])

@@ -13,7 +13,10 @@ from tessera.train.optim.schedule import lr_factor
 from tiny.train.runs import run_settings
 from torch import nn
 
-CYCLES, POWER, PART, CURVE = 3, 1.5, 0.25, "0:0.5, 50%:1, 75:0.25"
+CYCLES = 3
+POWER = 1.5
+PART = 0.25
+CURVE = "0:0.5, 50%:1, 75:0.25"
 
 
 def settings(kind: str, warmup: int = 0, low: float = 0.0) -> OptimizerOptions:

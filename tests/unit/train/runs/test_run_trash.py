@@ -310,7 +310,9 @@ def test_runs_come_in_pages_and_each_is_read_once(tmp_path, monkeypatch):
 @LINKS
 @pytest.mark.parametrize("planted", ["previews", "fox_steps"])
 def test_a_link_planted_inside_of_a_runs_folder_is_not_followed(tmp_path, planted):
-    root, trash, outside = tmp_path / "loras", tmp_path / ".tessera-trash", tmp_path / "outside"
+    root = tmp_path / "loras"
+    trash = tmp_path / ".tessera-trash"
+    outside = tmp_path / "outside"
     outside.mkdir()
     target, _ = move_to_trash(make_run(root, "fox (003)", "fox"), root, trash, DAY)
     files = files_of(target)
@@ -325,7 +327,9 @@ def test_a_link_planted_inside_of_a_runs_folder_is_not_followed(tmp_path, plante
 
 @LINKS
 def test_a_folder_that_is_swapped_for_a_link_when_it_is_emptied_is_left_alone(tmp_path, monkeypatch):
-    root, trash, outside = tmp_path / "loras", tmp_path / ".tessera-trash", tmp_path / "outside"
+    root = tmp_path / "loras"
+    trash = tmp_path / ".tessera-trash"
+    outside = tmp_path / "outside"
     target, _ = move_to_trash(make_run(root, "fox (003)", "fox"), root, trash, DAY)
     shutil.copytree(target / "previews", outside)
     files = own_files(RunFolder(target, "fox"))

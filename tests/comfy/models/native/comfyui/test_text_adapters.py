@@ -44,7 +44,9 @@ def test_a_patch_of_the_model_is_in_force_inside(row, tmp_path):
     delta = torch.randn(shape, generator=torch.Generator().manual_seed(5))
     patcher.add_patches({f"diffusion_model.{name}.weight": ("diff", (delta,))})
     trainer = trainer_of(row, tmp_path, model=patcher)
-    batch, sample, guidance = batch_of(trainer), trainer.context.data.samples[0], guidance_of(trainer)
+    batch = batch_of(trainer)
+    sample = trainer.context.data.samples[0]
+    guidance = guidance_of(trainer)
     with torch.no_grad():
         actual = trainer.placed.velocity(batch.inputs, (0, 0))[0]
     trainer.close()

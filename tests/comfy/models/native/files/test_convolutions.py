@@ -64,7 +64,9 @@ def first_batch(trainer: Any) -> Any:
 def written_out(name: str, trainer: Any) -> tuple[float, dict[str, Tensor]]:
     """The loss of the first sample and the LoRA's gradients, by autograd over core's forward with W + s·up·down in
     place of each weight."""
-    row, sample, settings = BY_NAME[name], trainer.context.data.samples[0], trainer.settings
+    row = BY_NAME[name]
+    sample = trainer.context.data.samples[0]
+    settings = trainer.settings
     pairs = [(sample, sample.load(FIRST_VARIANT))]
     batch = make_batch(
         trainer.context.patcher,
