@@ -208,8 +208,11 @@ def _train(request: RunRequest, world: World) -> TrainResult:
     observer.phase("Reading the model's fingerprint")
     run_start = find_run_start(model, checked, settings, request.root)
     state_name = "finished" if run_start.finished else run_start.state.name if run_start.state else ""
-    facts = run_start.weights, checked.data.fingerprint, run_start.key, state_name, settings.memory.shard
-    check_alike(world, "facts", rank_facts(*facts))
+    check_alike(
+        world,
+        "facts",
+        rank_facts(run_start.weights, checked.data.fingerprint, run_start.key, state_name, settings.memory.shard),
+    )
     folder, start_notes = run_start.folder, tuple(run_start_notes(run_start, settings, request.root))
     if run_start.finished:
         for note in start_notes:

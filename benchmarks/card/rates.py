@@ -187,8 +187,9 @@ class Rates:
         for name in (FP8, INT8):
             if obstacle(name, card_of(self.device), x.dtype) is None:
                 # Rounding is included; in compiled code it is fused with the kernel before it.
-                args = codes[name], scale, None, None, LowBitMatmul(name, name)
-                calls[f"{name} product forward"] = partial(low_bit_linear, x, *args)
+                calls[f"{name} product forward"] = partial(
+                    low_bit_linear, x, codes[name], scale, None, None, LowBitMatmul(name, name)
+                )
                 calls[f"{name} product backward"] = partial(low_bit_input_grad, g, codes[name], scale, name, 0)
         return {"text": _listed({name: self.seconds(call) * 1e6 for name, call in calls.items()}, "us")}
 

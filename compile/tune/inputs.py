@@ -71,9 +71,10 @@ class StepInputs:
 
     def sample(self, patcher: ModelPatcher, steps: int) -> None:
         """Sample as core's KSampler does; the result is still noise."""
-        texts = self.positive, self.negative
         extra = {"disable_pbar": True, "seed": 0}
-        comfy.sample.sample(patcher, self.noise, steps, self.cfg, "euler", "simple", *texts, self.latent, **extra)
+        comfy.sample.sample(
+            patcher, self.noise, steps, self.cfg, "euler", "simple", self.positive, self.negative, self.latent, **extra
+        )
 
 
 def step_inputs(patcher: ModelPatcher, size: StepSize, prompt: Conditioning | None = None) -> StepInputs:

@@ -104,10 +104,17 @@ def latents_to_data(
             conditioning=conditioning_keys,
         )
         samples.append(sample)
-        parts = (placement.tokens, references.tokens, clean)
         weighed = () if tensors.weights is None else (tensors.weights,)
         names.append(
-            fingerprint(tensors.latent, tensors.text, _fingerprint_input(tensors.conditioning), *parts, *weighed)
+            fingerprint(
+                tensors.latent,
+                tensors.text,
+                _fingerprint_input(tensors.conditioning),
+                placement.tokens,
+                references.tokens,
+                clean,
+                *weighed,
+            )
         )
     notes = (
         *noise_mask_notes(

@@ -136,8 +136,9 @@ def read_patches(lora: Mapping[str, Tensor], table: NameTable, model: Any) -> Lo
             group_layers.append(update.module)
     encoder = tuple(key for key in unread if is_text_encoder(key))
     unknown = tuple(dict.fromkeys(key for key in unread if not is_text_encoder(key)))
-    names = tuple(dict.fromkeys(layers)), tuple(dict.fromkeys(other_modules))
-    return LoraPatches(tuple(read), unknown, encoder, *names, _doubled(read))
+    return LoraPatches(
+        tuple(read), unknown, encoder, tuple(dict.fromkeys(layers)), tuple(dict.fromkeys(other_modules)), _doubled(read)
+    )
 
 
 def read_lora(lora: Mapping[str, Tensor], family: Family, model: Any) -> ReadLora:

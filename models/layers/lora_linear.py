@@ -106,8 +106,9 @@ class LoraLinear(LoraLayer):
                 meter=self.meter,
             )
         parts = tuple(getattr(self, name) for name in self._parts)
-        fields = self.weight, None, self.bias, parts, self.layout, self.pre_quant_scale
-        return FrozenLinear(*fields, self.low_bit, self.meter)
+        return FrozenLinear(
+            self.weight, None, self.bias, parts, self.layout, self.pre_quant_scale, self.low_bit, self.meter
+        )
 
     def forward(self, x: Tensor, mask: DropMask | None = None) -> Tensor:
         frozen = self.frozen()

@@ -139,8 +139,16 @@ class NativeFamily(Family):
         block_names = frozenset(block.name for block in blocks.values())
         weights = FrozenWeights(patcher, device, compute_dtype, swapped, quantize, block_names, in_zeros)
         attend = attention_function(attention, device, compute_dtype)
-        run_state = self._results, self._streams, self._batching
-        return NativeTransformer(self.title, Shadow(patcher, weights), blocks, attend, compute_dtype, *run_state)
+        return NativeTransformer(
+            self.title,
+            Shadow(patcher, weights),
+            blocks,
+            attend,
+            compute_dtype,
+            self._results,
+            self._streams,
+            self._batching,
+        )
 
     def training(self, transformer: Transformer) -> AbstractContextManager[None]:
         assert isinstance(transformer, NativeTransformer)

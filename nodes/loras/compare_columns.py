@@ -90,8 +90,11 @@ def compared_model_pairs(high: Mapping[str, Lora | None], low: Mapping[str, Lora
             )
         number = len(compared) + 1
         title = without_side(_output_name(first, number))
-        sources = _connected("lora_models", first, number), _connected("lora_models_low_noise", second, number)
-        compared.append(Compared(title, *sources))
+        compared.append(
+            Compared(
+                title, _connected("lora_models", first, number), _connected("lora_models_low_noise", second, number)
+            )
+        )
     return compared
 
 

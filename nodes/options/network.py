@@ -51,8 +51,14 @@ class TesseraLoraNetwork(io.ComfyNode):
         training_adapter_low_noise: str | None = SAME,
         **_: Any,
     ) -> object:
-        low_noise = start_from_low_noise, base_lora_low_noise, training_adapter_low_noise
-        return lora_file_fingerprint(start_from, base_lora, training_adapter, *low_noise)
+        return lora_file_fingerprint(
+            start_from,
+            base_lora,
+            training_adapter,
+            start_from_low_noise,
+            base_lora_low_noise,
+            training_adapter_low_noise,
+        )
 
     # A coroutine, as ComfyUI runs those first: errors here are raised before anything is loaded or encoded.
     @classmethod

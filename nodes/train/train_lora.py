@@ -185,8 +185,9 @@ class TesseraTrainLora(io.ComfyNode):
                     record_stopped(output_name)
                 else:
                     turn.record_finished()
-                values = (*outputs(result), blocked, blocked, blocked, preview_sheet(result), blocked)
-                return io.NodeOutput(*values, ui=node_ui(result))
+                return io.NodeOutput(
+                    *outputs(result), blocked, blocked, blocked, preview_sheet(result), blocked, ui=node_ui(result)
+                )
             check_one_model(preview)
             experts = plan_experts(model, model_low_noise, data, settings, runs_folder(), settings_of_run)
             data = replace(data, notes=(*data.notes, *shared_lora_notes(settings)))
@@ -199,8 +200,7 @@ class TesseraTrainLora(io.ComfyNode):
                 based_model = with_base(other.model, other.settings.network)
                 first_lora = results[0].lora if results else None
                 partner = Partner(based_model, other.side, first_lora, settings.objective.expert_boundary or None)
-                arguments = expert.model, data, expert.settings, watching, files, preview, partner
-                results.append(run(*arguments, elsewhere))
+                results.append(run(expert.model, data, expert.settings, watching, files, preview, partner, elsewhere))
                 if results[-1].paused:
                     turn.follow(state_name(results[-1]))
                     return cls._paused(turn, output_name, *results)

@@ -51,14 +51,14 @@ class Trainer:
         placed: PlacedModel | None = None
         try:
             placed = PlacedModel(context, observer)
-            learner_args = (
+            learner = Learner(
                 placed.network,
                 self.settings.optimizer,
                 self.settings.steps,
                 placed.weights.dtype,
                 self.device.type,
+                flat_gradients=self.context.world.world_size > 1,
             )
-            learner = Learner(*learner_args, flat_gradients=self.context.world.world_size > 1)
             sync = GradientSync(self.context.world, learner, observer)
         except BaseException as error:
             if placed is not None:

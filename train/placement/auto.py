@@ -264,8 +264,9 @@ def measure(
     )
     lists = family.block_lists(patcher.model)
     on_host = frozenset(f"{name}.{i}" for name, length in lists.items() for i in range(length))
-    build_args = settings.memory.attention, on_host, settings.memory.quantize
-    transformer = family.build(patcher, device, dtype, *build_args, in_zeros=True)
+    transformer = family.build(
+        patcher, device, dtype, settings.memory.attention, on_host, settings.memory.quantize, in_zeros=True
+    )
     LowBitPolicy(settings.memory.low_bit_matmul, device, dtype, None, compile_settings).set(transformer.blocks())
     run_once = blocks_run_once(family, settings)
     network = build_network(transformer, targets, settings.network, settings.seed, run_once)

@@ -40,15 +40,21 @@ class PlacedModel:
         self.settings, self.world = context.device_settings, context.world
         self.memory = MemoryChoice(context, observer)
         device, dtype = self.patcher.load_device, self.patcher.model.get_dtype_inference()
-        policy_args = self.settings.memory.low_bit_matmul, device, dtype
-        self.low_bit = LowBitPolicy(*policy_args, context.low_bit_matmul, context.compile_settings)
+        self.low_bit = LowBitPolicy(
+            self.settings.memory.low_bit_matmul, device, dtype, context.low_bit_matmul, context.compile_settings
+        )
         self.weights = PlacedWeights(self.patcher, self.family, self.low_bit, self.memory.host_memory)
         self.checks = FirstChecks(self.family, context.all_data.samples, self.settings.objective.guidance)
         try:
             self.memory.plan(context)
             self._place(step=0)
-            network_args = self.settings.network, self.settings.seed, auto.blocks_run_once(self.family, self.settings)
-            self.network: LoraNetwork = build_network(self.weights.transformer, context.targets, *network_args)
+            self.network: LoraNetwork = build_network(
+                self.weights.transformer,
+                context.targets,
+                self.settings.network,
+                self.settings.seed,
+                auto.blocks_run_once(self.family, self.settings),
+            )
             self.execution = BlockExecution(context, self.weights, self.network, self.memory.options)
             timed = device.type in ("cpu", "cuda")  # on others the host's clock times queueing only
             automatic = self.memory.automatic
@@ -187,8 +193,9 @@ class PlacedModel:
         # With full-precision matmuls: low-precision ones would round a last-digit difference to other codes.
         uncounted = nullcontext() if weights.swap is None else weights.swap.ring.uncounted()
         with uncounted, self.network.switched_off(), self.low_bit.switched_off(weights.transformer.blocks()):
-            model = self.patcher, weights.transformer, weights.on_device
-            eager_blocks = self.checks.run(*model, inputs, self.observer.note)
+            eager_blocks = self.checks.run(
+                self.patcher, weights.transformer, weights.on_device, inputs, self.observer.note
+            )
         self.execution.leave_eager(eager_blocks)
 
     def close(self) -> None:

@@ -49,8 +49,9 @@ class PlacedWeights:
         swapped = choose_blocks(
             memory.blocks_to_swap, self.family.block_lists(self.patcher.model), self.family.swap_order
         )
-        build_args = memory.attention, swapped, memory.quantize
-        transformer = self.family.build(self.patcher, self.device, self.dtype, *build_args)
+        transformer = self.family.build(
+            self.patcher, self.device, self.dtype, memory.attention, swapped, memory.quantize
+        )
         self.low_bit.set(transformer.blocks())
         on_host = swapped if peers is None else ()
         self.quantize_notes = list(quantize_notes(memory.quantize, transformer.blocks(), on_host))

@@ -124,9 +124,16 @@ class Stages:
             return sampling.steps
         if self.switch_step:
             return min(self.switch_step, sampling.steps)
-        names = sampling.sampler_name, sampling.scheduler
         model = self.model
-        sampler = comfy.samplers.KSampler(model, sampling.steps, model.load_device, *names, 1.0, model.model_options)
+        sampler = comfy.samplers.KSampler(
+            model,
+            sampling.steps,
+            model.load_device,
+            sampling.sampler_name,
+            sampling.scheduler,
+            1.0,
+            model.model_options,
+        )
         return int((sampler.sigmas[:-1] >= self.boundary).sum())
 
 

@@ -32,8 +32,12 @@ class StepLosses:
         """
         preserved, scale = batch.preserved, self.objective.guidance_loss_scale
         if batch.unconditional is not None:
-            sides = batch.inputs, batch.unconditional
-            batch = replace(batch, target=guided_target(batch.target, *sides, self.placed.velocity_without, scale))
+            batch = replace(
+                batch,
+                target=guided_target(
+                    batch.target, batch.inputs, batch.unconditional, self.placed.velocity_without, scale
+                ),
+            )
         frozen_velocity = None if preserved is None else self.placed.velocity_without(preserved.inputs)
         yield self.batch_loss(batch, rng_key)
         if preserved is not None and frozen_velocity is not None:

@@ -65,8 +65,16 @@ def test_captions_of_many_lengths_share_graphs_and_what_is_cut_is_told(case_file
     watcher = Watcher()
     captions = case.captions()
     settings = run_settings(steps=len(captions.samples), compile="auto", save_every=0)
-    arguments = case.load(case_file(case)), training_data(*captions.samples), settings, tmp_path, watcher
-    result = train_lora(RunRequest(*arguments, CompileSettings("aot_eager")))
+    result = train_lora(
+        RunRequest(
+            case.load(case_file(case)),
+            training_data(*captions.samples),
+            settings,
+            tmp_path,
+            watcher,
+            CompileSettings("aot_eager"),
+        )
+    )
     expected = captions.text_lengths * case.kinds
     assert graphs() == result.summary["graphs_planned"] == result.summary["graphs_compiled"] == expected
     assert captions.note is None or any(captions.note in note for note in watcher.notes)

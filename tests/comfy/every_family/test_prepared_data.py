@@ -56,8 +56,7 @@ def test_it_trains_on_what_prepare_dataset_makes_of_folders(
     options = {"megapixels": 0.006, "max_graphs": 1, "fit": "ragged edge", "max_text_length": 512}
     options |= {"control_megapixels": 0.0046875, "cache_dir": folders / "cache", "clip_vision": encoders.clip_vision}
     with torch.inference_mode():
-        sources = scanned(kind, folders), encoders.vae, encoders.clip
-        data = prepare(*sources, **{**options, **encoders.options}).data
+        data = prepare(scanned(kind, folders), encoders.vae, encoders.clip, **{**options, **encoders.options}).data
     assert len(data.graph_keys()) == graphs
     assert {len(sample.references) for sample in data.samples} == {int(kind == "controls")}
     padded = case.padded_caption

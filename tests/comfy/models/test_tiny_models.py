@@ -14,8 +14,9 @@ def sample_over(model, latent, positive, negative=None, steps=2, cfg=1.0, seed=1
 
     latent = comfy.sample.fix_empty_latent_channels(model, latent)
     noise = comfy.sample.prepare_noise(latent, seed)
-    texts = positive, negative or positive
-    return comfy.sample.sample(model, noise, steps, cfg, "euler", "simple", *texts, latent, disable_pbar=True)
+    return comfy.sample.sample(
+        model, noise, steps, cfg, "euler", "simple", positive, negative or positive, latent, disable_pbar=True
+    )
 
 
 def sample(model, positive):

@@ -22,9 +22,10 @@ def awaited(result: Any) -> Any:
         with torch.inference_mode(inference), torch.set_grad_enabled(grad):
             return asyncio.run(result)
 
-    modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(contextvars.copy_context().run, run, *modes).result()
+        return pool.submit(
+            contextvars.copy_context().run, run, torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        ).result()
 
 
 def executed(kind: Any, *args: Any, **inputs: Any) -> Any:

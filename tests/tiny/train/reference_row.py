@@ -45,5 +45,4 @@ class ReferenceRow:
         """(1, tokens, 64): velocity of the model for this caption, with this LoRA."""
         text, pooled = prompt.text.double(), prompt.conditioning["pooled_output"].double()
         level, guidance = (torch.tensor([value], dtype=torch.float64) for value in (self.sigma, self.guidance))
-        inputs = self.weights, self.noisy, self.ids, text, pooled, level, guidance
-        return flux_forward(*inputs, num_heads=1, lora=lora)
+        return flux_forward(self.weights, self.noisy, self.ids, text, pooled, level, guidance, num_heads=1, lora=lora)

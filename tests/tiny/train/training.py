@@ -64,10 +64,21 @@ def make_trainer(
     patcher, _ = trainable_model(model)
     targets = choose_targets(family, patcher.model, settings.network)
     run = RunFolder(folder, "test")
-    context = (patcher, family, data, targets, settings, run, "lineage", lambda *_: {})
     watchers = [] if held_out is None else [Validation(settings.validation, held_out)]
     part = {"made_with": {"data_fingerprint": data.fingerprint}, "asked": "lineage"}
-    run_context = RunContext(*context, compile_settings=compile_options, validation=held_out, parts=[part])
+    run_context = RunContext(
+        patcher,
+        family,
+        data,
+        targets,
+        settings,
+        run,
+        "lineage",
+        lambda *_: {},
+        compile_settings=compile_options,
+        validation=held_out,
+        parts=[part],
+    )
     return Trainer(run_context, SilentObserver(), watchers)
 
 

@@ -26,8 +26,10 @@ SAMPLER = {"width": 64, "height": 48, "steps": 2, "cfg": 1.0, "sampler_name": "e
 
 def lora_of(seed, name="double_blocks.0.img_attn.qkv", size=(384, 128)):
     draw = torch.Generator().manual_seed(seed)
-    pair = torch.randn(4, size[1], generator=draw), 0.2 * torch.randn(size[0], 4, generator=draw)
-    return LoraModel.from_modules({name: LowRank(*pair, 4.0)}, {"ss_output_name": "fresh"})
+    return LoraModel.from_modules(
+        {name: LowRank(torch.randn(4, size[1], generator=draw), 0.2 * torch.randn(size[0], 4, generator=draw), 4.0)},
+        {"ss_output_name": "fresh"},
+    )
 
 
 @pytest.fixture(scope="module")

@@ -32,8 +32,10 @@ TEXT = {"negative": conditioning("wan", 10, 1), "frames": 5}
 
 def lora_of(seed, name="blocks.0.self_attn.q"):
     draw = torch.Generator().manual_seed(seed)
-    pair = torch.randn(4, 128, generator=draw), 0.2 * torch.randn(128, 4, generator=draw)
-    return LoraModel.from_modules({name: LowRank(*pair, 4.0)}, {"ss_output_name": f"fresh_high_noise{seed}"})
+    return LoraModel.from_modules(
+        {name: LowRank(torch.randn(4, 128, generator=draw), 0.2 * torch.randn(128, 4, generator=draw), 4.0)},
+        {"ss_output_name": f"fresh_high_noise{seed}"},
+    )
 
 
 FILES = [
@@ -85,9 +87,11 @@ def run(experts, vae, **changes):
 
 def core_clip(experts, vae, pair, strengths, seed, text=0, boundary_step=3, sampler="euler"):
     """Core's Load LoRA on each expert and two KSampler (Advanced) over an empty video latent, decoded."""
-    texts = conditioning("wan", 10, text), conditioning("wan", 10, 1)
     latent = {"samples": torch.zeros(1, 16, 2, 4, 4)}
-    node, sampler_options = core.KSamplerAdvanced(), (4, 2.0, sampler, "simple", *texts)
+    node, sampler_options = (
+        core.KSamplerAdvanced(),
+        (4, 2.0, sampler, "simple", conditioning("wan", 10, text), conditioning("wan", 10, 1)),
+    )
     with torch.inference_mode():
         high, low = (
             model if name is None else core.LoraLoaderModelOnly().load_lora_model_only(model, name, strength)[0]

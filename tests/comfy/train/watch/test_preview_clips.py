@@ -38,8 +38,10 @@ def sampling(vae, **changes):
 def core_clip(high, low, vae, boundary_step=3):
     """Core's two KSampler (Advanced) over an empty video latent, decoded."""
     latent = {"samples": torch.zeros(1, 16, (FRAMES - 1) // 4 + 1, HEIGHT // 8, WIDTH // 8)}
-    texts = conditioning("wan", 10), conditioning("wan", 10, 1)
-    node, sampler_options = core.KSamplerAdvanced(), (4, 2.0, "euler", "simple", *texts)
+    node, sampler_options = (
+        core.KSamplerAdvanced(),
+        (4, 2.0, "euler", "simple", conditioning("wan", 10), conditioning("wan", 10, 1)),
+    )
     with torch.inference_mode():
         (half,) = node.sample(high, "enable", 3, *sampler_options, latent, 0, boundary_step, "enable")
         (whole,) = node.sample(low, "disable", 3, *sampler_options, half, boundary_step, 10000, "disable")
@@ -160,8 +162,9 @@ def test_a_clip_is_compared_whole_and_stands_in_the_grid_with_its_middle_frame(e
     with torch.inference_mode():
         comparison = compare.compare(Stages(experts[0]), [sampling(vae)], [plain], lambda: None, lambda: None)
         latent = {"samples": torch.zeros(1, 16, (FRAMES - 1) // 4 + 1, HEIGHT // 8, WIDTH // 8)}
-        texts = conditioning("wan", 10), conditioning("wan", 10, 1)
-        (sampled,) = core.KSampler().sample(experts[0], 3, 4, 2.0, "euler", "simple", *texts, latent)
+        (sampled,) = core.KSampler().sample(
+            experts[0], 3, 4, 2.0, "euler", "simple", conditioning("wan", 10), conditioning("wan", 10, 1), latent
+        )
         expected = core.VAEDecode().decode(vae, sampled)[0]
     (clip,) = comparison.pictures
     assert torch.equal(clip, expected)

@@ -104,10 +104,11 @@ def _causal(prefix: int, options: dict[str, Any]) -> Any:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = torch.ones(prefix, prefix, dtype=torch.bool, device=q.device).tril()
         text = [tensor[:, :prefix].flatten(2) for tensor in (q, k, v)]
-        picture = q[:, prefix:].flatten(2), k.flatten(2), v.flatten(2)
         outs = (
             optimized_attention(*text, HEADS, mask=mask, transformer_options=options),
-            optimized_attention(*picture, HEADS, transformer_options=options),
+            optimized_attention(
+                q[:, prefix:].flatten(2), k.flatten(2), v.flatten(2), HEADS, transformer_options=options
+            ),
         )
         return torch.cat(outs, dim=1)
 

@@ -57,8 +57,16 @@ def trainer_of(name: str, folder: Any, mode: str = "none", **changes: Any) -> An
 def first_batch(trainer: Any) -> Any:
     sample, settings = trainer.context.data.samples[0], trainer.settings
     pairs = [(sample, sample.load(FIRST_VARIANT))]
-    key = trainer.device, settings.seed, (0, 0), trainer.train_step.batches.strata
-    return make_batch(trainer.context.patcher, trainer.context.family, pairs, settings.objective, *key)
+    return make_batch(
+        trainer.context.patcher,
+        trainer.context.family,
+        pairs,
+        settings.objective,
+        trainer.device,
+        settings.seed,
+        (0, 0),
+        trainer.train_step.batches.strata,
+    )
 
 
 def written_out(name: str, trainer: Any) -> tuple[float, dict[str, Tensor]]:
