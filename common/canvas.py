@@ -9,7 +9,10 @@ Colour = tuple[int, ...]
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 Point = tuple[float, float]
 
-INK, SOFT, FAINT, PAPER = (32, 33, 36), (107, 112, 120), (224, 227, 231), (253, 253, 252)
+INK = (32, 33, 36)
+SOFT = (107, 112, 120)
+FAINT = (224, 227, 231)
+PAPER = (253, 253, 252)
 
 
 class Canvas:

@@ -42,7 +42,9 @@ class RegionReport:
     """Record of one region since its creation."""
 
     def __init__(self, name: str, label: str, options: CompileOptions):
-        self.name, self.label, self.options = name, label, options
+        self.name = name
+        self.label = label
+        self.options = options
         self.notes: list[str] = []
         self.events: list[CompileEvent] = []
         self.speeds: list[Speed] = []

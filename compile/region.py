@@ -133,7 +133,11 @@ class Region:
         notify: Notify,
         device: torch.device,
     ):
-        self.name, self.body, self.options, self.notify, self.device = name, body, options, notify, device
+        self.name = name
+        self.body = body
+        self.options = options
+        self.notify = notify
+        self.device = device
         self.report = RegionReport(name, label, options)
         self.full = False
         self._left_eager: set[Any] = set()

@@ -1,6 +1,11 @@
 """Exit codes, and errors that end a run before it begins."""
 
-DONE, FAILED, WRONG, TRY_AGAIN, CANCELLED, TERMINATED = 0, 1, 2, 75, 130, 143
+DONE = 0
+FAILED = 1
+WRONG = 2
+TRY_AGAIN = 75
+CANCELLED = 130
+TERMINATED = 143
 
 
 class UsageError(Exception):

@@ -34,8 +34,12 @@ class Run:
         result: Result,
     ) -> None:
         """changed: inputs set for this run, as (number of the node, name)."""
-        self.prompt, self.extra_data, self.changed = prompt, extra_data, changed
-        self.reporter, self.rank, self.result = reporter, rank, result
+        self.prompt = prompt
+        self.extra_data = extra_data
+        self.changed = changed
+        self.reporter = reporter
+        self.rank = rank
+        self.result = result
         self.id, self.client = str(uuid.uuid4()), uuid.uuid4().hex
         self.started = time.time()
         self.signal: int | None = None

@@ -15,7 +15,9 @@ class Reporter:
     """Writer of events to the terminal and, as lines of JSON, to a log. Only rank 0 writes."""
 
     def __init__(self, log: TextIO | None, rank: int = 0) -> None:
-        self.log, self.on_terminal, self.silent = log, sys.stdout.isatty(), rank > 0
+        self.log = log
+        self.on_terminal = sys.stdout.isatty()
+        self.silent = rank > 0
         self.open, self.last = False, 0.0
 
     def event(self, event: str, **facts: Any) -> None:

@@ -45,7 +45,11 @@ class _MaskSampler:
     def __init__(
         self, seed: int, key: tuple[int | str, ...], device: torch.device, dtype: torch.dtype, part: tuple[int, int]
     ):
-        self.seed, self.key, self.device, self.dtype, self.part = seed, key, device, dtype, part
+        self.seed = seed
+        self.key = key
+        self.device = device
+        self.dtype = dtype
+        self.part = part
 
     def sample(self, p: float, shape: tuple[int, ...], scaled: bool, *kind: str) -> Tensor:
         """Sample a mask: 0 with probability p, else 1, or 1 / (1 − p) if `scaled`."""

@@ -148,7 +148,9 @@ class ExpertObserver:
 
     def __init__(self, observer: Observer, expert: Expert, number: int, count: int):
         self._observer, self._title = observer, expert.title
-        self._number, self._count, self._steps = number, count, expert.settings.steps
+        self._number = number
+        self._count = count
+        self._steps = expert.settings.steps
         self.began: Callable[[Path], None] = observer.began
         self.saved: Callable[[Path], None] = observer.saved
         self.previewed: Callable[[Path, int], None] = observer.previewed

@@ -125,11 +125,16 @@ class _Recorder:
     """
 
     def __init__(self, observer: Observer, record: RunRecord, folder: Path, notes: tuple[str, ...]):
-        self._observer, self._record, self._folder, self._step = observer, record, folder, 0
+        self._observer = observer
+        self._record = record
+        self._folder = folder
+        self._step = 0
         self.notes: list[str] = []
         self.files: list[str] = []
         self.cancelled = stopped_message(0, 0, "", "")
-        self.began, self.ended, self.phase = observer.began, observer.ended, observer.phase
+        self.began = observer.began
+        self.ended = observer.ended
+        self.phase = observer.phase
         self.take_requests, self.check_interrupted = observer.take_requests, observer.check_interrupted
         for text in notes:
             self.note(text)
@@ -201,7 +206,9 @@ def train_lora(request: RunRequest, world: World = SINGLE_PROCESS) -> TrainResul
 
 
 def _train(request: RunRequest, world: World) -> TrainResult:
-    model, settings, observer = request.model, request.settings, request.observer
+    model = request.model
+    settings = request.settings
+    observer = request.observer
     checked = check_run(model, request.data, settings)
     world.shard(settings.batch_size, settings.gradient_accumulation)
     check_shard(world, model.load_device, settings.memory)
@@ -243,7 +250,10 @@ def _run(
     start_notes: Sequence[str],
 ) -> TrainResult:
     """Train a checked run into its folder."""
-    settings, world, folder, state = context.settings, context.world, run_start.folder, run_start.state
+    settings = context.settings
+    world = context.world
+    folder = run_start.folder
+    state = run_start.state
     record = RunRecord(
         folder.path, {**run_facts(run_start, context, request.watchers), **request.queued}, world.is_first
     )

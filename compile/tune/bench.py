@@ -37,7 +37,10 @@ class Bench:
     def __init__(
         self, clone: ModelPatcher, compiled_model: CompiledModel | None, inputs: StepInputs, clock: Callable[[], float]
     ) -> None:
-        self.clone, self.compiled_model, self.inputs, self.clock = clone, compiled_model, inputs, clock
+        self.clone = clone
+        self.compiled_model = compiled_model
+        self.inputs = inputs
+        self.clock = clock
         self._turns: list[bool] = []
         self._timed_steps: list[tuple[bool, float]] = []
         self._compiled = False

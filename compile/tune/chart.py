@@ -7,10 +7,18 @@ from PIL import Image
 from ...common.canvas import Canvas, Colour
 from .results import Quartiles, TuneResult, label
 
-_BACKGROUND, _INK, _FAINT = (255, 255, 255), (55, 65, 81), (130, 138, 150)
-_EAGER, _COMPILED, _BEST = (164, 173, 186), (164, 199, 232), (23, 92, 163)
+_BACKGROUND = (255, 255, 255)
+_INK = (55, 65, 81)
+_FAINT = (130, 138, 150)
+_EAGER = (164, 173, 186)
+_COMPILED = (164, 199, 232)
+_BEST = (23, 92, 163)
 
-_LEFT, _BARS, _LONGEST, _RIGHT = 24, 430, 740, 1004  # names, bars from here, at most to here, right edge of figures
+# Names, bars from here, at most to here, right edge of figures.
+_LEFT = 24
+_BARS = 430
+_LONGEST = 740
+_RIGHT = 1004
 _TOP, _BOTTOM = 72, 500
 _TEXT = 30  # pixels: on a node of 400 the chart is a third as large
 

@@ -98,7 +98,9 @@ class _Run:
     """State of one tuning."""
 
     def __init__(self, patcher: ModelPatcher, inputs: StepInputs, time_budget: float, clock: Callable[[], float]):
-        self.patcher, self.inputs, self.clock = patcher, inputs, clock
+        self.patcher = patcher
+        self.inputs = inputs
+        self.clock = clock
         self.time_budget, self.ends = time_budget, clock() + time_budget
         self.measured: list[MeasuredSettings] = []
         self.unmeasured: list[UnmeasuredSettings] = []

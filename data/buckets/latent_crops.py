@@ -90,7 +90,9 @@ def _runs(grids: Sequence[Grid], counts: Sequence[int]) -> tuple[np.ndarray, np.
     tokens = np.zeros((len(counts), len(counts) + 1), dtype=np.int64)
     loss = np.full(tokens.shape, np.inf)
     for first, smallest in enumerate(counts):
-        frames, latents, inverse_tokens = set[int](), 0, 0.0
+        frames = set[int]()
+        latents = 0
+        inverse_tokens = 0.0
         for end in range(first + 1, len(counts) + 1):
             group = groups[counts[end - 1]]
             frames |= {grid.frames for grid in group}

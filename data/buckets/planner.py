@@ -304,7 +304,9 @@ def _best_subset(table: Floats, shares: Floats, start: list[int], size: int) -> 
             other_cost, column = _best_addition(table, shares, remaining)
             # The margin keeps rounding from swapping equal columns forever.
             if other_cost < cost - 1e-9:
-                subset, cost, improved = [*remaining, column], other_cost, True
+                subset = [*remaining, column]
+                cost = other_cost
+                improved = True
     return subset
 
 

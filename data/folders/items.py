@@ -109,7 +109,9 @@ def _picture(picture: ImageEntry) -> Item:
     alpha = picture.options.alpha_mask
     image = pixels(picture.path, picture.name, opaque=alpha)
     mask = find_mask(picture.path, picture.mask, picture.name, image.size) if alpha or picture.mask else None
-    options, variants, folder = picture.options, picture.variants, picture.folder
+    options = picture.options
+    variants = picture.variants
+    folder = picture.folder
     return Item(
         picture.name, picture.caption, picture.repeats, image, controls, mask, options, variants=variants, folder=folder
     )

@@ -64,7 +64,10 @@ def read_blocks(
     may_read: predicate for places outside of the file's folder.
     Raises ValueError for a place that can't be read, and for values that mean nothing here.
     """
-    subsets, used, unused, rest = [], dict[str, str](), dict[str, None](), 0
+    subsets = []
+    used = dict[str, str]()
+    unused = dict[str, None]()
+    rest = 0
     sources: list[Path] = [file.path]
     for block in file.blocks:
         words = _Words(block)

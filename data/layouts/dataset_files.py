@@ -16,7 +16,9 @@ from ...common.untrusted.regular_files import file_state, read_regular
 from .captions import decoded, unreadable
 
 _NAMES = re.compile(r".+\.(?:toml|ya?ml)|.*(?:dataset|config).*\.json", re.IGNORECASE)
-KOHYA, MUSUBI, AI_TOOLKIT = "kohya's scripts", "musubi-tuner", "ai-toolkit"
+KOHYA = "kohya's scripts"
+MUSUBI = "musubi-tuner"
+AI_TOOLKIT = "ai-toolkit"
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,9 @@ def _by_dataset_file(request: LayoutRequest, everything: Sequence[Path]) -> Fold
 
 def _read_folder(request: LayoutRequest, everything: Sequence[Path]) -> FolderLayout:
     """Read a folder without dataset file and archives."""
-    folder, kind, choice = request.folder, request.kind, request.choice
+    folder = request.folder
+    kind = request.kind
+    choice = request.choice
     captions = CaptionFiles(everything, request.extension)
     files = [file for file in everything if has_ending(file.name, kind.read)]
     beside = {file: source for file in files if (source := captions.find(file)) is not None}

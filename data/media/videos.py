@@ -108,7 +108,9 @@ class _FramesAt(Sequence[int]):
     """Stamps of the frames shown at a constant rate, looked up on access, as a still may last for minutes."""
 
     def __init__(self, facts: VideoFacts, fps: float, count: int) -> None:
-        self._stamps, self._fps, self._count = facts.stamps, fps, count
+        self._stamps = facts.stamps
+        self._fps = fps
+        self._count = count
         self._seconds = [float((stamp - facts.stamps[0]) * facts.time_base) for stamp in facts.stamps]
 
     def __len__(self) -> int:

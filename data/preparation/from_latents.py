@@ -81,7 +81,10 @@ def latents_to_data(
     grids = [_grid(latent.tensor, index, policy.patch) for index, latent in enumerate(single_latents)]
     graph_limit = max(max_graphs, len(single_latents)) if policy.whole_grids and max_graphs >= 1 else max_graphs
     placements = place_latents(grids, graph_limit)
-    samples, names, odd, whole = [], [], [], []
+    samples = []
+    names = []
+    odd = []
+    whole = []
     for latent, entry, grid, placement in zip(single_latents, entries, grids, placements, strict=True):
         tensors = _tensors(latent, entry, grid, placement.grid, policy.patch)
         references = _references(tensors.conditioning, latent, grid, placement, policy)
@@ -244,7 +247,9 @@ def _references(
 ) -> _References:
     """Crop the reference latents in-place to whole tokens, and along with the latent if both have the same size."""
     references = conditioning.get("reference_latents") or []
-    tokens, odd, whole = [], False, False
+    tokens = []
+    odd = False
+    whole = False
     for index, reference in enumerate(references):
         height, width = (side // policy.patch for side in reference.shape[-2:])
         if (

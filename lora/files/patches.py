@@ -257,7 +257,9 @@ def truncate_to_rank(delta: Tensor, rank: int, scale: float, source: torch.Gener
     singular components, or of as many as there are."""
     u, singular_values, vh = largest_parts(delta, rank, source)
     effective_rank = int((singular_values > EMPTY * singular_values[0]).sum())
-    u, singular_values, vh = u[:, :effective_rank], singular_values[:effective_rank], vh[:effective_rank]
+    u = u[:, :effective_rank]
+    singular_values = singular_values[:effective_rank]
+    vh = vh[:effective_rank]
     root = (singular_values / scale).sqrt()
     total = float(delta.double().square().sum())
     loss = math.sqrt(max(0.0, 1.0 - float(singular_values.double().square().sum()) / total)) if total else 0.0

@@ -4,7 +4,9 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-DOWN, UP, ALPHA = "lora_down.weight", "lora_up.weight", "alpha"
+DOWN = "lora_down.weight"
+UP = "lora_up.weight"
+ALPHA = "alpha"
 DORA = "dora_scale"
 
 # Wrappers of dotted names. `tests/comfy/spellings.py` names the program that writes each.

@@ -50,7 +50,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .hadamard import rotate
 
-FULL, INT8, FP8 = "full", "int8", "fp8"
+FULL = "full"
+INT8 = "int8"
+FP8 = "fp8"
 OFF, AUTO = "off", "auto"
 LOW_BIT_MATMULS = (OFF, INT8, FP8, AUTO)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)

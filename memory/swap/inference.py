@@ -70,7 +70,10 @@ class SwappedBlocks:
     ):
         self.base: Callable[[], Any] = weakref.ref(base)
         self.blocks = dict(blocks)
-        self.prefetch, self.pinned, self.from_file, self.automatic = prefetch, pinned, from_file, automatic
+        self.prefetch = prefetch
+        self.pinned = pinned
+        self.from_file = from_file
+        self.automatic = automatic
         self.notes: list[str] = []
         self.modules = {id(module) for block in self.blocks.values() for module in block.modules()}
         self.refs = [weight_refs(name, block) for name, block in self.blocks.items()]

@@ -20,7 +20,10 @@ from .plan import piece_bytes
 from .slot_ring import CopyStream, SlotRing
 from .training import BlockSwap
 
-FORWARD, BACKWARD, DONE, SMALLER = "forward", "backward", "done", "smaller"
+FORWARD = "forward"
+BACKWARD = "backward"
+DONE = "done"
+SMALLER = "smaller"
 
 
 class Peers(Protocol):
@@ -88,7 +91,9 @@ class ShardedRing(SlotRing):
     flat_weights: list[ShardedBuffer]  # type: ignore[assignment]
 
     def __init__(self, pieces: Sequence[ShardedBuffer], device: torch.device, prefetch: int, peers: Peers):
-        self.peers, self.fresh, self.is_aborted = peers, True, False
+        self.peers = peers
+        self.fresh = True
+        self.is_aborted = False
         self.direction, self.position = "", 0  # current sweep, and the number of its blocks brought to slots
         super().__init__(pieces, device, prefetch, stream=GatherStream(device, peers))  # type: ignore[arg-type]
 

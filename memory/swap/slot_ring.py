@@ -83,7 +83,9 @@ class SlotRing:
     ):
         assert prefetch >= 1 and flat_weights
         self.flat_weights: list[Tensor | ScatteredBuffer] = list(flat_weights)
-        self.device, self.prefetch, self.finish = device, prefetch, finish
+        self.device = device
+        self.prefetch = prefetch
+        self.finish = finish
         self.count = min(prefetch + 1, len(self.flat_weights))
         self.slot_bytes = max(weights.numel() for weights in self.flat_weights)
         staged = stream or staged_stream(flat_weights, device, finish is not None)

@@ -82,7 +82,9 @@ class Adapter(nn.Module):
 
     def __init__(self, spec: AdapterSpec, out_features: int, in_features: int):
         super().__init__()
-        self.spec, self.out_features, self.in_features = spec, out_features, in_features
+        self.spec = spec
+        self.out_features = out_features
+        self.in_features = in_features
         # Factor of the update; a constant of the graph.
         self.scale = spec.alpha / spec.rank
         self.casts = {}

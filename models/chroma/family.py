@@ -77,7 +77,9 @@ class Chroma(FluxFamily):
         `guidance` is for distilled models."""
         device, dtype = sigma.device, patcher.model.get_dtype_inference()
         length = samples[0].text_length
-        patches, texts, guidances = [], [], []
+        patches = []
+        texts = []
+        guidances = []
         for sample in samples:
             stored_guidance = sample.conditioning.get("guidance")
             sample_guidance = 0.0 if stored_guidance is None else stored_guidance

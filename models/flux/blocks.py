@@ -116,7 +116,9 @@ class JointBlock(Block):
         """Run the block. img_mod: (B, 1 or 2, 6·D), txt_mod: (B, 1, 6·D), both after their Linear; attended: what the
         attention takes besides q, k and v, a key mask or bounds of the samples; the rest as in `forward`."""
         img_masks, txt_masks = masks_of("img.", masks), masks_of("txt.", masks)
-        img_parts, txt_parts, text = img_mod.chunk(6, dim=-1), txt_mod.chunk(6, dim=-1), txt.shape[1]
+        img_parts = img_mod.chunk(6, dim=-1)
+        txt_parts = txt_mod.chunk(6, dim=-1)
+        text = txt.shape[1]
         img_heads = self.img.heads(img, img_parts[:3], reference_start, img_masks)
         txt_heads = self.txt.heads(txt, txt_parts[:3], text, txt_masks)
         # Rotated before they are joined: a compiler then writes only the tensors that attention reads.

@@ -103,7 +103,10 @@ class FluxFamily(Family):
     ) -> ModelInputs:
         device, dtype = sigma.device, patcher.model.get_dtype_inference()
         params = patcher.model.diffusion_model.params
-        patches, references, methods, conds = [], [], [], []
+        patches = []
+        references = []
+        methods = []
+        conds = []
         for sample in samples:
             cond = model_conditioning(
                 patcher.model, sample.latent, sample.text, sample.conditioning, guidance, device, {"ref_latents"}

@@ -34,7 +34,9 @@ class Flux1Text(TextPolicy):
     are padded to one of `MASKED_LENGTHS` with a mask: so a graph's length says whether it has one.
     """
 
-    family, latents, takes_controls = "FLUX.1", (FLUX,), True
+    family = "FLUX.1"
+    latents = (FLUX,)
+    takes_controls = True
     encoder = comfy.text_encoders.flux.FluxClipModel
     files = "clip_l and t5xxl with DualCLIPLoader, type flux"
     lengths = (256, 512)
@@ -85,7 +87,9 @@ class Flux2Text(TextPolicy):
     Core pads Mistral's output with zeros on the left to 512, in the model; Qwen3's tokens are padded on the right.
     """
 
-    family, latents, takes_controls = "FLUX.2", (FLUX2,), True
+    family = "FLUX.2"
+    latents = (FLUX2,)
+    takes_controls = True
     encoder = comfy.text_encoders.flux.Flux2TEModel
     files = "mistral_3_small_flux2 (dev) or qwen_3 (klein) with CLIPLoader, type flux2"
     lengths = (FLUX2_TEXT_LENGTH,)

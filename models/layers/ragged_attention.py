@@ -236,7 +236,9 @@ def _math_backward(grad, q, k, v, out, lse):
     p = (_scores(q, k) - lse[:, :, : q.shape[2], None]).exp()
     dout = grad.to(wide)
     ds = p * (dout @ v.to(wide).mT - (dout * out.to(wide)).sum(-1, keepdim=True)) * scale
-    dq, dk, dv = ds @ k.to(wide), ds.mT @ q.to(wide), p.mT @ dout
+    dq = ds @ k.to(wide)
+    dk = ds.mT @ q.to(wide)
+    dv = p.mT @ dout
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 

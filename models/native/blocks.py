@@ -136,7 +136,9 @@ class NativeBlock(Block):
 
     def forward(self, *args: Any) -> Any:
         """Run the block. args: the tensors, the Call and the dropout masks → a tensor or a tuple of tensors."""
-        tensors, call, masks = args[:-2], args[-2], args[-1]
+        tensors = args[:-2]
+        call = args[-2]
+        masks = args[-1]
         for name, linear in self._linears.items():
             linear.samples, linear.mask = call.samples, masks.get(name)
         out = out_of_place(self, self.run_core, *tensors, call=call)

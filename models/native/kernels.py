@@ -249,7 +249,9 @@ def core_attention(attention: Attention) -> Function:
         if not torch.compiler.is_compiling():
             for calls in _watching:
                 calls.add(attention, kwargs, mask is None and scale is None)
-        q, k, v = _tensor(q, "q"), _tensor(k, "k"), _tensor(v, "v")
+        q = _tensor(q, "q")
+        k = _tensor(k, "k")
+        v = _tensor(v, "v")
         mask = None if mask is None else _tensor(mask, "mask")
         if not skip_reshape:
             batch, _, width = q.shape

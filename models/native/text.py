@@ -21,7 +21,9 @@ class CoreText(TextPolicy):
     Captions are literal with any tokenizer. The encoder does not see control images.
     """
 
-    latents, pictures_only, whole_grids = (), False, True
+    latents = ()
+    pictures_only = False
+    whole_grids = True
 
     def __init__(self, clip: Any):
         self.family = encoder_name(clip)

@@ -59,7 +59,10 @@ class NativeTransformer:
         streams: dict[str, set[int]],
         batching: Batching,
     ):
-        self.title, self.shadow, self.attention, self.dtype = title, shadow, attention, dtype
+        self.title = title
+        self.shadow = shadow
+        self.attention = attention
+        self.dtype = dtype
         self.batching = batching
         self._compute_dtype = dtype  # another dtype during a check
         cores = {name: shadow.diffusion_model.get_submodule(block.name) for name, block in blocks.items()}

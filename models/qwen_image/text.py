@@ -30,7 +30,9 @@ SEEN_TOKEN = 28 * 28
 class QwenImageText(TextPolicy):
     """Qwen2.5-VL with the family's template, unpadded; it sees control pictures too."""
 
-    family, latents, takes_controls = "Qwen-Image", (WAN21,), True
+    family = "Qwen-Image"
+    latents = (WAN21,)
+    takes_controls = True
     encoder = comfy.text_encoders.qwen_image.QwenImageTEModel
     edit_prompts = EDIT_PROMPTS
     files = "qwen_2.5_vl_7b with CLIPLoader, type qwen_image"

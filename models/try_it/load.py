@@ -23,7 +23,9 @@ from .text_encoders import (
 from .vae import vae_tensors
 from .weights import fill
 
-HIDDEN, DOUBLE_BLOCKS, SINGLE_BLOCKS = 128, 1, 2
+HIDDEN = 128
+DOUBLE_BLOCKS = 1
+SINGLE_BLOCKS = 2
 LATENT_VARIANCE = 1.0  # about that of the tiny VAE's latents
 
 

@@ -46,7 +46,9 @@ def t5_shapes(vocabulary: int, biases: int) -> Shapes:
 
     biases: the number of layers, from the first, with their own table of relative positions.
     """
-    width, mlp, heads = T5_CONFIG["d_model"], T5_CONFIG["d_ff"], T5_CONFIG["num_heads"]
+    width = T5_CONFIG["d_model"]
+    mlp = T5_CONFIG["d_ff"]
+    heads = T5_CONFIG["num_heads"]
     inner = heads * T5_CONFIG["d_kv"]
     shapes: Shapes = {"shared.weight": (vocabulary, width), "encoder.final_layer_norm.weight": (width,)}
     for index in range(T5_CONFIG["num_layers"]):

@@ -11,7 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 FILE = Path(__file__).with_name("vae.safetensors")
-COLOURS, WIDTH, LATENT = 3, 20, 5
+COLOURS = 3
+WIDTH = 20
+LATENT = 5
 HIDDEN, CHANNELS = 64, 16  # of TAESD
 SCALE, SHIFT = 0.3611, 0.1159  # of FLUX's latents (comfy/latent_formats.py), not applied in the file
 # Indices of TAESD's layers: residual blocks, convolutions that halve or double, and first and last layers.

@@ -102,7 +102,9 @@ class Wan(Family):
 
     def check(self, model: Any, sample: SampleFacts) -> None:
         variant = self.variant(model)
-        name, title, conditioning = sample.name, TITLES[variant], sample.conditioning
+        name = sample.name
+        title = TITLES[variant]
+        conditioning = sample.conditioning
         if sample.references or "reference_latents" in conditioning:
             raise ValueError(f"{name} has reference pictures, which {title} does not take; prepare the data without.")
         if variant.endswith("t2v") or variant == "2.2-5b":
@@ -146,7 +148,9 @@ class Wan(Family):
     ) -> WanInputs:
         model, device = patcher.model, sigma.device
         dtype = model.get_dtype_inference()
-        patches, texts, images = [], [], []
+        patches = []
+        texts = []
+        images = []
         for sample in samples:
             conditioning = _spared(sample.conditioning)
             cond = model_conditioning(model, sample.latent, sample.text, conditioning, guidance, device)
@@ -191,7 +195,9 @@ class Wan(Family):
         """Cut a latent (C, T, H, W) with even H and W into the first keep / T tokens of each frame, in row order with
         channels last as the head writes them, with their positions."""
         channels, frames, height, width = latent.shape
-        h, w, tokens_per_frame = height // PATCH, width // PATCH, keep // frames
+        h = height // PATCH
+        w = width // PATCH
+        tokens_per_frame = keep // frames
         patches = latent.reshape(channels, frames, h, PATCH, w, PATCH).permute(1, 2, 4, 3, 5, 0)
         tokens = patches.reshape(frames, h * w, PATCH * PATCH * channels)[:, :tokens_per_frame].reshape(keep, -1)
         # Core counts positions in the dtype of the latent.

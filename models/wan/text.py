@@ -13,7 +13,9 @@ TEXT_LENGTH = 512  # Wan-Video/Wan2.1, wan/configs/shared_config.py: text_len
 class WanText(TextPolicy):
     """umT5 over 512 tokens, padded with zeros, which the model attends to; a longer caption is as it is."""
 
-    family, latents, pictures_only = "Wan", (WAN21, WAN22), False
+    family = "Wan"
+    latents = (WAN21, WAN22)
+    pictures_only = False
     encoder = comfy.text_encoders.wan.WanT5Model
     files = "umt5_xxl with CLIPLoader, type wan"
     lengths = (TEXT_LENGTH,)

@@ -160,7 +160,9 @@ async def list_folder(request: web.Request) -> web.Response:
 async def show_thumbnail(request: web.Request) -> web.Response:
     """Answer `/tessera/folder/thumbnail`."""
     query = request.query
-    kind, folder, file = query.get("kind", ""), query.get("folder", ""), query.get("file", "")
+    kind = query.get("kind", "")
+    folder = query.get("folder", "")
+    file = query.get("file", "")
     if kind not in _KINDS:
         return _refused("kind is neither pictures nor clips.")
     loop = asyncio.get_running_loop()

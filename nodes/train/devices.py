@@ -109,9 +109,15 @@ class OnDevices:
 
         Raises ValueError if other processes can't make the inputs of the node, or can't share its steps.
         """
-        self.devices, self.observer, self.files, self.extra = devices, observer, files, extra_pnginfo
+        self.devices = devices
+        self.observer = observer
+        self.files = files
+        self.extra = extra_pnginfo
         self.prompt = needed_prompt(prompt, observer.node_id)
-        self.said, self.is_done, self.is_running, self.folders = "", False, False, list[Path]()
+        self.said = ""
+        self.is_done = False
+        self.is_running = False
+        self.folders = list[Path]()
         shard_step(0, len(devices), settings.batch_size, settings.gradient_accumulation)
 
     def __call__(self, run_start: RunStart) -> TrainResult:

@@ -151,7 +151,9 @@ class TesseraTrainLora(io.ComfyNode):
         filled |= {} if optimizer else {"learning_rate": learning_rate}
         notes = [] if preset == CUSTOM else preset_notes(preset, family_of(model), filled)
         notes += overridden_notes(settings, rank, learning_rate)
-        prompt, extra, job = cls.hidden.prompt, cls.hidden.extra_pnginfo, Job.current()
+        prompt = cls.hidden.prompt
+        extra = cls.hidden.extra_pnginfo
+        job = Job.current()
         turn = Turn(while_others_wait, minutes_between_pauses, prompt_id(), cls.hidden.unique_id)
         if while_others_wait == LET_PASS and (reason := finishes_first(turn, devices, resume, model_low_noise)):
             turn.lets_pass = False

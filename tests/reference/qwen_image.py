@@ -143,7 +143,7 @@ def places(references: Sequence[Tensor], method: str) -> list[tuple[int, int, in
         return [(i + 1, 0, 0) for i in range(len(references))]
     if method == "negative_index":
         return [(-i - 1, 0, 0) for i in range(len(references))]
-    # side by side: below the others, or right of them if that is shorter
+    # Side by side: below the others, or right of them if that is shorter.
     positions = []
     tall = 0
     wide = 0

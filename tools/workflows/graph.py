@@ -17,7 +17,7 @@ from wires import Wire, around
 TOP = 66
 GAP = 46
 APART = 66
-# heights as LiteGraph computes them
+# Heights as LiteGraph computes them.
 SLOT = 20
 ROW = 24
 FOOT = 8

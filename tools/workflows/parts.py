@@ -21,7 +21,7 @@ MEMORY_TALL = 250
 LORA_TALL = 135
 SAVED_TALL = 240
 FOLDER_TALL, CLIPS_TALL = 620, 670  # with thumbnails, or the sentence that the folder is not there yet
-# columns of data, of prompts, and rows of two
+# Columns of data, of prompts, and rows of two.
 WIDE = 340
 DATA = 380
 MIDDLE = 300

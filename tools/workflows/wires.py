@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 TITLE, SLOT = 30, 20  # heights of a node's title and of a slot's row
-# between lanes; from a node's side to a wire, and between wires there
+# Between lanes; from a node's side to a wire, and between wires there
 LANE = 8
 ASIDE = 12
 BETWEEN = 6

@@ -58,7 +58,9 @@ class _Call:
     """Context of one timed call, added to `calls` if it neither compiled nor raised."""
 
     def __init__(self, clock: BlockClock, calls: list[tuple[Any, Any]], report: RegionReport):
-        self.clock, self.calls, self.report = clock, calls, report
+        self.clock = clock
+        self.calls = calls
+        self.report = report
 
     def __enter__(self) -> None:
         self.compiled = len(self.report.events)

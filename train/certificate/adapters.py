@@ -65,7 +65,9 @@ class CorePatch(nn.Module):
 
     def __init__(self, key: str, entries: list[Any], layer: Any, patcher: ModelPatcher | None = None):
         super().__init__()
-        self.key, self.entries, self.patcher = key, entries, patcher
+        self.key = key
+        self.entries = entries
+        self.patcher = patcher
         self.layer = [layer]  # in a list: not a submodule
 
     def forward(self, x: Tensor, frozen: Any, mask: DropMask | None) -> Tensor:

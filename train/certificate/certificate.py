@@ -151,7 +151,9 @@ class _Checks:
         if any(self._gather(f"{name}, late", self.seconds > LIMIT)):
             self.unchecked[name] = LATE
             return None
-        result, reason, failure = None, "", ""
+        result = None
+        reason = ""
+        failure = ""
         try:
             with self.placed.weights.before_blocks(self._check_time):
                 result = check()

@@ -25,7 +25,9 @@ from .adapters import without_adapters
 from .probe import DirectionProbe
 
 STEP = 0.02
-LEAST, NOISES, UNMEASURABLE = 0.01, 4.0, 0.1
+LEAST = 0.01
+NOISES = 4.0
+UNMEASURABLE = 0.1
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,9 @@ def check_file(
     """
     patches = loaded_by_core(path, patcher)
     trained = {lora.name(flat): tensors for flat, tensors in lora.parts().items()}
-    missing, other, largest = [], [], 0.0
+    missing = []
+    other = []
+    largest = 0.0
     for name, adapter in network.adapters.items():
         entries = patches.get(f"diffusion_model.{name}.weight")
         if entries is None:

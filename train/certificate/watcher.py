@@ -30,7 +30,9 @@ class CertificateWatcher:
     """
 
     def __init__(self, context: RunContext, model: str, earlier: Path | None):
-        self.context, self.model, self.earlier = context, model, earlier
+        self.context = context
+        self.model = model
+        self.earlier = earlier
         self.has_run = False
         self.entries: dict[str, Any] = {}
 

@@ -29,7 +29,9 @@ def check_state(path: Path, settings: TrainSettings, patcher: ModelPatcher, targ
     Raises ValueError, naming the input, if it cannot, or if the saved weights would silently mean something else under
     these settings (another alpha, for example).
     """
-    header, network, optimizer = read_header(path), settings.network, settings.optimizer
+    header = read_header(path)
+    network = settings.network
+    optimizer = settings.optimizer
     shapes = layer_shapes(patcher.model)
     adapters = {name: _bare(spec, shapes[name]) for name, spec in adapter_specs(network, targets).items()}
     saved = {

@@ -95,7 +95,9 @@ def parse_header(plain: Any, tensors: Mapping[str, StoredTensor]) -> StateHeader
     _check_names(plain, _FIELDS)
     for name, value in plain.items():
         _need(is_plain(value), name)
-    step, batches, loss = plain.get("step"), plain.get("batches"), plain.get("loss")
+    step = plain.get("step")
+    batches = plain.get("batches")
+    loss = plain.get("loss")
     _need(_is_count(step), "step")
     _need(isinstance(loss, list) and len(loss) == step and all(map(_is_number, loss)), "loss")
     _need(_is_count(batches, step, _MOST_BATCHES_OF_A_STEP * step), "batches")

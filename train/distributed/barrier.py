@@ -17,7 +17,9 @@ def poll(seconds: float, is_interrupted: Callable[[], bool]) -> Iterator[None]:
 
     seconds: the longest wait; an interrupt shortens it to 2 · GRACE.
     """
-    end, is_cut, pause = time.monotonic() + seconds, False, 0.0005
+    end = time.monotonic() + seconds
+    is_cut = False
+    pause = 0.0005
     while True:
         yield
         if not is_cut and is_interrupted():
@@ -38,7 +40,9 @@ class BrokenBarrier(Exception):
 
     def __init__(self, missing: list[int], aborting_rank: int, joins_sum: bool) -> None:
         super().__init__(missing, aborting_rank, joins_sum)
-        self.missing, self.aborting_rank, self.joins_sum = missing, aborting_rank, joins_sum
+        self.missing = missing
+        self.aborting_rank = aborting_rank
+        self.joins_sum = joins_sum
 
 
 class Barrier:
@@ -49,7 +53,10 @@ class Barrier:
 
     def __init__(self, store: "Store", key: str, ranks: range, rank: int) -> None:
         """store: torch's key-value store. key: used by this barrier only. rank: this rank."""
-        self.store, self.key, self.ranks, self.rank = store, key, ranks, rank
+        self.store = store
+        self.key = key
+        self.ranks = ranks
+        self.rank = rank
 
     def wait(
         self, value: object, seconds: float, is_interrupted: Callable[[], bool], is_ready: Callable[[], bool] | None

@@ -78,8 +78,13 @@ class Collectives:
         options: WorldOptions,
     ) -> None:
         """ranks: all ranks of the run."""
-        self.ranks, self.rank, self.options = ranks, faults.rank, options
-        self.store, self.faults, self.interrupts, self.wait_time = store, faults, interrupts, wait_time
+        self.ranks = ranks
+        self.rank = faults.rank
+        self.options = options
+        self.store = store
+        self.faults = faults
+        self.interrupts = interrupts
+        self.wait_time = wait_time
         self.node: GatheringRanks | None = None
         self.sums = 0
         self._host_buffer: Tensor | None = None

@@ -56,7 +56,9 @@ class Job:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.prompt, self.log, self.output = folder / "prompt.json", folder / "log.jsonl", folder / "output.txt"
+        self.prompt = folder / "prompt.json"
+        self.log = folder / "log.jsonl"
+        self.output = folder / "output.txt"
         self._facts = folder / "facts.json"
 
     @classmethod

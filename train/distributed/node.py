@@ -36,7 +36,9 @@ class NodeRanks:
 
     def __init__(self, world: World, ranks: range, group: "ProcessGroup | None") -> None:
         """group: process group of these ranks; None in tests that queue no gather."""
-        self.world, self.ranks, self.group = world, ranks, group
+        self.world = world
+        self.ranks = ranks
+        self.group = group
         self.count, self.index = len(ranks), ranks.index(world.rank)
         self.gathered: torch.cuda.Event | None = None
         self.begin_run()

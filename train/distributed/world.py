@@ -48,7 +48,9 @@ class World:
         options: WorldOptions | None = None,
     ) -> None:
         """store: torch's key-value store that all ranks reach; None for a single process."""
-        self.rank, self.world_size, self.local_size = rank, world_size, local_size
+        self.rank = rank
+        self.world_size = world_size
+        self.local_size = local_size
         self.local_rank = rank % local_size if local_rank is None else local_rank
         self.options = options or WorldOptions()
         self.store = RunStore(store)
@@ -113,7 +115,9 @@ class World:
         Raises the exception of `Faults.exception` if another rank ends the run meanwhile, and CannotContinue past the
         limit.
         """
-        start, pause, limit = time.monotonic(), 0.005, self.options.first_timeout
+        start = time.monotonic()
+        pause = 0.005
+        limit = self.options.first_timeout
         try:
             while True:
                 # Read before the value: a rank writes that before it may end the run over another rank's value.

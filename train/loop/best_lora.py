@@ -25,7 +25,9 @@ class BestLora:
     """
 
     def __init__(self, writer: LoraWriter, context: RunContext, progress: Progress, observer: Observer) -> None:
-        self.writer, self.progress, self.observer = writer, progress, observer
+        self.writer = writer
+        self.progress = progress
+        self.observer = observer
         self.folder, self.validation_key = context.folder, context.validation_key
         self.is_writing = context.world.is_first
         self.record: Best | None = None

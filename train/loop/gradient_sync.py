@@ -15,7 +15,10 @@ from .learner import Learner
 
 # Layout after the gradients: the loss, the number of ranks that abort, the requests of rank 0's user, and one flag per
 # weight for whether it has a gradient.
-_LOSS, _ABORTING, _REQUESTS, _FLAGS = 0, 1, 2, 3
+_LOSS = 0
+_ABORTING = 1
+_REQUESTS = 2
+_FLAGS = 3
 _REQUEST_BITS = {SAVE: 1, STOP: 2, SAMPLE: 4, PAUSE: 8}  # bit flags
 
 
@@ -27,7 +30,10 @@ class GradientSync:
     """
 
     def __init__(self, world: World, learner: Learner, observer: Observer):
-        self.world, self.learner, self.observer, groups = world, learner, observer, learner.network.flat
+        self.world = world
+        self.learner = learner
+        self.observer = observer
+        groups = learner.network.flat
         self.remaining_sums, self._request_flags = 0, 0
         if world.world_size == 1:
             return

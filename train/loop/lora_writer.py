@@ -19,7 +19,9 @@ class LoraWriter:
     """
 
     def __init__(self, learner: Learner, context: RunContext, progress: Progress) -> None:
-        self.context, self.progress, self.folder = context, progress, context.folder
+        self.context = context
+        self.progress = progress
+        self.folder = context.folder
         self._learner: Learner | None = learner
         self._companion_files = dict(context.companion_files)  # files not yet written
 

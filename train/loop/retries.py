@@ -33,8 +33,12 @@ class StepRetries:
         clock: StepClock,
         progress: Progress,
     ) -> None:
-        self.observer, self.placed, self.learner = observer, placed, learner
-        self.batches, self.clock, self.progress = batches, clock, progress
+        self.observer = observer
+        self.placed = placed
+        self.learner = learner
+        self.batches = batches
+        self.clock = clock
+        self.progress = progress
         self.environment = self._environment()
 
     def attempt(self, compute: Callable[[], T]) -> T:

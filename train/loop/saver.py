@@ -57,7 +57,9 @@ class Saver:
         environment: Callable[[], Mapping[str, str]],
     ) -> None:
         """environment: returns the facts that the last bits of a result depend on. low_bit: matmul precisions."""
-        self.context, self.settings, self.progress = context, context.settings, progress
+        self.context = context
+        self.settings = context.settings
+        self.progress = progress
         self.observer, self.strata = observer, strata
         self.loras = LoraWriter(learner, context, progress)
         self.states = StateWriter(learner, context, progress, environment, low_bit)

@@ -43,8 +43,13 @@ class TrainStep:
         progress: Progress,
         watchers: Sequence[Watcher],
     ) -> None:
-        self.settings, self.observer, self.watchers, self.progress = context.settings, observer, watchers, progress
-        self.placed, self.learner, self.sync = placed, learner, sync
+        self.settings = context.settings
+        self.observer = observer
+        self.watchers = watchers
+        self.progress = progress
+        self.placed = placed
+        self.learner = learner
+        self.sync = sync
         self.losses = StepLosses(placed, self.settings.objective)
         self.clock = StepClock(placed.weights.device)
         self.batches = StepBatches(context, placed.weights.device, self.clock)

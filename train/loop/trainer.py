@@ -77,7 +77,10 @@ class Trainer:
             placed.low_bit,
             environment=lambda: retries.environment,
         )
-        self.placed, self.learner, self.network, self.train_step = placed, learner, placed.network, train_step
+        self.placed = placed
+        self.learner = learner
+        self.network = placed.network
+        self.train_step = train_step
         if placed.execution.runner.not_compiled:
             retries.fall_back_to_eager(placed.execution.runner.not_compiled)
         placed.note_memory_use()

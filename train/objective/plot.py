@@ -15,10 +15,17 @@ from .options import RESOLUTION_SAMPLINGS, ObjectiveOptions
 from .timestep_sampling import MIN_RANGE_PROBABILITY, UNSHIFTED_SAMPLINGS, range_probability, sample_sigma, sigma_cdf
 
 WIDTH, HEIGHT = 1024, 512
-SAMPLES, BARS, POINTS = 5000, 50, 400
+SAMPLES = 5000
+BARS = 50
+POINTS = 400
 MEGAPIXEL_TOKENS = 4096  # tokens of a 1024 x 1024 image, for shifts that depend on the resolution
-_BAR, _DENSITY, _WEIGHTED = (186, 209, 234), (23, 92, 163), (197, 74, 62)
-_LEFT, _TOP, _RIGHT, _BOTTOM = 40, 120, 984, 416
+_BAR = (186, 209, 234)
+_DENSITY = (23, 92, 163)
+_WEIGHTED = (197, 74, 62)
+_LEFT = 40
+_TOP = 120
+_RIGHT = 984
+_BOTTOM = 416
 _TEXT = 30  # pixels; on a node 400 pixels wide the plot is shown at about a third of its size
 
 

@@ -41,7 +41,9 @@ class SigmaCurve:
         if probability <= 0.0:
             return self.sigmas[max(bisect_right(self.parts, 0.0) - 1, 0)]
         i = min(max(bisect_left(self.parts, probability) - 1, 0), len(self.sigmas) - 2)
-        width, low, high = self.sigmas[i + 1] - self.sigmas[i], self.weights[i], self.weights[i + 1]
+        width = self.sigmas[i + 1] - self.sigmas[i]
+        low = self.weights[i]
+        high = self.weights[i + 1]
         share = min((probability - self.parts[i]) / (self.parts[i + 1] - self.parts[i]), 1.0)
         # Solve low·t + (high − low)·t²/2 = share·(low + high)/2 for t in widths, in the form valid for high = low too.
         area = share * 0.5 * (low + high)

@@ -53,7 +53,9 @@ def sample_stratum(
     if options.stratified == "off":
         return None
     if options.stratified == "batch":
-        group, place, count = step, number, strata.step
+        group = step
+        place = number
+        count = strata.step
     else:
         group, place = divmod(step * strata.step + number, strata.epoch)
         count = strata.epoch

@@ -21,7 +21,9 @@ class FlatStep:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, groups: Sequence[FlatGroup]):
-        self.optimizer, self.groups, self.joined = optimizer, list(groups), False
+        self.optimizer = optimizer
+        self.groups = list(groups)
+        self.joined = False
         self.join()
 
     def join(self) -> None:

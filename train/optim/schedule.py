@@ -36,7 +36,9 @@ def lr_factor(options: OptimizerOptions, total_steps: int) -> Callable[[int], fl
 
     Raises ValueError if the warm-up is as long as the run, or the curve begins at 0 after a warm-up.
     """
-    warmup, low, kind = options.warmup_steps, options.min_lr_ratio, options.lr_scheduler
+    warmup = options.warmup_steps
+    low = options.min_lr_ratio
+    kind = options.lr_scheduler
     if warmup >= total_steps:
         raise ValueError(
             f"warmup_steps is {warmup} and the run has {total_steps} steps; set warmup_steps below {total_steps}."

@@ -92,7 +92,9 @@ class AutomaticMemory:
         self, options: MemoryOptions, measured: StepCost, order: tuple[str, ...], previous_choice: Way | None = None
     ) -> None:
         """previous_choice: choice of the state that the run resumes from, taken again if it fits."""
-        self.user_options, self.measured, self.order = options, measured, order
+        self.user_options = options
+        self.measured = measured
+        self.order = order
         self.choices = search_space(options, len(measured.blocks))
         self.may_plan_again = True
         if options.checkpointing == "auto" and previous_choice in self.choices.ways:

@@ -36,7 +36,9 @@ class PlacedModel:
     """
 
     def __init__(self, context: RunContext, observer: Observer):
-        self.patcher, self.family, self.observer = context.patcher, context.family, observer
+        self.patcher = context.patcher
+        self.family = context.family
+        self.observer = observer
         self.settings, self.world = context.device_settings, context.world
         self.memory = MemoryChoice(context, observer)
         device, dtype = self.patcher.load_device, self.patcher.model.get_dtype_inference()
@@ -209,7 +211,9 @@ class PlacedModel:
 
     def facts(self) -> dict[str, object]:
         """Return entries for the summary: graphs, block swap, checkpointing, memory plan."""
-        runner, swap, options = self.execution.runner, self.weights.swap, self.memory.options
+        runner = self.execution.runner
+        swap = self.weights.swap
+        options = self.memory.options
         counts, offload = runner.report.counts(), runner.checkpointing.offload
         return {
             "graphs_planned": runner.planned_graphs,

@@ -35,7 +35,10 @@ class Probe:
     """
 
     def __init__(self, network: LoraNetwork, inputs: ModelInputs, settings: TrainSettings, device: torch.device):
-        self.network, self.inputs, self.settings, self.device = network, inputs, settings, device
+        self.network = network
+        self.inputs = inputs
+        self.settings = settings
+        self.device = device
         self.costs: dict[str, BlockCost] = {}
         self.compiled: dict[str, BlockCost] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -89,7 +92,9 @@ class Probe:
             with count_saved(saved, exclude):
                 return swap.run(run, block, *inputs, masks)
 
-        flop, back, results = _flop_counter(), _flop_counter(), ResultBytes()
+        flop = _flop_counter()
+        back = _flop_counter()
+        results = ResultBytes()
 
         def counted(*args: Any) -> Any:
             with flop, results:

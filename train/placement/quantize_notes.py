@@ -17,7 +17,9 @@ def quantize_notes(quantize: str, blocks: Sequence[tuple[str, Block]], swapped: 
     """
     if quantize == AS_STORED:
         return
-    result, on_host, seconds = QuantizeResult(), 0, 0.0
+    result = QuantizeResult()
+    on_host = 0
+    seconds = 0.0
     for name, block in blocks:
         for inside, layer in block.linears().items():
             layer_name = f"{name}.{inside}"

@@ -22,7 +22,9 @@ class SharedBlocks:
     """
 
     def __init__(self, world: World, node: NodeRanks | None, device: torch.device):
-        self.world, self.node, self.device = world, node, device
+        self.world = world
+        self.node = node
+        self.device = device
         self._swap: BlockSwap | None = None
 
     def use(self, swap: BlockSwap | None) -> None:

@@ -34,7 +34,10 @@ class PlacedWeights:
 
     def __init__(self, patcher: ModelPatcher, family: Family, low_bit: LowBitPolicy, host_memory: Callable[[], int]):
         """host_memory: returns the bytes of the host's memory that this process may use."""
-        self.patcher, self.family, self.low_bit, self.host_memory = patcher, family, low_bit, host_memory
+        self.patcher = patcher
+        self.family = family
+        self.low_bit = low_bit
+        self.host_memory = host_memory
         self.device, self.dtype = patcher.load_device, patcher.model.get_dtype_inference()
         self.swap: BlockSwap | None = None
         self.host: HostPlacement | None = None

@@ -22,7 +22,9 @@ def memory_notes(options: MemoryOptions) -> Iterator[str]:
 
 def saving_notes(settings: TrainSettings, strata: Strata) -> Iterator[str]:
     """strata: numbers of samples in a step and an epoch."""
-    steps, epochs, validation = settings.steps, settings.save_every_epochs, settings.validation
+    steps = settings.steps
+    epochs = settings.save_every_epochs
+    validation = settings.validation
     if epochs:
         saves = (steps - 1) * strata.step // (strata.epoch * epochs)
     else:

@@ -20,7 +20,9 @@ from ...common.untrusted.budgets import PREVIEW_INDEX
 from ...common.untrusted.json_text import read_json
 from .contact_sheet import middle, render_sheet, spread, to_picture
 
-FOLDER, SHEET, INDEX = "previews", "sheet.png", "previews.json"
+FOLDER = "previews"
+SHEET = "sheet.png"
+INDEX = "previews.json"
 MOST_COLUMNS = 24
 _CELL = 384
 

@@ -8,11 +8,21 @@ from PIL import Image
 
 from ...common.canvas import Canvas, Colour
 
-_BACKGROUND, _GRID, _AXIS, _TEXT = (255, 255, 255), (229, 231, 235), (107, 114, 128), (55, 65, 81)
-_RAW, _SMOOTH, _BAD, _VALIDATION = (164, 199, 232), (23, 92, 163), (200, 60, 48), (217, 119, 6)
+_BACKGROUND = (255, 255, 255)
+_GRID = (229, 231, 235)
+_AXIS = (107, 114, 128)
+_TEXT = (55, 65, 81)
+_RAW = (164, 199, 232)
+_SMOOTH = (23, 92, 163)
+_BAD = (200, 60, 48)
+_VALIDATION = (217, 119, 6)
 # Pixels at a height of 512. On a node of 380 pixels the plot is a third as large: text is still 11 pixels high.
 TEXT = 32
-LEFT, TOP, RIGHT, BOTTOM = 124, 68, 28, 58  # margins around the curve
+# Margins around the curve.
+LEFT = 124
+TOP = 68
+RIGHT = 28
+BOTTOM = 58
 
 
 def smoothed(loss: Sequence[float], smoothing: float) -> np.ndarray:
@@ -127,7 +137,10 @@ class _Plot:
     def __init__(self, width: int, height: int, first: int, steps: int, ends: tuple[float, float], log_scale: bool):
         """Set up the canvas and margins. first: step at the left end, 1 or 0. ends: see `_value_range`."""
         self.canvas = Canvas(width, height, _BACKGROUND, 3)
-        self.first, self.steps, self.ends, self.log_scale = first, steps, ends, log_scale
+        self.first = first
+        self.steps = steps
+        self.ends = ends
+        self.log_scale = log_scale
         self.unit = unit = height / 512  # scales margins, text and line widths
         self.left, self.right = LEFT * unit, width - RIGHT * unit
         self.top, self.bottom = TOP * unit, height - BOTTOM * unit
@@ -222,7 +235,9 @@ class _Plot:
         wide = sum(self.canvas.text_width(text, TEXT * self.unit) for _, text in entries)
         wide += (44 * len(entries) + 28 * (len(entries) - 1)) * self.unit
         part = min(1.0, (self.right - self.left) / wide)
-        x, y, unit = self.left, self.top / 2, self.unit * part
+        x = self.left
+        y = self.top / 2
+        unit = self.unit * part
         for colour, text in entries:
             self.line([(x, y), (x + 32 * unit, y)], colour, 8)
             self.text(x + 44 * unit, y, text, "lm", size=TEXT * part)

@@ -36,7 +36,10 @@ class StepReport:
         return ", ".join(parts)
 
 
-SAVE, STOP, SAMPLE, PAUSE = "save", "stop", "sample", "pause"
+SAVE = "save"
+STOP = "stop"
+SAMPLE = "sample"
+PAUSE = "pause"
 
 
 class Observer(Protocol):

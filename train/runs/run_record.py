@@ -152,7 +152,9 @@ class RunCurve:
         if kind == "start":
             if not self.status:  # the previous session was killed, at an unknown time
                 self.seconds = None
-            self.notes, self.status, self.text = {}, "", ""
+            self.notes = {}
+            self.status = ""
+            self.text = ""
         elif kind == "begin":
             self._begin(_step(line["step"]), line["loss"], line["validation"])
         elif kind == "step":
@@ -202,7 +204,9 @@ class RunReader:
         self._forget()
 
     def _forget(self) -> None:
-        self.curve, self._offset, self._file = RunCurve(), 0, (0, 0)
+        self.curve = RunCurve()
+        self._offset = 0
+        self._file = (0, 0)
         self._inside_long_line = False
 
     def facts(self) -> dict[str, Any]:

@@ -26,7 +26,9 @@ class StepBatches:
     """
 
     def __init__(self, context: RunContext, device: torch.device, clock: StepClock):
-        self.context, self.device, self.clock = context, device, clock
+        self.context = context
+        self.device = device
+        self.clock = clock
         self.order = StepOrder(context)
         self.strata = strata_sizes(context.settings.samples_per_step, context.data.samples)
         self.reader = SampleReader(context.data.samples)

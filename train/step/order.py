@@ -22,7 +22,9 @@ class StepOrder:
     """
 
     def __init__(self, context: RunContext) -> None:
-        self.settings, self.share, self.samples = context.settings, context.share, context.data.samples
+        self.settings = context.settings
+        self.share = context.share
+        self.samples = context.data.samples
         self.upcoming: list[MicroBatch] = []
         self._batches: Iterator[tuple[int, ...]] = iter(())
 

@@ -26,7 +26,9 @@ log = logging.getLogger(__name__)
 
 EXACT = 1e-3
 # Bound in the run's dtype: ROUNDINGS times the measured rounding error, at least DEPTH and at most MOST.
-ROUNDINGS, LEAST, MOST = 4.0, 1e-2, 0.2
+ROUNDINGS = 4.0
+LEAST = 1e-2
+MOST = 0.2
 DEPTH = {torch.float16: LEAST, torch.bfloat16: 2 * LEAST}
 
 
@@ -40,7 +42,9 @@ class FirstChecks:
     _outside_due = False
 
     def __init__(self, family: Family, samples: Sequence[Sample], guidance: float):
-        self.family, self.samples, self.guidance = family, samples, guidance
+        self.family = family
+        self.samples = samples
+        self.guidance = guidance
         self.forward_done, self._batch_done = False, family.own_forward  # ours runs each sample separately
 
     def due(self, inputs: ModelInputs) -> bool:

@@ -45,7 +45,9 @@ def cut_to(sample: NoisySample, grid: tuple[int, int, int], side: int, frames: i
     if any(tensor.ndim == 5 and tensor.shape[2] > 1 for tensor in tensors):
         frames = depth
     cell_rows, cell_columns = (s // n for s, n in zip(sample.latent.shape[-2:], (height, width), strict=True))
-    depth, height, width = min(depth, frames), min(height, side), min(width, side)
+    depth = min(depth, frames)
+    height = min(height, side)
+    width = min(width, side)
     latent = sample.latent[..., : height * cell_rows, : width * cell_columns]
     if latent.ndim == 4:
         latent = latent[:, :depth]

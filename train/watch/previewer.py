@@ -154,7 +154,10 @@ class Previewer:
     ):
         family = family_of(model)
         check_previews(previews, family, model)
-        self.rows, self.model, self.partner, self.texts = rows_of(previews), model, partner, texts or {}
+        self.rows = rows_of(previews)
+        self.model = model
+        self.partner = partner
+        self.texts = texts or {}
         self.boundary = None if partner is None else partner.boundary or family.expert_boundary(model.model)
         self.own_models = [model] if partner is None else [model, partner.model]
         # Each once, by identity: previews of a chain may share one.
@@ -177,7 +180,9 @@ class Previewer:
             return
         if self.shots is None:
             self._begin(run)
-        world, own_shots, failed = run.world, list[Shot](), ""
+        world = run.world
+        own_shots = list[Shot]()
+        failed = ""
         try:
             own_shots = self._make(run, step, due)
         except Exception as error:

@@ -31,7 +31,9 @@ class Validation:
     """
 
     def __init__(self, options: ValidationOptions, data: TrainingData):
-        self.options, self.samples, self.sigmas = options, data.samples, options.noise_levels
+        self.options = options
+        self.samples = data.samples
+        self.sigmas = options.noise_levels
 
     def between_steps(self, run: RunView) -> None:
         """Measure the loss if due, unless this step was already measured before a resume."""

@@ -26,7 +26,9 @@ class CoreForward:
     """
 
     def __init__(self, family: Family, patcher: ModelPatcher, transformer: Transformer, on_device: RunBlock):
-        self.family, self.patcher, self._on_device = family, patcher, on_device
+        self.family = family
+        self.patcher = patcher
+        self._on_device = on_device
         self.device, self.dtype = patcher.load_device, patcher.model.get_dtype_inference()
         self.shadow = shadow_over(patcher, transformer.linears(), self.device, self.dtype)
         for name, block in transformer.blocks():

@@ -46,8 +46,12 @@ class Place:
     """
 
     def __init__(self, value: Tensor, writes_seen: int, memory: int, base: "Place | None", step: Step | None, cut: int):
-        self.value, self.writes_seen, self.memory = value, writes_seen, memory
-        self.base, self.step, self.cut = base, step, cut
+        self.value = value
+        self.writes_seen = writes_seen
+        self.memory = memory
+        self.base = base
+        self.step = step
+        self.cut = cut
 
 
 class OutOfPlace(TorchFunctionMode):

@@ -13,7 +13,7 @@ from .injection import load_injected, sizes_metadata
 from .weights import Shapes, fill, linear
 
 APPROXIMATOR = "distilled_guidance_layer"
-# the inputs are as many in every Chroma
+# The inputs are as many in every Chroma.
 APPROXIMATOR_WIDTH = 48
 APPROXIMATOR_LAYERS = 2
 APPROXIMATOR_INPUTS = 64
