@@ -96,7 +96,7 @@ def test_training(deep_flux, resident, tmp_path, monkeypatch, kind, checkpointin
 def test_no_wait_can_be_left_out(deep_flux, resident, tmp_path, monkeypatch, site: str) -> None:
     want = resident("full")
     memory = {"checkpointing": "full", "blocks_to_swap": 5, "offload_activations": site in WAITS["offload"]}
-    with streams(monkeypatch, site in WAITS["staged"], without=site):
+    with streams(monkeypatch, site in WAITS["staged"], omitted=site):
         try:
             run = trained(deep_flux, tmp_path, prefetch_blocks=3, **memory)
         except Exception as error:  # also where a loss that is no number ends the run
@@ -152,7 +152,7 @@ def test_a_run_that_breaks_off_ends_its_copies_before_it_lets_go_of_their_memory
         raise OutOfMemoryError("CUDA out of memory")
 
     expected = nullcontext() if waits else pytest.raises(WrongOrder, match="memory is let go")
-    with expected, streams(monkeypatch, site.startswith("CudaLink"), without=None if waits else site) as device:
+    with expected, streams(monkeypatch, site.startswith("CudaLink"), omitted=None if waits else site) as device:
         memory = {"blocks_to_swap": 5, "offload_activations": site.startswith("ActivationOffload")}
         trainer = start_trainer(deep_flux, tmp_path, prefetch_blocks=3, **memory)
         linears = trainer.placed.weights.transformer.blocks()[2][1].linears().values()
@@ -174,7 +174,7 @@ def test_sampling_with_a_lora(tiny_flux: Any, monkeypatch: Any, prefetch: int, s
     comfy.model_management.unload_all_models()
     swapped, _ = swap(tiny_flux, SwapSettings(4, prefetch))
     models = [swapped, with_lora(swapped, lora, 0.7)]
-    with streams(monkeypatch, True, without=site) as device:
+    with streams(monkeypatch, True, omitted=site) as device:
         try:
             results = [equal(sample(models[i], "flux"), wants[i]) for i in (1, 0, 1)]
         except AssertionError as error:
