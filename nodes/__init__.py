@@ -10,6 +10,7 @@ from server import PromptServer
 from ..common.core import features
 from ..compile.cache import use_persistent_cache
 from ..models.layers.attention import settle_kernel_order
+from .captions import routes as caption_routes
 from .common.types import refuse_literals
 from .data import folder_routes, prepare
 from .loras import average, compare, save
@@ -55,7 +56,8 @@ class TesseraExtension(ComfyExtension):
         settle_kernel_order()
         server = getattr(PromptServer, "instance", None)
         if server is not None:  # None under run.py
-            for module in (run_routes, run_files, run_deletion, folder_routes, mask_routes, queue_routes):
+            routes = (run_routes, run_files, run_deletion, folder_routes, caption_routes, mask_routes, queue_routes)
+            for module in routes:
                 module.add_routes(server.routes)
         log.info(use_persistent_cache(Path(folder_paths.get_user_directory(), "tessera", "compile_cache")))
 

@@ -18,6 +18,7 @@ from .videos import _named_errors as _named_video_errors
 from .videos import _opened, _upright, _upright_size
 
 SIDE = 256  # of a thumbnail, in pixels
+LARGE = 1024  # of a picture in an editor
 QUALITY = 75
 _HEADER = 1 << 20  # bytes, within which a file states its colours
 
@@ -85,7 +86,7 @@ def upright_image(path: Path, name: str, pixels: int) -> Image.Image:
         return image.resize(size, Image.Resampling.LANCZOS, reducing_gap=3)
 
 
-def video_thumbnail(path: Path, name: str | None = None) -> bytes:
+def video_thumbnail(path: Path, name: str | None = None, side: int = SIDE) -> bytes:
     """Make the thumbnail of a video's first frame, as `image_thumbnail` does, with the same errors."""
     name = name or path.name
     with _named_video_errors(name), _opened(path) as (container, stream):
@@ -99,7 +100,7 @@ def video_thumbnail(path: Path, name: str | None = None) -> bytes:
                 if is_interlaced(stream, frame):
                     # Twice: bwdif leaves a lone frame as it is.
                     frame = next(deinterlaced(iter([frame, frame]), stream.time_base))
-                height, width = _fitting(*_upright_size(frame, stream.sample_aspect_ratio))
+                height, width = _fitting(*_upright_size(frame, stream.sample_aspect_ratio), side)
                 pixels = Image.fromarray(np.ascontiguousarray(_upright(frame).clip(0, 255).astype(np.uint8)))
                 scaled = pixels.resize((width, height), Image.Resampling.LANCZOS, reducing_gap=3)
             return _encoded(np.asarray(scaled, dtype=np.float32) / 255)

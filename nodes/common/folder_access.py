@@ -79,6 +79,11 @@ def unpacking_folder() -> Path:
     return Path(folder_paths.get_user_directory(), "tessera", "unpacked")
 
 
+def captions_folder() -> Path:
+    """Return the folder of what is known about captions that models wrote."""
+    return Path(folder_paths.get_user_directory(), "tessera", "captions")
+
+
 def list_image_folders() -> list[str]:
     """List the folders that `resolve_folder` accepts and that hold images, directly or in subfolders.
 
@@ -229,6 +234,14 @@ def is_allowed_file(file: Path) -> bool:
     """Return whether a file is in a folder that workflows may read; links are followed."""
     roots = [*read_settings().allowed_folders, *(root for folders in _readable_roots().values() for root in folders)]
     return any(_is_within(file, root) for root in roots)
+
+
+def may_write_beside(file: Path) -> bool:
+    """Return whether a caption or a mask may be written here: below ComfyUI's input and datasets folders only.
+
+    Links on the way are followed.
+    """
+    return any(_is_within(file.parent, root) for roots in _own_roots().values() for root in roots)
 
 
 def add_to_list(choice: str, *, videos: bool) -> None:

@@ -7,7 +7,7 @@ from comfy.model_management import throw_exception_if_processing_interrupted
 
 from ...data.folders.dataset import Places
 from ...data.layouts.archives import Unpacked, opened, unpack
-from ..common.folder_access import is_allowed_file, unpacking_folder
+from ..common.folder_access import is_allowed_file, may_write_beside, unpacking_folder
 
 
 def read_places(layout: str) -> Places:
@@ -28,6 +28,11 @@ def fingerprint_places(layout: str) -> Places:
 def is_unpacked(file: Path) -> bool:
     """Return True for a file of an archive that was unpacked; links are followed."""
     return Path(os.path.realpath(file)).is_relative_to(os.path.realpath(unpacking_folder()))
+
+
+def may_write_caption(file: Path) -> bool:
+    """Return True for a caption that may be written: not beside pictures of an archive or of a foreign folder."""
+    return may_write_beside(file) and not is_unpacked(file)
 
 
 def _unpack(archive: Path) -> Unpacked:

@@ -1,6 +1,7 @@
 // Training Images and Training Clips show what lies in their folder: thumbnails with captions, a page at a time.
 import { app } from '../../../../scripts/app.js'
 import { api } from '../../../../scripts/api.js'
+import { ALL, MISSING, openEditor, REVIEW } from '../captions/editor.js'
 import { nodeAt, ourNodes } from '../common/nodes.js'
 import { stateOf } from '../common/state.js'
 import { throttle } from '../common/throttle.js'
@@ -43,7 +44,7 @@ function isPrepared(node, seen = new Set()) {
 function galleryOf(node) {
   const state = stateOf(node)
   if (state.gallery) return state.gallery
-  const gallery = makeGallery((page, missing) => turn(node, page, missing))
+  const gallery = makeGallery((page, missing) => turn(node, page, missing), (file, review) => edit(node, file, review))
   const widget = node.addDOMWidget(WIDGET, 'tessera', gallery, {
     serialize: false, // out of the prompt, and below out of the saved workflow
     hideOnZoom: false,
@@ -94,13 +95,34 @@ async function askUntilShown(node, state) {
   }
 }
 
+/**
+ * The folder as the node has it, for the server.
+ * @returns {Record<string, string>}
+ */
+function placeOf(node) {
+  const place = { kind: KINDS[node.type] }
+  for (const name of ASKED) place[name] = widgetFor(node, name)?.value ?? ''
+  place.caption_extension = captionExtension(node)
+  return place
+}
+
+function addressOf(place, rest) {
+  const asked = new URLSearchParams({ kind: place.kind, folder: place.folder, ...rest })
+  return api.apiURL(`/tessera/folder/thumbnail?${asked}`)
+}
+
+/** Opens the editor of captions, at a file or at the first one; `review`: of those that a model wrote. */
+function edit(node, file, review) {
+  const place = placeOf(node)
+  const only = review ? REVIEW : stateOf(node).page?.missing ? MISSING : ALL
+  openEditor({ place, file, only, picture: (shown) => addressOf(place, { file: shown, large: '1' }), changed: refreshSoon })
+}
+
 async function update(node, state) {
   const folder = widgetFor(node, 'folder')
   if (!folder?.value || !node.graph) return removeGallery(node)
   const kind = KINDS[node.type]
-  const place = { kind, folder: folder.value }
-  for (const name of ASKED) place[name] = widgetFor(node, name)?.value ?? ''
-  place.caption_extension = captionExtension(node)
+  const place = placeOf(node)
   if (state.folder !== folder.value) Object.assign(state, { folder: folder.value, page: 0, missing: false })
   const asked = new URLSearchParams({ ...place, page: `${state.page}`, missing: state.missing ? '1' : '0' })
   const answer = await api.fetchApi(`/tessera/folder?${asked}`, { cache: 'no-store' })
@@ -109,8 +131,7 @@ async function update(node, state) {
   if (found.endings) state.endings = found.endings
   if (!answer.ok) return removeGallery(node) // errors.js and the run say why
   state.page = found.page
-  const url = ({ file, state: changed }) =>
-    api.apiURL(`/tessera/folder/thumbnail?${new URLSearchParams({ kind, folder: folder.value, file, changed })}`)
+  const url = ({ file, state: changed }) => addressOf(place, { file, changed })
   drawPage(galleryOf(node), found, { kind, missing: state.missing, framed: isPrepared(node), url })
   if (kind === 'pictures') addBrushes(galleryOf(node), found.entries, place, () => refresh(node))
   makeRoom(node)

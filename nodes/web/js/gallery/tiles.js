@@ -1,17 +1,22 @@
 // A page of thumbnails with captions. All in it came from files, so it is set as text, never as HTML.
 
-import { button, enable, part } from '../common/elements.js'
+import { button, enable, keepFromCanvas, part } from '../common/elements.js'
 import { t } from '../common/words.js'
 
 const AT_ONCE = 3 // thumbnails asked for; a browser has six connections to a server, and others need some
 
-/** Makes an empty gallery; `drawPage` fills it. `turn(page, missing)` asks for another page. */
-export function makeGallery(turn) {
+/**
+ * Makes an empty gallery; `drawPage` fills it. `turn(page, missing)` asks for another page, `edit(file, review)` opens the
+ * editor of captions.
+ */
+export function makeGallery(turn, edit) {
   const element = document.createElement('div')
   element.className = 'tessera-gallery'
   const head = part(element, 'tessera-gallery-head')
   const count = part(head, 'tessera-grow tessera-cut')
   const lacking = button(head, '', '', () => turn(0, !gallery.view.missing), 'tessera-lacking')
+  const review = button(head, '', t('Look at the captions that a model wrote'), () => edit('', true))
+  const editing = button(head, t('Edit captions'), t('Write captions, and search and replace in all of them'), () => edit(''))
   const back = button(head, '‹', t('Previous page'), () => turn(gallery.view.page - 1, gallery.view.missing))
   const on = button(head, '›', t('Next page'), () => turn(gallery.view.page + 1, gallery.view.missing))
   const said = part(element, 'tessera-gallery-said')
@@ -25,7 +30,8 @@ export function makeGallery(turn) {
     if (tiles.scrollHeight > tiles.clientHeight && !event.ctrlKey) event.stopPropagation()
   })
   const gallery = Object.assign(element, {
-    parts: { count, lacking, back, on, said, news, tiles },
+    parts: { count, lacking, review, editing, back, on, said, news, tiles },
+    edit,
     view: { page: 0, missing: false, count: 0 },
     told: '', // what is shown, to draw it once
     loads: /** @type {AbortController | undefined} */ (undefined),
@@ -54,7 +60,7 @@ function counted(count, kind, missing) {
  * listed. `framed`: the parts that are trained on are drawn. `url` gives the address of an entry's thumbnail.
  */
 export function drawPage(gallery, found, { kind, missing, framed, url }) {
-  const { count, lacking, back, on, said, tiles } = gallery.parts
+  const { count, lacking, review, editing, back, on, said, tiles } = gallery.parts
   const told = JSON.stringify([found, kind, missing, framed])
   if (gallery.told === told) return
   Object.assign(gallery, { told, view: { page: found.page, missing, count: found.count } })
@@ -67,6 +73,9 @@ export function drawPage(gallery, found, { kind, missing, framed, url }) {
     ? t('Show all {count}', { count: number(found.count) })
     : t('{count} without a caption', { count: number(found.missing) })
   lacking.title = missing ? '' : t('Show only those')
+  review.style.display = found.waiting ? '' : 'none'
+  review.textContent = t('Review {count}', { count: number(found.waiting) })
+  editing.style.display = found.count ? '' : 'none'
   for (const each of [back, on]) each.style.display = found.pages > 1 ? '' : 'none'
   enable(back, found.page > 0)
   enable(on, found.page < found.pages - 1)
@@ -79,7 +88,7 @@ export function drawPage(gallery, found, { kind, missing, framed, url }) {
   ])
   gallery.stop()
   gallery.loads = new AbortController()
-  const waiting = found.entries.map((entry) => tile(tiles, entry, framed, url(entry)))
+  const waiting = found.entries.map((entry) => tile(tiles, entry, framed, url(entry), gallery.edit))
   tiles.replaceChildren(...waiting.map(({ element }) => element))
   tiles.scrollTop = 0
   for (let n = 0; n < AT_ONCE; n += 1) loadNext(waiting, gallery.loads.signal)
@@ -93,13 +102,15 @@ function tell(element, sentences) {
   element.style.display = element.textContent ? '' : 'none'
 }
 
-function tile(parent, entry, framed, url) {
+function tile(parent, entry, framed, url, edit) {
   const element = document.createElement('div')
   element.className = 'tessera-tile'
   element.title = [entry.name, entry.problem || (entry.caption ?? t('no caption'))].join('\n\n')
   const stage = part(element, 'tessera-tile-stage')
   const shown = part(stage, 'tessera-tile-shown')
   const caption = part(element, 'tessera-tile-caption')
+  keepFromCanvas(caption, 'pointerdown')
+  caption.addEventListener('click', () => edit(entry.file))
   const wrong = entry.problem || entry.caption == null
   caption.textContent = wrong
     ? entry.problem ? t('caption can’t be read') : t('no caption')

@@ -1,0 +1,1 @@
+"""Captions that are written: by hand in the gallery."""

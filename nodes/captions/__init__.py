@@ -1,0 +1,1 @@
+"""Routes of the editor of captions."""
