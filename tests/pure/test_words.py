@@ -27,7 +27,9 @@ PARTICIPLES = set(
     tried turned understood waited walked wanted wished won worn written""".split()
 )
 PREFIX = re.compile(r"(of|to_which|by_what|what|how|is_lone|so|such|thus)_")  # a function word that begins a name
-MOST_BARE = 0.004  # of all names that are bound
+MOST_BARE = 0.002  # of all names that are bound
+FOLDERS = {"product": PACKAGES, "tests": ("tests",), "benchmarks": ("benchmarks",), "tools": ("tools",)}
+NO_SUBJECT = re.compile(r"test_(it|its|nothing|where|how)_")  # a name of a test begins with its subject
 PHRASES = {
     "where": r"\bwhere\b",  # a place now and then; mostly it was an `if`
     "lies, lay": r"\b(?:lies|lay|lying)\b(?! out)",
@@ -39,8 +41,18 @@ PHRASES = {
 MOST_PHRASES = 0.2  # of each kind in 1,000 words
 
 
-def files() -> list[Path]:
-    return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+def files(folders: tuple[str, ...] = PACKAGES) -> list[Path]:
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+@cache
+def names_of(folders: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """Return each bound name of the folders with its place."""
+    return tuple(
+        (name, f"{path.relative_to(ROOT)}:{line}")
+        for path in files(folders)
+        for name, line in bound_names(ast.parse(path.read_text(encoding="utf-8")))
+    )
 
 
 def bound_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
@@ -77,14 +89,15 @@ def texts() -> tuple[str, ...]:
     return tuple(prose(path.read_text(encoding="utf-8")) for path in files())
 
 
-def test_names_are_nouns_of_the_field():
-    names = [
-        (name, f"{path.relative_to(ROOT)}:{line}")
-        for path in files()
-        for name, line in bound_names(ast.parse(path.read_text(encoding="utf-8")))
-    ]
+@pytest.mark.parametrize("room", FOLDERS)
+def test_names_are_nouns_of_the_field(room):
+    names = names_of(FOLDERS[room])
     bare = [f"{place} {name}" for name, place in names if is_bare(name)]
     assert len(bare) < MOST_BARE * len(names), "\n".join(bare)
+
+
+def test_names_of_tests_begin_with_their_subject():
+    assert [f"{place} {name}" for name, place in names_of(("tests",)) if NO_SUBJECT.match(name)] == []
 
 
 @pytest.mark.parametrize("kind", PHRASES)

@@ -125,7 +125,7 @@ def test_the_blueprint_is_listed_and_fits_the_nodes(comfyui):
 
 
 @RENDERERS
-def test_it_is_added_trains_and_tells_on_its_own_node_how_far_it_is(frontend, comfyui, new_renderer):
+def test_the_blueprint_is_added_trains_and_shows_its_progress_on_its_node(frontend, comfyui, new_renderer):
     (folder := comfyui.base / "input" / "dots").mkdir(exist_ok=True)
     Image.new("RGB", (96, 96), "navy").save(folder / "dot.png")
     (folder / "dot.txt").write_text("on white")

@@ -36,7 +36,7 @@ def dynamic(tiny_files: dict[str, Path]) -> Any:
     return model
 
 
-def test_it_is_loaded_once_more_without_dynamic_vram_and_only_once(dynamic: Any) -> None:
+def test_a_model_is_loaded_once_more_without_dynamic_vram_and_only_once(dynamic: Any) -> None:
     clone, compiled_model = compile_model(dynamic, SETTINGS)
     assert not clone.is_dynamic() and clone.model is not dynamic.model
     assert [note for note in compiled_model.notes if "dynamic VRAM" in note and "without it" in note]
@@ -56,7 +56,7 @@ def test_a_file_of_8_bit_samples_as_before(storage: str, tmp_path: Path) -> None
     assert clone.model is not model.model and torch.equal(sample(clone, "flux"), sample(model, "flux"))
 
 
-def test_its_loras_come_along(dynamic: Any) -> None:
+def test_the_loras_of_a_reloaded_model_come_along(dynamic: Any) -> None:
     width = dynamic.model.diffusion_model.double_blocks[0].img_attn.proj.weight.shape[0]
     key = "diffusion_model.double_blocks.0.img_attn.proj"
     generator = torch.Generator().manual_seed(0)
@@ -121,7 +121,7 @@ def load_elsewhere(path: str) -> Any:
 
 
 @pytest.mark.parametrize("loader", [None, (load_elsewhere, ("flux.safetensors",))])
-def test_where_it_cannot_be_loaded_again_it_runs_eager_and_says_so(dynamic: Any, loader: Any) -> None:
+def test_a_model_that_cannot_be_loaded_again_runs_eager_and_says_so(dynamic: Any, loader: Any) -> None:
     dynamic.cached_patcher_init = loader
     clone, compiled_model = compile_model(dynamic, SETTINGS)
     assert torch.equal(sample(clone, "flux"), sample(dynamic, "flux"))

@@ -57,7 +57,9 @@ def test_a_block_that_is_two_percent_too_strong_ends_the_run(case_file, tmp_path
 
 
 @pytest.mark.parametrize("case", FIRST.values(), ids=FIRST)
-def test_it_is_found_on_flash_attn_too_whose_kernels_take_16_bits_only(case_file, tmp_path, monkeypatch, case):
+def test_a_stronger_block_is_found_on_flash_attn_too_whose_kernels_take_16_bits_only(
+    case_file, tmp_path, monkeypatch, case
+):
     """In bf16 alone 2 % would be within its rounding; the fp32 part runs on torch's attention."""
     from tessera.train.config.settings import MemoryOptions
 

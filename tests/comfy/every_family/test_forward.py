@@ -78,6 +78,6 @@ def test_a_file_kept_in_fp8_equals_core(case_file, case):
 
 
 @every_case("forward")
-def test_its_family_is_found(case_file, case):
+def test_the_family_of_a_model_is_found(case_file, case):
     model = case.load(case_file(case))
     assert family_of(model).name == case.family and family_of(model).variant(model.model) == case.variant

@@ -50,7 +50,7 @@ def started(command, environment, log, step):
     return process
 
 
-def test_it_trains_as_a_server_does_and_a_run_that_was_ended_goes_on(server, workflow, tmp_path):
+def test_a_headless_run_trains_as_a_server_does_and_goes_on_after_its_end(server, workflow, tmp_path):
     output, log = tmp_path / "output", tmp_path / "log.jsonl"
     command = line(server, workflow, output, log, "--set", "train.output_name=headless")
     environment = os.environ | {"COMFYUI_PATH": str(server.comfyui)}

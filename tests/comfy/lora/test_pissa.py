@@ -29,7 +29,7 @@ def adapter_on(weight: torch.Tensor) -> PissaAdapter:
     return adapter
 
 
-def test_it_begins_at_the_largest_singular_parts():
+def test_pissa_begins_at_the_largest_singular_parts():
     weight = weight_of(60, 40)
     adapter, (left, sizes, right) = adapter_on(weight), torch.linalg.svd(weight.double())
     best = left[:, :RANK] * sizes[:RANK] @ right[:RANK]

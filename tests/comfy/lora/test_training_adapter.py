@@ -49,7 +49,7 @@ def same_lora(actual, expected):
     return actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
-def test_it_is_in_force_while_training_and_in_no_preview_and_no_file(tiny_flux, tiny_vae, tmp_path):
+def test_a_training_adapter_is_in_force_while_training_and_in_no_preview_and_no_file(tiny_flux, tiny_vae, tmp_path):
     """With preservation and validation: both see the model with the adapter. The base LoRA stays in the previews."""
     base, adapter = updates_of(tiny_flux), updates_of(tiny_flux, -0.5)
     base_model, _ = comfy.sd.load_lora_for_models(tiny_flux, None, base, 0.2, 0)
@@ -78,7 +78,7 @@ def test_it_is_in_force_while_training_and_in_no_preview_and_no_file(tiny_flux, 
     assert not tiny_flux.patches
 
 
-def test_it_makes_another_run_and_none_makes_the_run_of_before():
+def test_a_training_adapter_makes_another_run_and_none_makes_the_run_of_before():
     def key(**network):
         settings = run_settings(network=network)
         return settings.key(settings.lineage("data", "model"))
@@ -96,7 +96,7 @@ def test_it_makes_another_run_and_none_makes_the_run_of_before():
 
 
 @pytest.mark.parametrize("name", ["training_adapter", "training_adapter_low_noise", "base_lora"])
-def test_its_file_belongs_to_what_the_node_is_known_by(name, tmp_path, monkeypatch):
+def test_the_file_of_an_adapter_belongs_to_what_the_node_is_known_by(name, tmp_path, monkeypatch):
     file = tmp_path / "a.safetensors"
     file.write_bytes(b"one")
     monkeypatch.setattr("folder_paths.get_filename_list", lambda _: [file.name])

@@ -71,7 +71,7 @@ def full(model: Any, site: str, limit: float, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("changed", [False, True], ids=["alone", "cast, with a LoRA"])
 @pytest.mark.parametrize("site", ["slots", "resident"])
-def test_where_the_model_finds_no_place_less_of_it_is_placed(flux, site, changed, monkeypatch) -> None:
+def test_less_of_a_model_is_placed_if_it_finds_no_place(flux, site, changed, monkeypatch) -> None:
     masters = {key: t.clone() for key, t in flux.model.state_dict().items()}
     base = cast_with_lora(flux, make_lora(flux)) if changed else flux
     want = sample(base, "flux")
@@ -94,7 +94,7 @@ def test_where_the_model_finds_no_place_less_of_it_is_placed(flux, site, changed
     assert all(torch.equal(t, masters[key]) for key, t in flux.model.state_dict().items())
 
 
-def test_where_there_is_no_place_at_all_one_sentence_says_so(flux: Any, monkeypatch: Any) -> None:
+def test_no_place_at_all_is_one_sentence(flux: Any, monkeypatch: Any) -> None:
     want = sample(flux, "flux")
     comfy.model_management.unload_all_models()
     for model, _ in (swap(flux, SwapSettings(3)), automatic(flux, monkeypatch)):

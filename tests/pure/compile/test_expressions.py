@@ -29,7 +29,7 @@ NAMES = {
         ("G['torch'].float32 is None or L['flags']['a']", True),
     ],
 )
-def test_it_is_read(text, value):
+def test_an_expression_is_read(text, value):
     assert value_of(text, NAMES) == value
 
 
@@ -49,7 +49,7 @@ def test_it_is_read(text, value):
         "f'{1}'",
     ],
 )
-def test_nothing_else_is_done(text):
+def test_an_expression_does_nothing_else(text):
     with pytest.raises(ValueError, match="no expression of a guard"):
         value_of(text, NAMES)
 

@@ -71,7 +71,7 @@ def test_what_is_lost_is_drawn_as_an_area_of_that_part():
     assert columns[: len(columns) // 5].mean() == pytest.approx((CROPS[3] - CROPS[1]) / 1.1, rel=0.07)
 
 
-def test_nothing_lost_is_drawn_as_nothing():
+def test_a_plan_without_crops_draws_no_area():
     sizes = [(1024, 1024)] * 4
     plan = plan_buckets(sizes, **FLUX)
     assert plan.worst_crop == 0

@@ -218,7 +218,7 @@ def test_on_ten_thousand_pictures_it_beats_buckets_of_equal_area():
     assert single.mean_crop < 0.051
 
 
-def test_it_beats_the_figures_for_buckets_that_do_not_know_the_pictures():
+def test_the_plan_beats_the_figures_for_buckets_that_do_not_know_the_pictures():
     rng = random.Random(0)
     common = [1, 1.25, 4 / 3, 1.5, 1.6, 16 / 9, 2.0, 0.8, 0.75, 2 / 3, 0.625, 9 / 16, 0.5, 1.85, 2.35]
     shares = [12, 4, 14, 22, 2, 12, 2, 8, 8, 14, 1, 9, 1, 1, 1]

@@ -220,7 +220,7 @@ def test_with_offload_the_link_carries_both_ways() -> None:
     assert both_ways.seconds == pytest.approx(alone.seconds / BOTH_WAYS, rel=0.1)
 
 
-def test_where_everything_fits_nothing_is_swapped_and_nothing_computed_again() -> None:
+def test_a_model_that_fits_swaps_nothing_and_computes_nothing_again() -> None:
     swap_plan = plan(BLOCKS, OTHER, FAST, ORDER, ALL)
     assert swap_plan.fits and not swap_plan.swapped and swap_plan.checkpointing == "none" and swap_plan.prefetch == 1
     # Weights, what all blocks keep, and what one takes while it goes back.
@@ -286,7 +286,7 @@ def test_offloaded_activations_take_four_blocks_on_the_device_and_the_rest_on_th
     assert not plan(BLOCKS, OTHER, replace(FAST, host=GB // 2), ORDER, replace(choices, offload=True)).fits
 
 
-def test_where_nothing_fits_the_smallest_is_taken_and_it_says_what_is_missing() -> None:
+def test_the_smallest_plan_is_taken_if_none_fits_and_says_what_is_missing() -> None:
     swap_plan = plan(BLOCKS, OTHER, replace(FAST, free=2 * GB), ORDER, ALL)
     assert (
         not swap_plan.fits
@@ -345,7 +345,7 @@ FLUX += [BlockCost(f"single_blocks.{i}", 270 * 2**20) for i in range(38)]
 
 
 @pytest.mark.parametrize("part", [0.3, 0.5, 0.7, 0.8])
-def test_how_many_are_copied_ahead_is_the_least_loss_whatever_blocks_take(part: float) -> None:
+def test_the_number_copied_ahead_is_the_least_loss_whatever_blocks_take(part: float) -> None:
     """FLUX.1 in bf16, against plans that know how long the blocks compute, for many more of such times."""
     machine = Hardware(int(part * sum(block.weights for block in FLUX)), 25e9, 100 * GB)
     counts, behind = tuple(range(58)), {}

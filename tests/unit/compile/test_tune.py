@@ -202,7 +202,7 @@ def test_compiled_and_eager_steps_are_taken_by_turns(tiny_wan: Any, clock: Clock
     assert steps[-6:] == [BLOCKS, 0, BLOCKS, 0, BLOCKS, 0]
 
 
-def test_nothing_is_recommended_that_is_not_faster_than_eager(tiny_wan: Any, clock: Clock) -> None:
+def test_a_setting_that_is_not_faster_than_eager_is_not_recommended(tiny_wan: Any, clock: Clock) -> None:
     model = on_clock(tiny_wan, clock)
     result = run(model, [backend("slow")], clock)
     assert result.best() is None

@@ -54,7 +54,7 @@ def test_the_order_is_a_function_of_the_seed_and_without_them_it_is_that_of_befo
     assert draw_names(plain, 12, seed=7) == "t1 t2 t0 t2 t2 t0 t0 t0 t2 t2 t2 t1".split()
 
 
-def test_nothing_but_regularisation_is_refused():
+def test_regularisation_alone_is_refused():
     samples = make([1], [1])
     check_training_samples(sample.regularisation for sample in samples)
     with pytest.raises(ValueError, match="there is nothing to learn; chain a folder with regularisation off"):

@@ -63,7 +63,7 @@ def lora(*names: str) -> LoraModel:
         ),
     ],
 )
-def test_it_says_which_programs_read_the_file_and_which_format_is_for_the_other(names, layout, expected):
+def test_the_notes_say_which_programs_read_the_file_and_which_format_is_for_the_other(names, layout, expected):
     assert reader_notes(lora(*names), layout) == expected
 
 

@@ -30,7 +30,7 @@ def stack(monkeypatch):
     monkeypatch.setattr(options, "ALGORITHMS", tuple(ADAPTERS))
 
 
-def test_its_file_names_it_as_lycoris_would():
+def test_the_file_of_a_new_adapter_names_it_as_lycoris_would():
     network = NetworkOptions(algorithm="stack", rank=2, alpha=2.0, rank_dropout=0.1)
     assert json.loads(_network_args(network, {})) == {"algo": "stack", "rank_dropout": "0.1"}
 

@@ -77,7 +77,7 @@ def test_a_lora_equals_the_weights_it_stands_for(case_file, case):
 
 
 @every_case("reference")
-def test_its_gradients_are_those_of_finite_differences(case_file, case):
+def test_gradients_of_the_reference_are_those_of_finite_differences(case_file, case):
     tensors = load_file(case_file(case))
     g = torch.Generator().manual_seed(4)
     name = some_linears(case, tensors)[0]

@@ -68,7 +68,7 @@ def test_a_run_that_goes_on_takes_its_choice_again_where_that_fits(tiny_flux, tm
     assert not any("continues with" in note for note in notes)
 
 
-def test_where_the_choice_does_not_fit_any_more_it_is_said(tiny_flux, tmp_path, monkeypatch):
+def test_a_choice_that_does_not_fit_any_more_is_said(tiny_flux, tmp_path, monkeypatch):
     free(monkeypatch, 2**40)
     run(tiny_flux, tmp_path, steps=1)
     free(monkeypatch, 1)

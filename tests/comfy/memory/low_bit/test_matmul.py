@@ -209,7 +209,7 @@ def test_layers_that_are_stored_alike_share_one_whole_graph(storage: str, backen
 
 
 @stored
-def test_it_costs_the_partitioner_as_much_as_a_plain_weight(storage: str) -> None:
+def test_a_stored_weight_costs_the_partitioner_as_much_as_a_plain_one(storage: str) -> None:
     frozen, whole = layer(storage)
     x = random(2, ROWS, IN).requires_grad_()
 

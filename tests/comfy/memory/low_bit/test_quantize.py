@@ -72,7 +72,9 @@ def _is_in_block(path: str) -> bool:
 
 
 @pytest.mark.parametrize(("quantize", "bound"), [("int8", 0.03), ("fp8", 0.06)])
-def test_it_samples_swaps_and_saves_as_a_file_that_core_loads(quantize: str, bound: float, tiny_files, load, tmp_path):
+def test_a_quantized_model_samples_swaps_and_saves_as_a_file_that_core_loads(
+    quantize: str, bound: float, tiny_files, load, tmp_path
+):
     whole = sample(tiny.load_flux(tiny_files["flux"]), "flux")
     model, _ = load(tiny_files["flux"], quantize)
     picture = sample(model, "flux")

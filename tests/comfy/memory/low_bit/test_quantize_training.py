@@ -57,7 +57,7 @@ def metadata_of(trainer: Any) -> dict[str, str]:
 
 
 @every_format
-def test_it_trains_as_on_a_model_that_was_loaded_in_it_and_leaves_the_model(quantize, wide_file, tmp_path) -> None:
+def test_a_converted_run_trains_as_on_a_model_loaded_so_and_leaves_the_model(quantize, wide_file, tmp_path) -> None:
     model = loaded(wide_file)
     initial = {name: tensor.clone() for name, tensor in model.model.state_dict().items()}
     converted_run = trained(model, tmp_path, quantize=quantize)

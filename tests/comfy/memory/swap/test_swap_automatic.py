@@ -205,7 +205,7 @@ def test_a_step_that_runs_out_of_memory_is_made_again_with_less(deep_flux, tmp_p
     assert_same_run(trainer, started_with_it)
 
 
-def test_it_steps_down_as_often_as_it_has_to_and_ends_when_there_is_no_less(deep_flux, tmp_path, notes) -> None:
+def test_the_plan_steps_down_as_often_as_it_has_to_and_ends_when_there_is_no_less(deep_flux, tmp_path, notes) -> None:
     trainer = make(deep_flux, tmp_path)
     out_of_memory_at(trainer, *[2] * 100)
     with pytest.raises(TrainingStopped, match="Out of memory at step 2"):

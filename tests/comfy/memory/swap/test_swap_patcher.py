@@ -694,7 +694,7 @@ def test_stored_formats_stream_as_stored(tmp_path: Path, name: str) -> None:
 # Bad input.
 
 
-def test_nothing_to_swap_is_one_sentence(tiny_flux: Any) -> None:
+def test_a_model_without_blocks_to_swap_is_one_sentence(tiny_flux: Any) -> None:
     with pytest.raises(ValueError, match="blocks_to_swap: this model has no blocks to swap"):
         swap_model(tiny_flux, {}, 1, False)
 

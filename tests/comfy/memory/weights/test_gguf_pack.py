@@ -80,7 +80,7 @@ def test_loras_on_it_stay_in_force(lora, load_unet):
     assert torch.equal(repeated, bare)
 
 
-def test_its_own_fp16_comes_near(load_unet):
+def test_the_pack_s_own_fp16_comes_near(load_unet):
     expected, actual, _ = both_forwards(with_lora(load_unet(flux_state("Q4_0")), plain_lora()))
     assert (actual - expected).norm() <= HALF * expected.norm()
 

@@ -126,7 +126,7 @@ def test_layers_that_are_stored_alike_share_one_whole_graph(storage: str) -> Non
 
 
 @layouts
-def test_it_costs_the_partitioner_as_much_as_a_plain_weight(storage: str) -> None:
+def test_a_quantised_weight_costs_the_partitioner_as_much_as_a_plain_one(storage: str) -> None:
     frozen, core = layer(storage)
     x = random(2, 5, IN).requires_grad_()
 

@@ -87,7 +87,7 @@ def test_comfyui_reads_every_key_and_makes_the_same_weight(options, layout, capl
 
 
 @algorithms
-def test_its_gradients_are_those_of_the_formula(options):
+def test_gradients_of_an_adapter_are_those_of_the_formula(options):
     frozen = frozen_layer()
     adapter = make_adapter(options, frozen)
     fill(adapter, 5)
@@ -122,7 +122,7 @@ def test_a_stored_weight_waits_for_backward_as_it_is_stored(storage, options):
 
 
 @algorithms
-def test_it_is_traced_whole_and_two_of_one_structure_share_a_graph(options):
+def test_an_adapter_is_traced_whole_and_two_of_one_structure_share_a_graph(options):
     torch._dynamo.reset()
     graphs = Graphs()
     run = torch.compile(lambda adapter, *args: adapter(*args), backend="aot_eager", fullgraph=True, dynamic=False)

@@ -38,7 +38,7 @@ def facts(frames: int = 1, references: tuple[int, ...] = (), text_length: int = 
     return SampleFacts("fox.png", frames, references, 0, frozenset(), text_length)
 
 
-def test_it_is_found_by_its_class(model, tiny_flux):
+def test_chroma_is_found_by_its_class(model, tiny_flux):
     assert family_of(model).name == "chroma" and type(model.model) is comfy.model_base.Chroma
     assert family_of(tiny_flux).name == "flux" and not FAMILY.matches(tiny_flux.model)
 
@@ -125,7 +125,7 @@ def test_brackets_are_text_and_weigh_nothing(clip, text):
     assert [token for token, _ in pairs] == part.tokenizer(text)["input_ids"]
 
 
-def test_it_goes_with_flux1s_vae_alone(clip):
+def test_chroma_goes_with_flux1s_vae_alone(clip):
     check_pair(text_policy(clip), FLUX)
     with pytest.raises(ValueError, match="The text encoders are for Chroma, but the VAE is for Wan"):
         check_pair(text_policy(clip), WAN21)

@@ -203,7 +203,7 @@ def step(folder, backend=None, **memory):
     return trainer, loss, lora_gradients(trainer)
 
 
-def test_it_trains_alike_in_every_mode_and_as_one_graph(tmp_path):
+def test_an_unknown_class_trains_alike_in_every_mode_and_as_one_graph(tmp_path):
     torch._dynamo.reset()
     plain, loss, expected = step(tmp_path / "plain")
     assert (
@@ -248,7 +248,7 @@ def out_of_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("memory", [{}, {"checkpointing": "full", "blocks_to_swap": 2}], ids=["plain", "swapped"])
-def test_its_gradients_are_those_of_code_without_a_write_in_fp64(memory, tmp_path, monkeypatch):
+def test_gradients_are_those_of_code_without_a_write_in_fp64(memory, tmp_path, monkeypatch):
     trainer, loss, gradients = step(tmp_path, **memory)
     batch = batch_of(trainer, 0, 1)
     lora, masters = reference_masters(trainer)
@@ -415,7 +415,7 @@ def test_what_a_newer_comfyui_does_is_not_blamed_on_the_data(code, words, inside
     trainer.close()
 
 
-def test_its_lora_loads_in_comfyui_and_changes_every_layer_that_it_trains(tmp_path):
+def test_the_lora_loads_in_comfyui_and_changes_every_layer_that_it_trains(tmp_path):
     result = train(tomorrow(), data(), tmp_path, steps=2, network={"rank": 2})
     tensors = comfy.utils.load_torch_file(str(result.path))
     model = tomorrow()

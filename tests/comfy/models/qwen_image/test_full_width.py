@@ -13,7 +13,7 @@ SIGMAS = [0.2, 0.55]
 
 @pytest.mark.parametrize("width", SIZES)
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])
-def test_it_says_the_same_at_full_width_and_in_bf16(case_file, width, dtype, bound):
+def test_the_model_says_the_same_at_full_width_and_in_bf16(case_file, width, dtype, bound):
     case = CASES["qwen-image-edit-2511"]
     path = case_file(case, layers=1, dtype=torch.bfloat16, **SIZES[width])
     model = computing_in(case.load(path, dtype), dtype)

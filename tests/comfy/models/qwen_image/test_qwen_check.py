@@ -23,7 +23,7 @@ def facts(frames: int = 1, references: tuple[int, ...] = ()) -> SampleFacts:
     return SampleFacts("fox.mp4", frames, references, 0, frozenset())
 
 
-def test_it_is_found_by_its_class_and_mage_flow_is_not_taken_for_it(model, tiny_files):
+def test_qwen_image_is_found_by_its_class_and_mage_flow_is_not_taken_for_it(model, tiny_files):
     import comfy.model_base
 
     assert family_of(model).name == "qwen-image"

@@ -64,7 +64,7 @@ def test_what_it_is_not_made_for_is_one_sentence(wan, variant, sample, sentence)
     assert "\n" not in str(refused.value)
 
 
-def test_it_is_said_before_anything_is_loaded(wan, tmp_path):
+def test_the_refusal_comes_before_anything_is_loaded(wan, tmp_path):
     watcher = Watcher()
     data = training_data(tiny.wan_sample("fox", (2, 2, 2), "2.1-t2v"))
     with pytest.raises(ValueError, match="fox has no start picture"):

@@ -76,7 +76,7 @@ def test_such_a_file_of_no_model_is_named(load, tmp_path) -> None:
         load(tmp_path / "other.safetensors")
 
 
-def test_its_settings_are_those_of_block_swap_and_travel_with_the_model(tiny_files, load) -> None:
+def test_settings_of_the_loader_are_those_of_block_swap_and_travel_with_the_model(tiny_files, load) -> None:
     out = load(tiny_files["flux"], blocks_to_swap=3, prefetch_blocks=2, pin_memory="off")
     model = out.args[0]
     assert list(model.swap.blocks) == ALL[1:] and model.swap.prefetch == 2

@@ -125,7 +125,7 @@ def limited(model: Any, limit: int, monkeypatch: pytest.MonkeyPatch) -> list[int
 
 
 @pytest.mark.parametrize("fits", [True, False], ids=["nothing streams", "some stream"])
-def test_where_minus_one_was_too_little_weights_make_room_while_it_samples(flux: Any, fits: bool, monkeypatch) -> None:
+def test_weights_make_room_while_sampling_if_minus_one_was_too_little(flux: Any, fits: bool, monkeypatch) -> None:
     from tessera.memory.swap import oom_retry
 
     monkeypatch.setattr(oom_retry, "LEAST", 2**18)

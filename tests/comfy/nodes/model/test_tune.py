@@ -73,7 +73,9 @@ FAST = MeasuredSettings(AOT_EAGER, Quartiles(45, 50, 55), Quartiles(1.9, 2, 2.1)
 LEFT_OUT = UnmeasuredSettings(CompileSettings(scope="stack"), "no time.", failed=False)
 
 
-def test_it_measures_shows_a_chart_and_a_table_and_remembers(tiny_files: dict[str, Path], own_folder: Path) -> None:
+def test_tune_compile_measures_shows_a_chart_and_a_table_and_remembers(
+    tiny_files: dict[str, Path], own_folder: Path
+) -> None:
     model = load_wan(tiny_files)
     output = run(model)
     tuned, chart, text = output.result
@@ -110,7 +112,7 @@ def test_what_is_remembered_compiles_the_model_without_measuring(tiny_files: dic
 
 
 @pytest.mark.parametrize("reason", ["remeasure", "time_budget", "broken", "size"])
-def test_it_measures_again_where_that_is_asked_for_or_needed(
+def test_tune_compile_measures_again_if_that_is_asked_for_or_needed(
     reason: str, tiny_files: dict[str, Path], own_folder: Path
 ) -> None:
     model = load_wan(tiny_files)
@@ -160,7 +162,9 @@ def test_a_result_in_which_everything_failed_is_not_remembered(
     assert not own_folder.exists()
 
 
-def test_it_takes_the_place_of_a_compile_model_in_front(tiny_files: dict[str, Path], own_folder: Path) -> None:
+def test_tune_compile_takes_the_place_of_a_compile_model_in_front(
+    tiny_files: dict[str, Path], own_folder: Path
+) -> None:
     model = load_wan(tiny_files)
     remember(own_folder, result_for(model, replace(FAST, gain=Quartiles(1, 1, 1))))
     output = run(compile_model(model, AOT_EAGER)[0])

@@ -421,7 +421,7 @@ def told_of_a_full_disk(model, root, step, **options):
     return [note for note in watcher.notes if "is still passed on in the graph" in note]
 
 
-def test_where_nothing_was_saved_before_or_elsewhere_a_full_disk_at_the_end_says_so(tiny_flux, tmp_path):
+def test_a_full_disk_at_the_end_says_if_nothing_was_saved_before_or_elsewhere(tiny_flux, tmp_path):
     (note,) = told_of_a_full_disk(tiny_flux, tmp_path / "none", 2, steps=2, save_every=0)
     assert note.endswith(" Nothing was saved before that; set save_every to save on the way.")
     (note,) = told_of_a_full_disk(tiny_flux, tmp_path / "all", 1, steps=2, save_every=1)

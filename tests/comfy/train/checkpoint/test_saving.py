@@ -76,7 +76,7 @@ def test_a_run_that_goes_on_earlier_leaves_what_lies_ahead(tiny_flux, tmp_path):
     assert steps_kept(folder) == [4, 5, 6]
 
 
-def test_it_saves_when_that_many_epochs_were_shown(tiny_flux, tmp_path):
+def test_a_run_saves_when_that_many_epochs_were_shown(tiny_flux, tmp_path):
     """Five pictures, two a step: 6, 10, 16 and 20 showings are the first with one, two, three and four epochs."""
     train(tiny_flux, mixed_data(), tmp_path / "1", steps=11, batch_size=2, save_every=0, save_every_epochs=1)
     assert steps_kept(run_folder(tmp_path / "1")) == [3, 5, 8, 10]

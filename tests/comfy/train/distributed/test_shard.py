@@ -132,7 +132,7 @@ def test_a_killed_device_ends_the_others_in_a_sentence(ranks, tmp_path):
     assert "Everything up to step 1 is saved" in answers[0]["error"]
 
 
-def test_it_is_refused_without_nccl_and_said_alone(ranks, tiny_flux, tmp_path):
+def test_shard_is_refused_without_nccl_and_said_alone(ranks, tiny_flux, tmp_path):
     answers = ranks.train(2, tmp_path / "gloo", SHORT | {"batch_size": 2, "memory": SHARD}, nccl_only=True)
     assert all("shard is on and needs NCCL" in answer["error"] for answer in answers), answers
     assert not (tmp_path / "gloo").exists()
@@ -144,7 +144,7 @@ def test_it_is_refused_without_nccl_and_said_alone(ranks, tiny_flux, tmp_path):
     assert_equal(dict(alone.lora), dict(train(tiny_flux, mixed_data(), tmp_path / "two", **SHORT, memory=SWAP).lora))
 
 
-def test_where_everything_fits_there_is_nothing_to_share(ranks, tmp_path):
+def test_shard_shares_nothing_if_everything_fits(ranks, tmp_path):
     memory = {"checkpointing": "auto", "blocks_to_swap": -1, "shard": True}
     answers = ranks.train(2, tmp_path, SHORT | {"batch_size": 2, "memory": memory})
     assert not any(errors_of(answers)), answers

@@ -93,7 +93,7 @@ def test_gradients_equal_the_fp64_reference(mode, tiny_files, tiny_flux, tmp_pat
 
 
 @pytest.mark.parametrize(("checkpointing", "passes"), [("none", 3), ("full", 5)])
-def test_it_adds_no_graph(checkpointing, passes, tiny_flux, tmp_path):
+def test_preservation_adds_no_graph(checkpointing, passes, tiny_flux, tmp_path):
     """passes: two forwards and the frozen one, and with checkpointing the two that are computed again."""
     torch._dynamo.reset()
     graphs = Graphs()
@@ -162,7 +162,7 @@ def test_a_resumed_run_learns_the_same_and_a_weight_of_0_is_a_run_without(tiny_f
     assert any(note.startswith("class_word (or blank_prompt_preservation) has no effect") for note in watcher.notes)
 
 
-def test_it_holds_the_class_where_it_was(tiny_flux, tmp_path):
+def test_preservation_holds_the_class(tiny_flux, tmp_path):
     """After the same steps the class caption's output has moved much less, while the loss has fallen."""
     distances = {}
     for weight in (0.0, 5.0):

@@ -205,7 +205,7 @@ class Notes(Watcher):
         self.holdings.append((sum(isinstance(t, torch.nn.Parameter) for t in tensors), size_of(tensors)))
 
 
-def test_nothing_is_left_behind_and_training_compiles_nothing_anew(tiny_flux, tiny_vae, tmp_path, monkeypatch):
+def test_a_preview_leaves_nothing_behind_and_training_compiles_nothing_anew(tiny_flux, tiny_vae, tmp_path, monkeypatch):
     model = TesseraCompileModel.execute(tiny_flux, "eager").args[0]
     weights = {name: (t.data_ptr(), t.clone()) for name, t in model.model.state_dict().items()}
     torch._dynamo.reset()

@@ -61,7 +61,7 @@ def lora_for(model, factor, name):
     return LoraSource(name, name, lambda: tensors), tensors
 
 
-def test_it_is_what_core_makes_of_the_saved_lora_on_that_model_and_the_run_is_as_without(
+def test_a_preview_is_what_core_makes_of_the_saved_lora_on_that_model_and_the_run_is_as_without(
     tiny_flux, turbo, tiny_vae, tmp_path
 ):
     """The base LoRA is on it, the training adapter is not; other prompts of the chain stay on the trained model."""
@@ -103,7 +103,7 @@ def test_before_the_first_step_it_shows_that_model_and_nothing_of_the_trained_on
     assert np.array_equal(end, core_picture(turbo, tiny_vae, result.path, 5)) and not np.array_equal(end, plain)
 
 
-def test_its_block_swap_and_compiling_are_used_and_the_device_holds_one_model(
+def test_the_block_swap_and_compiling_of_that_model_are_used_and_the_device_holds_one_model(
     tiny_flux, turbo, tiny_vae, tmp_path, monkeypatch
 ):
     plain = run(tiny_flux, tmp_path / "plain", [replace(preview(tiny_vae, every=1), model=turbo)])
@@ -131,7 +131,7 @@ def test_its_block_swap_and_compiling_are_used_and_the_device_holds_one_model(
         assert np.abs(first.astype(int) - second.astype(int)).max() <= 1
 
 
-def test_where_it_fails_or_is_cancelled_what_was_trained_is_kept_and_the_sheet_goes_on(
+def test_a_preview_that_fails_or_is_cancelled_keeps_what_was_trained_and_the_sheet_goes_on(
     tiny_flux, turbo, tiny_vae, tmp_path, monkeypatch
 ):
     quiet = run(tiny_flux, tmp_path / "quiet")

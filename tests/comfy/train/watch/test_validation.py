@@ -145,7 +145,7 @@ def test_what_is_held_out_is_never_trained_on_and_leaves_whole(tiny_flux, tmp_pa
     assert set(files) == {f"film {n}" for n in range(4)} - held_files | {""}
 
 
-def test_it_compiles_nothing_that_is_not_planned_and_nothing_twice(tiny_flux, tmp_path):
+def test_validation_compiles_nothing_that_is_not_planned_and_nothing_twice(tiny_flux, tmp_path):
     """Its own size is one graph of each block kind more; sizes that training has, none."""
     torch._dynamo.reset()
     held_data = training_data(sample("as trained", 2, 8), sample("of its own", 4, 5))
@@ -199,7 +199,7 @@ def test_a_list_that_leaves_nothing_or_holds_too_much_is_refused():
         ValidationOptions(sigmas=" ".join(str(k / 200) for k in range(1, 102)))
 
 
-def test_where_training_makes_it_no_better_that_is_said_and_the_start_is_not_the_best(tiny_flux, tmp_path, monkeypatch):
+def test_training_that_makes_the_loss_no_better_is_said_and_the_start_is_not_the_best(tiny_flux, tmp_path, monkeypatch):
     note_start = "The validation loss never went below its value at the start"
     for lowest in (1.5, 0.5):
         losses = iter((1.0, 2.0, lowest))
@@ -243,7 +243,7 @@ def test_what_cannot_be_measured_ends_in_one_sentence(tiny_flux, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_where_compiling_does_not_work_it_is_found_out_here_and_the_run_goes_on_eager(tiny_flux, tmp_path, monkeypatch):
+def test_compiling_that_does_not_work_is_found_out_here_and_the_run_goes_on_eager(tiny_flux, tmp_path, monkeypatch):
     """The measurement at the start is the first thing that compiles."""
     calls, losses = [], Validation.own_losses
 

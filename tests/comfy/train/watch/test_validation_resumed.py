@@ -114,9 +114,7 @@ def test_a_disk_too_full_for_the_best_lora_of_another_folder_is_noted_and_traini
     assert any(f"The best LoRA so far stays in '{first.name}' only." in note for note in watcher.notes)
 
 
-def test_where_the_least_loss_has_no_lora_any_more_that_is_said_and_the_best_counts_from_there(
-    tiny_flux, tmp_path, monkeypatch
-):
+def test_a_least_loss_without_its_lora_is_said_and_the_best_counts_from_there(tiny_flux, tmp_path, monkeypatch):
     """Gone on from step 2 elsewhere, after step 3 of the first run overwrote the LoRA of step 1."""
     table = [9.0, 1.0, 3.0, 0.5, 4.0]
     monkeypatch.setattr(Validation, "losses", lambda self, trainer: [table[trainer.progress.step]] * 9)

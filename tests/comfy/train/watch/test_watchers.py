@@ -42,7 +42,7 @@ def run(model, folder, *watchers, **settings):
     return trainer
 
 
-def test_it_is_called_at_the_start_and_after_each_step_when_what_is_due_is_saved(tiny_flux, tmp_path):
+def test_a_watcher_is_called_at_the_start_and_after_each_step_when_what_is_due_is_saved(tiny_flux, tmp_path):
     quiet = run(tiny_flux, tmp_path / "quiet")
     watched = run(tiny_flux, tmp_path / "watched", looks := Looks())
     assert looks.views == [0, 1, 2, 3, 4]

@@ -36,7 +36,7 @@ def test_a_member_that_would_leave_its_folder_has_no_place(name):
     assert safe_place(name) is None
 
 
-def test_nothing_of_an_archive_lands_outside_and_links_are_left_out(tmp_path):
+def test_files_of_an_archive_stay_inside_and_links_are_left_out(tmp_path):
     path = tmp_path / "photos" / "a.tar"
     path.parent.mkdir()
     with tarfile.open(path, "w") as tar:

@@ -64,7 +64,7 @@ def test_gradients_are_bit_equal_and_no_product_more_is_made_than_by_torchs_own(
     assert our_products == products > least
 
 
-def test_nothing_but_the_inputs_is_kept_and_what_is_made_anew_goes_with_its_use():
+def test_inputs_alone_are_kept_and_what_is_made_anew_goes_with_its_use():
     refs: list[Any] = []
 
     def run(x: Tensor) -> Tensor:

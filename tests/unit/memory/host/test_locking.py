@@ -106,7 +106,7 @@ def test_blocks_go_through_a_stage_until_all_are_locked_and_as_they_lie_from_the
     assert passes(ring) == [1, 2, 3] and mm.TOTAL_PINNED_MEMORY == 3 * SIZE
 
 
-def test_where_cuda_refuses_one_the_stage_stays_and_the_rest_is_not_tried(registry: Registry) -> None:
+def test_the_stage_stays_if_cuda_refuses_one_buffer_and_the_rest_is_not_tried(registry: Registry) -> None:
     registry.refuses = 1
     registry.gate.set()
     ring = ring_of(buffers())

@@ -85,7 +85,7 @@ def test_as_much_is_locked_as_is_asked_for_in_pages_of_its_own(registry: Registr
     assert [int(buffer.float().mean()) for buffer in buffers] == [0, 1, 2]
 
 
-def test_it_is_unlocked_once_and_only_with_the_last_tensor_over_it(registry: Registry) -> None:
+def test_a_buffer_is_unlocked_once_and_only_with_the_last_tensor_over_it(registry: Registry) -> None:
     flat = empty_bytes(SIZE, torch.device("cpu"), pinned=True)
     layout = Layout.from_tensors([("a", torch.zeros(100)), ("b", torch.zeros(7, 5))])
     a, b = (field.tensor_in(flat) for field in layout.fields)
@@ -102,7 +102,7 @@ def test_it_is_unlocked_once_and_only_with_the_last_tensor_over_it(registry: Reg
     assert len(registry.ended) == 1 and registry.locked == {}
 
 
-def test_it_can_be_unlocked_before_it_goes(registry: Registry) -> None:
+def test_a_buffer_can_be_unlocked_before_it_goes(registry: Registry) -> None:
     flat = empty_bytes(SIZE, torch.device("cpu"), pinned=True)
     assert unlock(torch.zeros(3))  # ordinary memory
     assert len(registry.locked) == 1
@@ -131,7 +131,7 @@ def test_what_torch_has_locked_itself_is_told_apart(registry: Registry, monkeypa
     assert calls == [True]
 
 
-def test_where_cuda_refuses_plain_memory_is_taken_and_nothing_is_unlocked(registry: Registry, caplog: Any) -> None:
+def test_plain_memory_is_taken_if_cuda_refuses_and_nothing_is_unlocked(registry: Registry, caplog: Any) -> None:
     registry.refuses = 2
     with caplog.at_level(logging.WARNING):
         buffer = host_bytes(SIZE, pinned=True)

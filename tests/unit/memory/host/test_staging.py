@@ -293,7 +293,7 @@ def test_without_a_gpu_nothing_is_locked_and_nothing_is_staged() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="page-locked memory can be had here")
-def test_where_memory_cannot_be_locked_it_goes_on_with_plain_memory_and_says_so(caplog) -> None:
+def test_a_run_goes_on_with_plain_memory_that_cannot_be_locked_and_says_so(caplog) -> None:
     memory = host_bytes(64, pinned=True)
     assert memory.numel() == 64 and not memory.is_pinned()
     assert "could not be page-locked" in caplog.text

@@ -208,7 +208,7 @@ def test_fp16_overflows_only_where_the_result_does(by_triton: bool, request: Any
     assert torch.equal(stored_linear_input_grad(grad, weight, scale), torch.full((3, 256), 112.0, dtype=torch.float16))
 
 
-def test_where_triton_does_not_run_torch_dequantises_in_two_steps(on_this_device: Any, monkeypatch: Any) -> None:
+def test_torch_dequantises_in_two_steps_if_triton_does_not_run(on_this_device: Any, monkeypatch: Any) -> None:
     def fails(*args: Any) -> torch.Tensor:
         raise RuntimeError("Failed to find C compiler.")
 
@@ -240,7 +240,9 @@ def compiled(kernel: Any, card: int, stored: int, scale: int, out: str) -> str:
 
 
 @pytest.mark.parametrize("card", CARDS)
-def test_it_is_compiled_for_every_card_and_moves_whole_words(card: int, monkeypatch: Any, tmp_path: Path) -> None:
+def test_the_kernel_is_compiled_for_every_card_and_moves_whole_words(
+    card: int, monkeypatch: Any, tmp_path: Path
+) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel: Any = loaded()
     for stored, scale in ((kernel.E4M3, kernel.ONE), (kernel.E5M2, kernel.ROWS), (kernel.E4M3, kernel.MX)):

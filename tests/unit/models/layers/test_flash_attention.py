@@ -119,7 +119,7 @@ def test_the_op_keeps_torchs_rules_for_custom_ops(kernels):
     torch.library.opcheck(op.flash_attention, (*make_tensors(*[(2, 9, 3, 16)] * 3), bounds, package))
 
 
-def test_it_counts_as_the_work_that_it_is():
+def test_flash_attention_counts_as_the_work_that_it_is():
     q, k = torch.empty(2, 9, 3, 16, device="meta"), torch.empty(2, 7, 3, 16, device="meta")
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
         out, lse = op.flash_attention(q, k, k, None, NAMES["2"])

@@ -166,7 +166,7 @@ def test_modules_of_comfyui_hold_kernels_by_names_alone():
             assert not [name for name, value in vars(owner).items() if id(value) in kernels], owner
 
 
-def test_nothing_of_comfyui_reaches_a_kernel_of_its_own_and_then_all_does_again():
+def test_comfyui_reaches_no_kernel_of_its_own_and_then_all_of_them_again():
     modules = [*modules_with_kernels(), comfy_kitchen]
     assert len(modules) > 40
     kernels = kernels_of_core()

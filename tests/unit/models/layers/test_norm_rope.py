@@ -191,7 +191,7 @@ def test_a_kernel_that_gives_other_values_is_not_taken(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("card", CARDS)
-def test_it_is_compiled_for_every_card_and_reads_in_order(card: int, monkeypatch: Any, tmp_path: Path) -> None:
+def test_the_kernel_is_compiled_for_every_card_and_reads_in_order(card: int, monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel: Any = loaded()
     for function, whole in ((kernel._norm_rope, 2), (kernel._norm_rope_backward, 3)):

@@ -131,7 +131,7 @@ RUN = {"learning_rate": 1e-2, "weight_decay": 0.1, "lr_scheduler": "cosine", "wa
 
 @pytest.mark.parametrize("dtype", [FP32, FP16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "fused"])  # on a CPU its ends of rows differ
-def test_it_takes_the_steps_of_weights_one_by_one_bit_for_bit(name, dtype):
+def test_the_flat_step_takes_the_steps_of_weights_one_by_one_bit_for_bit(name, dtype):
     options = OptimizerOptions(**RUN | OPTIMIZERS[name])
     for settings in ({}, {"lora_plus_ratio": 4.0}, {"scale_weight_norms": 0.3} if name != "schedule-free" else {}):
         flat, single = network_of(**settings), network_of(**settings)

@@ -179,7 +179,7 @@ def test_a_run_is_not_brought_back_through_a_link(tmp_path):
     assert not list(outside.iterdir()) and (target / "run.json").is_file()
 
 
-def test_where_one_file_cannot_be_moved_none_is(tmp_path, monkeypatch):
+def test_no_file_is_moved_if_one_cannot_be(tmp_path, monkeypatch):
     root, trash = tmp_path / "loras", tmp_path / ".tessera-trash"
     run = make_run(root, "fox (001)", "fox")
     files = files_of(root)

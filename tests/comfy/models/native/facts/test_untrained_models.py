@@ -30,7 +30,7 @@ def model_of(name):
 
 
 @pytest.mark.parametrize("name", UNTRAINED)
-def test_it_is_refused_by_name_with_the_reason(name):
+def test_an_untrained_model_is_refused_by_name_with_the_reason(name):
     with pytest.raises(ValueError) as error:
         family_of(model_of(name))
     sentence = f"model is {name}, which Train LoRA can't train ({UNTRAINED[name]}); connect another MODEL."

@@ -24,7 +24,7 @@ def test_a_block_that_is_two_percent_too_strong_ends_the_run_in_bf16(name, tmp_p
     ends_with_a_stronger_block(make_trainer(build(row, torch.bfloat16), data_of(row), tmp_path), monkeypatch)
 
 
-def test_it_is_found_on_flash_attn_too_whose_kernels_take_16_bits_only(tmp_path, monkeypatch):
+def test_a_stronger_block_is_found_on_flash_attn_too_whose_kernels_take_16_bits_only(tmp_path, monkeypatch):
     row, memory = BY_NAME["z-image"], MemoryOptions(attention="flash-attn")
     with installed("2", dtypes=(torch.bfloat16, torch.float16)) as kernels:
         trainer = make_trainer(build(row, torch.bfloat16), data_of(row), tmp_path, memory=memory)
