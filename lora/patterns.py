@@ -1,11 +1,12 @@
 """Glob patterns over module names: the layers that get an adapter, and ranks and alphas of some of them."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ..common.text import quoted
+from ..common.untrusted.budgets import LAYER_PATTERNS, PATTERN, check_size
 
 RankAlpha = tuple[int, float]
 _EXAMPLE = "'single_blocks.*: rank=8 alpha=4'"
@@ -15,14 +16,11 @@ def parse_targets(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Parse one pattern per line into (include, exclude); a line that starts with `-` or `!` excludes.
 
     Empty lines are skipped. An empty include selects the model family's defaults. Raises ValueError for a line without
-    a pattern.
+    a pattern, OverBudget for more of them than a model can need.
     """
     include: list[str] = []
     exclude: list[str] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        line = line.strip()
-        if not line:
-            continue
+    for number, line in _lines(text, "targets"):
         excludes = line[0] in "-!"
         pattern = line[1:].strip() if excludes else line
         if not pattern:
@@ -32,6 +30,16 @@ def parse_targets(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
             )
         (exclude if excludes else include).append(pattern)
     return tuple(include), tuple(exclude)
+
+
+def _lines(text: str, name: str) -> Iterator[tuple[int, str]]:
+    """Yield the lines that aren't empty, with their numbers from 1. name: input of the text."""
+    lines = text.splitlines()
+    check_size(LAYER_PATTERNS, name, characters=len(text), items=len(lines))
+    for number, line in enumerate(map(str.strip, lines), start=1):
+        if line:
+            check_size(PATTERN, f"Line {number} of {name}", items=line.count("*"))
+            yield number, line
 
 
 def match_targets(
@@ -97,13 +105,11 @@ def parse_rank_patterns(text: str) -> tuple[RankPattern, ...]:
     """Parse lines of a pattern, a colon, and `rank=` or `alpha=` or both. Empty lines are skipped; raises ValueError
     for any other."""
     patterns = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
-            continue
+    for number, line in _lines(text, "rank_patterns"):
         pattern, _, settings = (part.strip() for part in line.partition(":"))
         values = dict(part.partition("=")[::2] for part in settings.split())
         if not pattern or not values or not values.keys() <= {"rank", "alpha"}:
-            raise ValueError(f"Line {number} of rank_patterns is {quoted(line.strip())}; write it as in {_EXAMPLE}.")
+            raise ValueError(f"Line {number} of rank_patterns is {quoted(line)}; write it as in {_EXAMPLE}.")
         patterns.append(RankPattern(pattern, _rank(values, number), _alpha(values, number)))
     return tuple(patterns)
 

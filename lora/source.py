@@ -9,11 +9,16 @@ from torch import Tensor
 
 from ..common.files import read_tensors
 from ..common.fingerprint import fingerprint
+from ..common.untrusted.budgets import LORA_FILE, check_size
+from ..common.untrusted.tensor_files import open_tensors
 
 
 def read_lora_file(path: Path, input_name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read the tensors and metadata of a safetensors file. Raises ValueError, naming the input, if it is damaged."""
+    """Read the tensors and metadata of a safetensors file. Raises ValueError, naming the input, if it is damaged or has
+    more tensors than any LoRA."""
     try:
+        with open_tensors(path) as file:
+            check_size(LORA_FILE, f"{input_name}: {path.name}", items=len(file.keys()))
         return read_tensors(path)
     except (OSError, SafetensorError) as error:
         raise ValueError(

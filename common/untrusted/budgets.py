@@ -76,6 +76,13 @@ PATTERN_LINES = Budget(
     characters=10_000,
     items=100,
 )
+LAYER_PATTERNS = Budget(
+    "a list of patterns of layers",
+    "a model has a few dozen kinds of layers",
+    "write fewer patterns, and use * for several layers at once",
+    characters=20_000,
+    items=1_000,
+)
 PATTERN = Budget("a name with *", "names have a few parts", "write more of the name and fewer *", items=16)
 WORKFLOW_FILE = Budget(
     "a workflow in a run folder",
@@ -103,9 +110,12 @@ CAPTION_LIST = Budget(
     "a list of captions, such as metadata.jsonl",
     "a hundred thousand captions of a paragraph take 50 MB",
     "divide the folder",
-    bytes=256 * MB,
-    items=2_000_000,
+    bytes=64 * MB,
+    items=500_000,
     depth=20,
+)
+CAPTION_COLUMNS = Budget(
+    "the first line of a table of captions", "it names a dozen columns", "take the others out", items=100
 )
 CAPTION_LINE = Budget(
     "a line of a list of captions",
@@ -136,16 +146,41 @@ DATASET_FILE = Budget(
     "a dataset file of another trainer",
     "it names a few folders",
     "set layout to plain, or chain a node for each folder",
-    bytes=250_000,
+    bytes=150_000,
     items=10_000,
     depth=20,
+)
+DATASET_FIELDS = Budget(
+    "a folder in a dataset file of another trainer",
+    "trainers know about fifty fields",
+    "take out those that nothing reads",
+    items=200,
+)
+DATASET_PATH = Budget(
+    "a path in a dataset file or a list of captions",
+    "systems allow 4,096 bytes",
+    "shorten the path",
+    characters=4_000,
+    items=100,
+)
+FOLDER = Budget(
+    "a folder of pictures or clips",
+    "the largest shared ones have 100,000 pictures with captions",
+    "divide the folder, and chain a node for each part",
+    items=500_000,
 )
 ARCHIVE = Budget(
     "an archive of pictures or clips",
     "shards have about 1 GB and 10,000 files",
     "unpack it yourself into a folder",
     bytes=200_000 * MB,
-    items=500_000,
+    items=200_000,
+)
+UNPACKED = Budget(
+    "what an archive of less than 1 GB unpacks to",
+    "pictures and clips are packed already",
+    "unpack it yourself into a folder",
+    bytes=20_000 * MB,
 )
 TAGS = Budget(
     "a caption of tags", "captions have up to a hundred", "shorten the caption, or switch shuffle_tags off", items=1_000
@@ -226,6 +261,7 @@ METADATA = Budget(
     items=2_000_000,
     depth=100,
 )
+LORA_FILE = Budget("a LoRA", "the largest have some 10,000 tensors", "choose another file", items=100_000)
 STATE_HEADER = Budget(
     "the header of a state",
     "a state lists its tensors",

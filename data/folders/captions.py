@@ -26,18 +26,24 @@ def read_captions(subsets: Sequence[Subset], interrupted: Interrupted) -> dict[P
     """Read the captions of all examples: texts by the example's file.
 
     interrupted: called before each file; raises to stop.
-    Raises ValueError that names every caption file that isn't readable.
+    Raises ValueError that names every caption file that isn't readable, OverBudget for captions of too many characters.
     """
     texts: dict[Path, str] = {}
+    characters = 0
     failed: list[ValueError] = []
     for subset in subsets:
         for example in subset.examples:
             interrupted()
             assert example.caption is not None
             try:
-                texts[example.path] = subset.caption_text(example.caption.read())
+                text = subset.caption_text(example.caption.read())
+                check_size(CAPTION_FILE, f"The caption of {example.name!r}", bytes=len(text))
             except ValueError as error:
                 failed.append(error)
+                continue
+            characters += len(text)
+            check_size(CAPTION_FORMS, f"The folder {subset.name!r}", characters=characters)
+            texts[example.path] = text
     if len(failed) > 1:
         rest = len(failed) - _MOST_NAMED
         listed = " ".join(str(error) for error in failed[:_MOST_NAMED])

@@ -103,9 +103,25 @@ class Places:
     may_read: Callable[[Path], bool] = lambda path: False
     open_archive: Callable[[Path], Unpacked | None] = lambda path: None
 
-    def request(self, folder: Path, kind: FileKind, extension: str, excluded: Sequence[Path] = ()) -> LayoutRequest:
+    def request(
+        self,
+        folder: Path,
+        kind: FileKind,
+        extension: str,
+        excluded: Sequence[Path] = (),
+        interrupted: Interrupted = lambda: None,
+    ) -> LayoutRequest:
         """Make the request that `read_layout` answers."""
-        return LayoutRequest(folder, kind, self.layout, extension, tuple(excluded), self.may_read, self.open_archive)
+        return LayoutRequest(
+            folder,
+            kind,
+            self.layout,
+            extension,
+            tuple(excluded),
+            self.may_read,
+            self.open_archive,
+            interrupted,
+        )
 
 
 @dataclass(frozen=True)
@@ -181,7 +197,7 @@ def scan_images(  # noqa: PLR0913
     """
     excluded = separate_folders(folder, control_folder=control_folder, mask_folder=mask_folder)
     node_options = _Options(repeats, trigger_words, options, captions or CaptionOptions())
-    request = (places or Places()).request(folder, IMAGES, caption_extension, excluded)
+    request = (places or Places()).request(folder, IMAGES, caption_extension, excluded, interrupted)
     dataset = _scan(request, node_options, mask_folder, control_folder is not None, interrupted, leave_out)
     if control_folder is not None:
         controls, notes = match_controls([entry.name for entry in dataset.entries], control_folder)
@@ -210,7 +226,7 @@ def scan_videos(
     """
     node_options = _Options(repeats, trigger_words, options, captions or CaptionOptions(), extraction)
     excluded = () if mask_folder is None or same_folder(folder, mask_folder) else (mask_folder,)
-    request = (places or Places()).request(folder, VIDEOS, caption_extension, excluded)
+    request = (places or Places()).request(folder, VIDEOS, caption_extension, excluded, interrupted)
     dataset = _scan(request, node_options, mask_folder, False, interrupted)
     return _described(dataset, folder, node_options, mask_folder is not None)
 
@@ -229,18 +245,22 @@ def folder_fingerprint(
     control_folder: Path | None = None,
     mask_folder: Path | None = None,
     places: Places | None = None,
+    interrupted: Interrupted = lambda: None,
 ) -> str:
     """Fingerprint a folder by the state of its files.
 
     It changes when a file of this kind, a caption, a list of captions, a dataset file, an archive, a control image or a
     mask is added, removed, renamed or written to. Files that are not read count by name, because notes list them.
+    interrupted: called between files; raises to stop.
     Raises ValueError as `read_layout` does.
     """
     companions = (other for other in (control_folder, mask_folder) if other is not None)
     excluded = tuple(other for other in companions if not same_folder(folder, other))
-    layout = read_layout((places or Places()).request(folder, kind, caption_extension, excluded))
+    request = (places or Places()).request(folder, kind, caption_extension, excluded, interrupted)
+    layout = read_layout(request)
     entries: list[tuple[str, str]] = []
     for example in (example for subset in layout.subsets for example in subset.examples):
+        interrupted()
         caption = example.caption
         files = [example.path, *[example.mask] * (example.mask is not None), *example.controls]
         files += [caption.file] if caption is not None and caption.file is not None else []
@@ -250,7 +270,9 @@ def folder_fingerprint(
     entries += [(str(file), "unread") for file in (*layout.unread, *layout.rest)]
     for role, other in (("control", control_folder), ("mask", mask_folder)):
         if other is not None:
-            entries += [(f"{role} {relative_name(other, file)}", file_state(file)) for file in image_files(other)]
+            entries += [
+                (f"{role} {relative_name(other, file)}", file_state(file)) for file in image_files(other, interrupted)
+            ]
     return fingerprint(entries)
 
 

@@ -4,11 +4,15 @@ Only regular files of known endings are written, under names that stay below tha
 itself is checked against the bytes that come out. Nothing of an archive is run or unpickled.
 """
 
+import errno
 import gzip
 import hashlib
 import io
+import itertools
 import os
+import re
 import shutil
+import struct
 import tarfile
 import tempfile
 import zipfile
@@ -21,7 +25,7 @@ from typing import IO, BinaryIO, Literal
 
 from ...common.progress import Interrupted
 from ...common.text import cut, shortlist
-from ...common.untrusted.budgets import ARCHIVE, OverBudget, check_size
+from ...common.untrusted.budgets import ARCHIVE, UNPACKED, OverBudget, check_size
 from ...common.untrusted.regular_files import open_regular
 from ..media.images import EXTENSIONS, UNREAD_EXTENSIONS
 from .companions import MASK_EXTENSION
@@ -32,13 +36,18 @@ _TEXTS = frozenset({".txt", ".caption", ".json", ".jsonl", ".csv", ".tsv"})
 _UNPACKED = EXTENSIONS | UNREAD_EXTENSIONS | VIDEO_EXTENSIONS | _TEXTS | {MASK_EXTENSION}
 _PIECE = 1 << 20
 _DAMAGED = (
-    *(tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, EOFError, NotImplementedError, RuntimeError),
+    *(tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, struct.error, EOFError),
+    *(NotImplementedError, RuntimeError, OverflowError, ValueError),
 )
 _COMPRESSIONS = frozenset({zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED})
 # A reader of an archive asks for no more at once: the table of a zip, or the long name of a tar's member.
-_LARGEST_READ = 256 << 20
+_LARGEST_READ = {".zip": 64 << 20, ".tar": 2 << 20}
+_DIGITS = re.compile(rb"[0-9]{200}")
+_ZIP_ENTRY = b"PK\1\2"  # in the table, before each entry
+_LARGE_ARCHIVE = 1_000_000_000  # bytes from which it may unpack to as much as ARCHIVE says
 _LEFT_OUT = ".left_out"  # hidden file with the names of members that were not unpacked
 _FREE_BYTES = 1 << 30  # left on the disk
+_MOST_NAMED = 20  # members that a note may need
 
 
 @dataclass(frozen=True)
@@ -123,36 +132,33 @@ def _replace_others(folder: Path, new: Path) -> None:
 def _write_all(archive: Path, folder: Path, interrupted: Interrupted) -> None:
     """Write the files of an archive into a new folder, and the names of others into _LEFT_OUT."""
     folder.mkdir()
-    byte_count, left_out = 0, list[str]()
-    for count, (name, member) in enumerate(_members(archive), 1):
+    left_out, skipped = list[str](), 0
+    budget = ARCHIVE if archive.stat().st_size >= _LARGE_ARCHIVE else UNPACKED
+    byte_count = 0
+    for name, member in _members(archive, interrupted):
         interrupted()
-        check_size(ARCHIVE, archive.name, items=count)
         place = safe_place(name)
-        if place is None or place.suffix.lower() not in _UNPACKED:
-            left_out.append(name)
+        if place is None or place.suffix.lower() not in _UNPACKED or _is_taken(folder, place):
+            skipped += 1
+            left_out += [cut(name)] * (len(left_out) < _MOST_NAMED)
             continue
         target = folder / place
-        if target.exists() or _blocked(folder, place):
-            left_out.append(name)
-            continue
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("xb") as file, member() as source:
             while piece := source.read(_PIECE):
                 interrupted()
                 byte_count += len(piece)
-                check_size(ARCHIVE, archive.name, bytes=byte_count)
+                check_size(budget, archive.name, bytes=byte_count)
                 if byte_count % (64 * _PIECE) < len(piece) and shutil.disk_usage(folder).free < _FREE_BYTES:
-                    raise ValueError(
-                        f"The archive {archive.name!r} is too large for the disk of ComfyUI's user folder; free some "
-                        "space, or unpack it yourself into a folder."
-                    )
+                    raise OSError(errno.ENOSPC, "the disk of ComfyUI's user folder is full")
                 file.write(piece)
-    (folder / _LEFT_OUT).write_text(shortlist(left_out), encoding="utf-8", errors="replace")
+    names = shortlist(left_out + [""] * (skipped - len(left_out)))
+    (folder / _LEFT_OUT).write_text(names, encoding="utf-8", errors="replace")
 
 
-def _blocked(folder: Path, place: PurePosixPath) -> bool:
-    """Return True if a file has the name of one of the folders of a member."""
-    return any((folder / parent).is_file() for parent in place.parents)
+def _is_taken(folder: Path, place: PurePosixPath) -> bool:
+    """Return True if there is a file of this name, or one with the name of one of its folders."""
+    return (folder / place).exists() or any((folder / parent).is_file() for parent in place.parents)
 
 
 def safe_place(name: str) -> PurePosixPath | None:
@@ -161,10 +167,14 @@ def safe_place(name: str) -> PurePosixPath | None:
     Left out are absolute paths, drives, `..`, hidden files and folders, and those of the system.
     """
     parts = [part for part in name.replace("\\", "/").split("/") if part != "."]
-    if not parts or name.startswith(("/", "\\")) or any(bad in part for part in parts for bad in ':\0<>"|?*\n'):
+    if not parts or name.startswith(("/", "\\")) or any(bad in name for bad in ':\0<>"|?*\n'):
+        return None
+    try:
+        sizes = [len(os.fsencode(part)) for part in parts]
+    except UnicodeEncodeError:  # no name of a file
         return None
     unsafe = any(not part or part == ".." or is_skipped(part) or part != part.rstrip(" .") for part in parts)
-    too_long = len(parts) > 20 or any(len(os.fsencode(part)) > 240 for part in parts)
+    too_long = len(parts) > 20 or max(sizes) > 240 or sum(sizes) > 1000
     reserved = any(part.split(".")[0].upper() in _RESERVED for part in parts)
     return None if unsafe or too_long or reserved else PurePosixPath(*parts)
 
@@ -193,30 +203,55 @@ class _Member:
             yield source
 
 
-def _members(archive: Path) -> Iterator[tuple[str, _Member]]:
-    """Yield the regular files of an archive by name, in its order. Links, devices and folders are skipped."""
+def _members(archive: Path, interrupted: Interrupted) -> Iterator[tuple[str, _Member]]:
+    """Yield the regular files of an archive by name, in its order. Links, devices and folders are skipped, but count.
+
+    Raises OverBudget for more members than an archive may have.
+    """
     with open_regular(archive) as raw:
         if archive.name.lower().endswith(".zip"):
-            with zipfile.ZipFile(_Bounded(raw)) as packed:
+            with zipfile.ZipFile(_ZipFile(raw, archive.name)) as packed:
+                check_size(ARCHIVE, archive.name, items=len(packed.infolist()))
                 for entry in packed.infolist():
                     if entry.compress_type not in _COMPRESSIONS:
                         raise NotImplementedError("another compression")
-                    if not entry.is_dir():
+                    if not entry.filename.endswith("/"):
                         yield entry.filename, _Member(packed, entry)
             return
-        is_packed = archive.name.lower().endswith("gz")
-        plain: BinaryIO = gzip.GzipFile(fileobj=raw) if is_packed else raw  # type: ignore[assignment]
-        with tarfile.open(fileobj=_Bounded(plain), mode="r:") as tar:
-            for member in tar:
-                if member.isreg():
+        packed_with_gzip = archive.name.lower().endswith("gz")
+        plain = _Unpacking(raw, archive.name, interrupted) if packed_with_gzip else _Bounded(raw)
+        with plain.in_header():  # of the first member
+            tar = tarfile.open(fileobj=plain, mode="r:")
+        with tar:
+            for count in itertools.count(1):
+                with plain.in_header():
+                    member = tar.next()
+                if member is None:
+                    return
+                interrupted()
+                check_size(ARCHIVE, archive.name, items=count)
+                tar.members.clear()  # type: ignore[attr-defined]  # it keeps them all, to find one by name
+                if member.isreg() and not member.issparse():
                     yield member.name, _Member(tar, member)
 
 
 class _Bounded(io.RawIOBase):
-    """File of which no more than _LARGEST_READ bytes are read at once."""
+    """File of which no more than `largest` bytes are read at once, nor in the header of one member."""
+
+    largest = _LARGEST_READ[".tar"]
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
+        self._header = -1  # bytes; -1 outside of headers
+
+    @contextmanager
+    def in_header(self) -> Iterator[None]:
+        """Read the header of a member of a tar."""
+        self._header = 0
+        try:
+            yield
+        finally:
+            self._header = -1
 
     def readable(self) -> Literal[True]:
         return True
@@ -231,9 +266,73 @@ class _Bounded(io.RawIOBase):
         return self.file.tell()
 
     def read(self, size: int | None = -1, /) -> bytes:
-        if size is None or not 0 <= size <= _LARGEST_READ:
-            rest = self.file.read(_LARGEST_READ + 1)
-            if len(rest) > _LARGEST_READ:
-                raise tarfile.ReadError(f"a part of more than {cut(str(_LARGEST_READ))} bytes")
-            return rest
-        return self.file.read(size)
+        is_usual = size is not None and 0 <= size <= self.largest
+        data = self.file.read(size if size is not None and is_usual else self.largest + 1)
+        if self._header >= 0:
+            self._header += len(data)
+            # `tarfile` looks for a field after a number, in time quadratic in its digits.
+            if _DIGITS.search(data):
+                raise tarfile.ReadError("a number of hundreds of digits")
+        if max(len(data), self._header) > self.largest:
+            raise tarfile.ReadError(f"a part of more than {self.largest} bytes")
+        return data
+
+
+class _ZipFile(_Bounded):
+    """Zip file whose entries are counted before `zipfile` makes an object of each."""
+
+    largest = _LARGEST_READ[".zip"]
+
+    def __init__(self, file: BinaryIO, name: str) -> None:
+        super().__init__(file)
+        self.name = name
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(size)
+        if len(data) > _PIECE:  # files are read in pieces, so this is the table
+            check_size(ARCHIVE, self.name, items=data.count(_ZIP_ENTRY))
+        return data
+
+
+class _Unpacking(_Bounded):
+    """Content of a gzip file, which is only read forward: to go back would unpack it from its start."""
+
+    def __init__(self, file: BinaryIO, name: str, interrupted: Interrupted) -> None:
+        """interrupted: called between pieces; raises to stop."""
+        super().__init__(gzip.GzipFile(fileobj=file))  # type: ignore[arg-type]
+        self.name = name
+        self._interrupted = interrupted
+        self._position = 0  # bytes read of it
+        self._last = b""  # the last of them
+        self._again = b""  # bytes to be read once more
+
+    def tell(self) -> int:
+        return self._position - len(self._again)
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Read bytes. Raises OverBudget past the bytes that an archive may unpack to."""
+        self._interrupted()
+        again, self._again = self._again, b""
+        if again and size is not None and 0 <= size <= len(again):
+            self._again = again[size:]
+            return again[:size]
+        data = super().read(size if size is None or size < 0 else size - len(again))
+        self._position += len(data)
+        self._last = data[-1:] or self._last
+        check_size(ARCHIVE, self.name, bytes=self._position)
+        return again + data
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """Go forward, or back by one byte, as `tarfile` does at the end of a member."""
+        if whence != os.SEEK_SET or offset < self._position - 1:
+            raise tarfile.ReadError("a part that lies before another one")
+        if offset == self._position - 1 and self._last:
+            self._again = self._last
+        elif offset >= self._position:
+            self._again = b""
+            header = self._header
+            self._header = -1
+            while (rest := offset - self._position) and self.read(min(rest, _PIECE)):
+                pass
+            self._header = header
+        return self.tell()

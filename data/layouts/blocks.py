@@ -5,10 +5,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .caption_lists import CaptionRow, ListedCaptions, match_lists, read_list
+from ...common.progress import Interrupted
+from ...common.text import quoted, within
+from ...common.untrusted.budgets import DATASET_PATH, FOLDER, check_size
+from .caption_lists import CaptionRow, ListedCaptions, ListReader, match_lists
 from .captions import CaptionFiles, CaptionSource, checked_extension
 from .dataset_files import AI_TOOLKIT, KOHYA, DatasetBlock, DatasetFile, missing_place, resolve_place, unused_note
 from .files import all_files, has_ending, relative_name
+from .folder_names import MOST_REPEATS
 from .kinds import VIDEOS, FileKind
 from .pairing import optional_controls, optional_masks
 from .subsets import Example, Subset
@@ -35,7 +39,54 @@ _NUMBERS = {
 _TREATMENT = frozenset({"regularisation", "alpha_mask", "flip", "loss_weight", "unmasked_weight"})
 _EXTRACTION = frozenset({"frame_stride", "frame_sample", "max_frames", "target_frames", "method"})
 _WHOLE = frozenset({"keep_tokens", "frame_stride", "frame_sample", "max_frames"})
+_LARGEST = 1e9  # number in a dataset file
 _PLACES = ("image_dir", "image_directory", "video_directory", "image_jsonl_file", "video_jsonl_file", "folder_path")
+
+
+@dataclass(frozen=True)
+class BlockRequest:
+    """Request to read the blocks of a dataset file.
+
+    file: the dataset file.
+    root: the chosen folder, below which examples are named.
+    kind: kind of files that are read; blocks of the other kind are left out, with a note.
+    extension: of captions where a block names none.
+    may_read: predicate for places outside of the file's folder.
+    interrupted: called between files; raises to stop.
+    """
+
+    file: DatasetFile
+    root: Path
+    kind: FileKind
+    extension: str
+    may_read: Callable[[Path], bool]
+    interrupted: Interrupted = lambda: None
+
+
+class _Reader:
+    """Reader of blocks. Several may name the same folder or list, which is read once."""
+
+    def __init__(self, request: BlockRequest) -> None:
+        self.request = request
+        self.lists = ListReader(request.interrupted)
+        self.examples = 0
+        self._folders: dict[Path, list[Path]] = {}
+
+    def files(self, folder: Path) -> list[Path]:
+        """List the files of a folder and its subfolders. Raises OverBudget past that of one folder for all together."""
+        if folder not in self._folders:
+            self._folders[folder] = all_files(folder, (), self.request.interrupted)
+            check_size(FOLDER, f"The folders of {self.name}", items=sum(map(len, self._folders.values())))
+        return self._folders[folder]
+
+    def count(self, examples: int) -> None:
+        """Count the examples of a block. Raises OverBudget past those of a folder for all blocks together."""
+        self.examples += examples
+        check_size(FOLDER, f"The folders of {self.name}", items=self.examples)
+
+    @property
+    def name(self) -> str:
+        return repr(self.request.file.path.name)
 
 
 @dataclass
@@ -53,25 +104,23 @@ class _Words:
         return value if value != "" else None
 
 
-def read_blocks(
-    file: DatasetFile, root: Path, kind: FileKind, extension: str, may_read: Callable[[Path], bool]
-) -> tuple[tuple[Subset, ...], tuple[str, ...], tuple[Path, ...]]:
+def read_blocks(request: BlockRequest) -> tuple[tuple[Subset, ...], tuple[str, ...], tuple[Path, ...]]:
     """Make the subsets of a dataset file; returns them, notes, and the files that they depend on.
 
-    root: the chosen folder, below which examples are named.
-    kind: kind of files that are read; blocks of the other kind are left out, with a note.
-    extension: of captions where a block names none.
-    may_read: predicate for places outside of the file's folder.
     Raises ValueError for a place that can't be read, and for values that mean nothing here.
     """
+    file = request.file
+    kind = request.kind
+    reader = _Reader(request)
     subsets = []
     used = dict[str, str]()
     unused = dict[str, None]()
     rest = 0
     sources: list[Path] = [file.path]
     for block in file.blocks:
+        request.interrupted()
         words = _Words(block)
-        subset, files = _subset(file, words, root, kind, extension, may_read)
+        subset, files = _subset(reader, words)
         sources += files
         if subset is None:
             rest += 1
@@ -94,9 +143,10 @@ def has_place(file: DatasetFile, block: DatasetBlock, may_read: Callable[[Path],
     return any(place is not None for place in places)
 
 
-def _subset(
-    file: DatasetFile, words: _Words, root: Path, kind: FileKind, extension: str, may_read: Callable[[Path], bool]
-) -> tuple[Subset | None, list[Path]]:
+def _subset(reader: _Reader, words: _Words) -> tuple[Subset | None, list[Path]]:
+    file = reader.request.file
+    kind = reader.request.kind
+    may_read = reader.request.may_read
     block, base = words.block, file.path.parent
 
     def place(name: str, meaning: str) -> Path | None:
@@ -122,15 +172,15 @@ def _subset(
     own_extension = words.take("caption_extension", "caption_extension") or words.take(
         "caption_ext", "caption_extension"
     )
-    extension = checked_extension(str(own_extension)) if own_extension else extension
-    everything, files = _files(folder, kind, block.trainer == AI_TOOLKIT)
+    extension = checked_extension(str(own_extension)) if own_extension else reader.request.extension
+    everything, files = _files(reader, folder, block.trainer == AI_TOOLKIT)
     captions = CaptionFiles(everything, extension)
     default = str(words.take("class_tokens", "caption where there is none") or "")
     default = default or str(words.take("default_caption", "caption where there is none") or "")
     listed = ListedCaptions()
     used_lists = [entry for entry in lists if entry is not None]
     if used_lists:
-        files, listed = _listed(file, used_lists, files, may_read)
+        files, listed = _listed(reader, used_lists, files)
     if not files and block.trainer == AI_TOOLKIT:
         return None, [*([folder] if folder else []), *used_lists]
     controls = [location for name in ("control_directory", "control_path") for location in _places(place, words, name)]
@@ -142,13 +192,16 @@ def _subset(
             "masks, and take invert_mask out."
         )
     top = folder or base
-    examples = _examples(root, top, files, captions, listed, default)
-    examples = _with_companions(examples, top, masks, controls, listed, file, may_read)
-    repeats = words.take("num_repeats", "repeats")
+    reader.count(len(files))
+    examples = _examples(reader, top, files, captions, listed, default)
+    examples = _with_companions(reader, examples, top, masks, controls, listed)
+    repeats = _number(words, "num_repeats", "repeats")
+    if repeats is not None:
+        within(f"num_repeats in {reader.name}", repeats, 0, MOST_REPEATS)
     subset = Subset(
         top.name,
         examples,
-        repeats=int(repeats) if isinstance(repeats, int | float) and repeats >= 1 else 1,
+        repeats=max(1, int(repeats or 1)),
         trigger=str(words.take("trigger_word", "trigger word") or ""),
         prefix=str(words.take("caption_prefix", "before captions") or ""),
         suffix=str(words.take("caption_suffix", "after captions") or ""),
@@ -164,38 +217,50 @@ def _places(place: Callable[[str, str], Path | None], words: _Words, name: str) 
         single = place(name, "mask_folder" if name in ("mask_path", "conditioning_data_dir") else "control_folder")
         return [single] if single is not None else []
     inner = []
+    check_size(DATASET_PATH, f"{name} in a dataset file", items=len(value))
     for text in value:
         words.block = DatasetBlock(words.block.trainer, {**words.block.values, name: text})
         inner += _places(place, words, name)
     return inner
 
 
-def _files(folder: Path | None, kind: FileKind, recursive: bool) -> tuple[list[Path], list[Path]]:
+def _number(words: _Words, name: str, meaning: str) -> int | float | None:
+    """Take a field that is a number; None without it. Raises ValueError for a vast one, and for NaN."""
+    value = words.block.values.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    words.take(name, meaning)
+    if not abs(value) <= _LARGEST:
+        raise ValueError(f"A dataset file has {quoted(value)} as {name}; write a number that a trainer knows.")
+    return value
+
+
+def _files(reader: _Reader, folder: Path | None, recursive: bool) -> tuple[list[Path], list[Path]]:
     """List all files of a block's folder, and those of the kind. recursive: with its subfolders."""
     if folder is None or not folder.is_dir():
         return [], []
-    everything = all_files(folder)
+    everything = reader.files(folder)
     if not recursive:
         everything = [file for file in everything if file.parent == folder]
-    return everything, [file for file in everything if has_ending(file.name, kind.read)]
+    return everything, [file for file in everything if has_ending(file.name, reader.request.kind.read)]
 
 
-def _listed(
-    file: DatasetFile, lists: Sequence[Path], files: Sequence[Path], may_read: Callable[[Path], bool]
-) -> tuple[list[Path], ListedCaptions]:
+def _listed(reader: _Reader, lists: Sequence[Path], files: Sequence[Path]) -> tuple[list[Path], ListedCaptions]:
     """Read the captions of lists; without a folder of its own, a block has the files that the lists name."""
-    read = [read_list(path) for path in lists]
+    request = reader.request
+    read = [reader.lists.read(path) for path in lists]
     if not files:
         pictures = []
         for caption_list in read:
             for row in caption_list.rows:
-                picture = resolve_place(row.file, caption_list.path.parent, may_read)
+                request.interrupted()
+                picture = resolve_place(row.file, caption_list.path.parent, request.may_read)
                 if picture is None or not picture.is_file():
-                    raise missing_place(file, f"a file of {caption_list.path.name!r}", row.file)
+                    raise missing_place(request.file, f"a file of {caption_list.path.name!r}", row.file)
                 pictures.append(picture)
         files = list(dict.fromkeys(pictures))
         read = [_renamed(caption_list, pictures) for caption_list in read] if len(read) == 1 else read
-    return list(files), match_lists(read, files)
+    return list(files), match_lists(read, files, request.interrupted)
 
 
 def _renamed(caption_list: Any, files: Sequence[Path]) -> Any:
@@ -207,18 +272,20 @@ def _renamed(caption_list: Any, files: Sequence[Path]) -> Any:
 
 
 def _examples(
-    root: Path,
+    reader: _Reader,
     top: Path,
     files: Iterable[Path],
     captions: CaptionFiles,
     listed: ListedCaptions,
     default: str,
 ) -> tuple[Example, ...]:
-    fallback = CaptionSource(text=default) if default else None
-    return tuple(
-        Example(file, _name(root, top, file), listed.texts.get(file) or captions.find(file) or fallback)
-        for file in files
-    )
+    root, fallback = reader.request.root, CaptionSource(text=default) if default else None
+    examples = []
+    for file in files:
+        reader.request.interrupted()
+        caption = listed.texts.get(file) or captions.find(file) or fallback
+        examples.append(Example(file, _name(root, top, file), caption))
+    return tuple(examples)
 
 
 def _name(root: Path, top: Path, file: Path) -> str:
@@ -230,25 +297,27 @@ def _name(root: Path, top: Path, file: Path) -> str:
 
 
 def _with_companions(
+    reader: _Reader,
     examples: tuple[Example, ...],
     top: Path,
     masks: Sequence[Path],
     controls: Sequence[Path],
     listed: ListedCaptions,
-    file: DatasetFile,
-    may_read: Callable[[Path], bool],
 ) -> tuple[Example, ...]:
     """Add masks and control images: a picture of several control folders takes one of each."""
+    file = reader.request.file
+    interrupted = reader.request.interrupted
     names = [relative_name(top, e.path) if e.path.is_relative_to(top) else e.path.name for e in examples]
-    found_masks = [optional_masks(names, folder) for folder in masks]
-    found_controls = [optional_controls(names, folder) for folder in controls]
+    found_masks = [optional_masks(names, folder, interrupted) for folder in masks]
+    found_controls = [optional_controls(names, folder, interrupted) for folder in controls]
     result = []
     for index, example in enumerate(examples):
         mask = next((companions[index] for companions in found_masks if companions[index] is not None), None)
         control_paths = tuple(path for companions in found_controls for path in companions[index])
         for text in listed.controls.get(example.path, ()):
-            place = resolve_place(text, file.path.parent, may_read)
-            if place is None:
+            interrupted()
+            place = resolve_place(text, file.path.parent, reader.request.may_read)
+            if place is None or not place.is_file():
                 raise missing_place(file, "control_path", text)
             control_paths += (place,)
         result.append(Example(example.path, example.name, example.caption, mask, control_paths))
@@ -262,10 +331,8 @@ def _options(words: _Words, kind: FileKind) -> dict[str, Mapping[str, Any]]:
         if (value := words.block.values.get(name)) is not None and isinstance(value, bool):
             values[option] = words.take(name, option)
     for name, option in _NUMBERS.items():
-        value = words.block.values.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if (value := _number(words, name, option)) is not None:
             values[option] = int(value) if option in _WHOLE else float(value)
-            words.take(name, option)
     if words.block.values.get("enable_wildcard") is True and words.block.trainer == KOHYA:
         values["caption_per_line"] = True  # sd-scripts has one switch for both
     for name in ("flip_aug", "flip_x"):

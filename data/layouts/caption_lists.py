@@ -1,17 +1,25 @@
 """Captions of many pictures in one file: metadata.jsonl, metadata.csv, captions.json, captions.txt and their like."""
 
 import csv
-import io
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from ...common.progress import Interrupted
 from ...common.text import cut, shortlist
-from ...common.untrusted.budgets import CAPTION_LINE, CAPTION_LIST, check_size
+from ...common.untrusted.budgets import (
+    CAPTION_COLUMNS,
+    CAPTION_FILE,
+    CAPTION_LINE,
+    CAPTION_LIST,
+    DATASET_PATH,
+    check_size,
+)
 from ...common.untrusted.json_text import parse_json
 from ...common.untrusted.regular_files import file_state, read_regular
 from .captions import TAG_FIELDS, TEXT_FIELDS, CaptionSource, caption_in, decoded, unreadable
@@ -21,7 +29,11 @@ _LISTS = re.compile(r"(?:metadata|captions?|prompts?)\.(?:jsonl|json|csv|tsv|txt
 _FILE_FIELDS = (
     *("file_name", "filename", "image_path", "video_path", "image", "file", "path", "video", "name", "image_file"),
 )
-_CONTROL = re.compile(r"control_path(?:_(\d+))?")
+_CONTROL = re.compile(r"control_path(?:_(\d{1,9}))?")
+_SEPARATOR = re.compile(r"[\t,:|]")
+_ENDING = re.compile(r"\.\w{2,5}\Z")
+_LONGEST_NAME = 300  # characters of a file's name in a line of text
+_LARGEST_CACHED = 4_000_000  # bytes of a list that is kept in memory, as a file may be looked at again and again
 
 
 @dataclass(frozen=True)
@@ -75,33 +87,65 @@ def is_list(name: str) -> bool:
     return _LISTS.fullmatch(name) is not None
 
 
-def read_list(path: Path) -> CaptionList:
-    """Read a list of captions. Raises ValueError, naming the file and the line, if it isn't readable."""
+def read_list(path: Path, interrupted: Interrupted = lambda: None) -> CaptionList:
+    """Read a list of captions. Raises ValueError, naming the file and the line, if it isn't readable.
+
+    interrupted: called before each line of a large list; raises to stop.
+    """
     try:
-        return _read(path, file_state(path))
+        state = file_state(path)
+        return _read_again(path, state) if state[0] <= _LARGEST_CACHED else _read(path, interrupted)
     except OSError as error:
         raise unreadable("file", path, error) from error
 
 
+class ListReader:
+    """Reader of the lists of captions of one data set: each once, all within the budget of one."""
+
+    def __init__(self, interrupted: Interrupted = lambda: None) -> None:
+        """interrupted: called before each line of a large list; raises to stop."""
+        self._interrupted = interrupted
+        self._lists: dict[Path, CaptionList] = {}
+        self._bytes = self._rows = 0
+
+    def read(self, path: Path) -> CaptionList:
+        """Read a list, or return it as it was read before. Raises ValueError as `read_list`."""
+        if path not in self._lists:
+            try:
+                self._bytes += path.stat().st_size
+            except OSError as error:
+                raise unreadable("file", path, error) from error
+            check_size(CAPTION_LIST, f"{path.name} with the lists before it", bytes=self._bytes)
+            self._lists[path] = read_list(path, self._interrupted)
+            self._rows += len(self._lists[path].rows)
+            check_size(CAPTION_LIST, f"{path.name} with the lists before it", items=self._rows)
+        return self._lists[path]
+
+
 @lru_cache(maxsize=16)
-def _read(path: Path, state: tuple[int, ...]) -> CaptionList:
+def _read_again(path: Path, state: tuple[int, ...]) -> CaptionList:
+    return _read(path, lambda: None)
+
+
+def _read(path: Path, interrupted: Interrupted) -> CaptionList:
     try:
         text = decoded(read_regular(path, CAPTION_LIST))
     except UnicodeDecodeError as error:
         raise ValueError(f"The file {path.name!r} is not UTF-8 text; save it as UTF-8.") from error
+    check_size(CAPTION_LIST, path.name, items=text.count("\n"))
     kind = path.suffix.lower()
     if kind == ".txt":
         return _read_lines(path, text)
     records = {".jsonl": _json_lines, ".json": _json_records}.get(kind, _table)(path, text)
     rows, fields = [], dict[str, None]()
     for record in records:
+        interrupted()
         row = row_of(record)
         fields |= dict.fromkeys(record)
         if row is not None:
             rows.append(row)
-            check_size(CAPTION_LIST, path.name, items=len(rows))
-    known_fields = {*_FILE_FIELDS, *TEXT_FIELDS, *TAG_FIELDS}
-    unused = tuple(name for name in fields if name not in known_fields and not _CONTROL.fullmatch(name))
+    known = {*_FILE_FIELDS, *TEXT_FIELDS, *TAG_FIELDS}
+    unused = tuple(name for name in fields if name not in known and not _CONTROL.fullmatch(name))
     return CaptionList(path, tuple(rows), unused=unused)
 
 
@@ -148,24 +192,37 @@ def _json_records(path: Path, text: str) -> Iterator[Mapping[str, Any]]:
 def _table(path: Path, text: str) -> Iterator[Mapping[str, Any]]:
     """Yield the rows of a table whose first line names its columns."""
     separator = "\t" if path.suffix.lower() == ".tsv" else ","
+    table = csv.reader((f"{line}\n" for line in text.split("\n")), delimiter=separator)
     try:
-        yield from (
-            {k: v for k, v in row.items() if k} for row in csv.DictReader(io.StringIO(text), delimiter=separator)
-        )
+        rows = filter(None, table)
+        columns = next(rows, [])
+        check_size(CAPTION_COLUMNS, f"The first line of {path.name!r}", items=len(columns))
+        for row in rows:
+            yield {name: value for name, value in zip_longest(columns, row[: len(columns)]) if name}
     except csv.Error as error:
         raise ValueError(f"The table {path.name!r} can't be read ({error}); save it as CSV.") from error
 
 
 def _read_lines(path: Path, text: str) -> CaptionList:
     """Read `a.jpg: a fox`, with a tab, a comma or a colon between; a text without such lines is for all pictures."""
-    rows = []
-    for line in text.split("\n"):
-        if match := re.match(r"\s*([^\t,:|]{1,300}\.\w{2,5})\s*[\t,:|]\s*(\S.*)", line):
-            rows.append(CaptionRow(match[1].strip(), match[2].strip()))
-    return CaptionList(path, tuple(rows)) if rows else CaptionList(path, (), text.strip())
+    rows = [row for line in text.split("\n") if (row := _row_of_line(line.strip())) is not None]
+    if rows:
+        return CaptionList(path, tuple(rows))
+    check_size(CAPTION_FILE, path.name, bytes=len(text))  # one caption for all
+    return CaptionList(path, (), text.strip())
 
 
-def match_lists(lists: Iterable[CaptionList], files: Sequence[Path]) -> ListedCaptions:
+def _row_of_line(line: str) -> CaptionRow | None:
+    match = _SEPARATOR.search(line, 0, _LONGEST_NAME)
+    if match is None or not _ENDING.search(name := line[: match.start()].rstrip()):
+        return None
+    caption = line[match.end() :].strip()
+    return CaptionRow(name, caption) if caption else None
+
+
+def match_lists(
+    lists: Iterable[CaptionList], files: Sequence[Path], interrupted: Interrupted = lambda: None
+) -> ListedCaptions:
     """Match the lines of lists to files, by their path below the folder of the list, or by their name alone if one file
     has it; sd-scripts leaves the extension out.
     """
@@ -177,6 +234,7 @@ def match_lists(lists: Iterable[CaptionList], files: Sequence[Path]) -> ListedCa
             by_stem.setdefault(stem_of(f"{key}.x"), []).append(file)
     for caption_list in lists:
         for row in caption_list.rows:
+            interrupted()
             match = _match(caption_list.path.parent, row.file, by_path, by_stem)
             if match is None:
                 listed.missing.append(row.file)
@@ -193,6 +251,8 @@ def match_lists(lists: Iterable[CaptionList], files: Sequence[Path]) -> ListedCa
 
 
 def _match(folder: Path, name: str, by_path: Mapping[str, Path], by_stem: Mapping[str, list[Path]]) -> Path | None:
+    if len(name) > DATASET_PATH.characters:  # no file has such a name
+        return None
     plain = name.replace("\\", "/")
     if (file := by_path.get(str(folder / plain))) is not None:
         return file

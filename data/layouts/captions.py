@@ -113,12 +113,13 @@ def json_caption(file: Path) -> str | None:
         return None
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def _json_caption(file: Path, state: tuple[int, ...]) -> str | None:
     try:
-        return caption_in(read_json(file, CAPTION_JSON))
+        caption = caption_in(read_json(file, CAPTION_JSON))
     except (ValueError, OSError, RecursionError):
         return None
+    return caption and caption[: CAPTION_FILE.characters + 1]  # the cache keeps no more; it is refused when it is used
 
 
 def caption_in(value: Any) -> str | None:

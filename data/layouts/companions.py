@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...common.progress import Interrupted
 from ..media.images import EXTENSIONS
 from .files import has_ending, relative_name, stem_of
 from .subsets import Pictures
@@ -33,13 +34,18 @@ class Sorted:
 
 
 def sort_companions(
-    folder: Path, files: Sequence[Path], everything: Sequence[Path], has_caption: Callable[[Path], bool]
+    folder: Path,
+    files: Sequence[Path],
+    everything: Sequence[Path],
+    has_caption: Callable[[Path], bool],
+    interrupted: Interrupted = lambda: None,
 ) -> Sorted:
     """Sort out the masks and control images among the files of a folder.
 
     files: pictures or clips, in order.
     everything: all files of the folder.
     has_caption: predicate for files with a caption of their own, which are always pictures.
+    interrupted: called before each file; raises to stop.
 
     `a.png` takes `a-masklabel.png`, `a_mask.png`, `a.mask` and `masks/a.png` as mask, and `a-condlabel.png`, `a_0.png`,
     `a_1.png`, … and `conditioning/a.png` as control images.
@@ -53,6 +59,7 @@ def sort_companions(
     controls: dict[Path, list[tuple[int, Path]]] = {}
     companions, spare = set[Path](), []
     for file in loose:
+        interrupted()
         match = next(_roles(folder, file, stems, has_caption), None)
         if match is not None:
             role, number, owners = match

@@ -9,8 +9,8 @@ from functools import lru_cache
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
-from ...common.text import joined, quoted, shortlist
-from ...common.untrusted.budgets import DATASET_FILE, OverBudget, check_size
+from ...common.text import cut, joined, quoted, shortlist
+from ...common.untrusted.budgets import DATASET_FIELDS, DATASET_FILE, DATASET_PATH, OverBudget, check_size
 from ...common.untrusted.json_text import parse_json
 from ...common.untrusted.regular_files import file_state, read_regular
 from .captions import decoded, unreadable
@@ -19,6 +19,8 @@ _NAMES = re.compile(r".+\.(?:toml|ya?ml)|.*(?:dataset|config).*\.json", re.IGNOR
 KOHYA = "kohya's scripts"
 MUSUBI = "musubi-tuner"
 AI_TOOLKIT = "ai-toolkit"
+_MOST_ALIASES = 20  # of YAML, which repeat what they name some thousand times at most
+_MOST_DOTS = 200  # in a line of TOML
 
 
 @dataclass(frozen=True)
@@ -81,26 +83,33 @@ def _read(path: Path, state: tuple[int, ...]) -> DatasetFile | None:
     kind = path.suffix.lower()
     try:
         text = decoded(read_regular(path, DATASET_FILE))
-        check_size(DATASET_FILE, path.name, items=text.count("\n"))
+        check_size(DATASET_FILE, path.name, items=text.count("\n") + text.count(","))
         parse = {".toml": _parse_toml, ".json": lambda text: parse_json(text, DATASET_FILE, path.name)}
         value = parse.get(kind, _parse_yaml)(text)
+        blocks = _blocks(value, kind) if isinstance(value, dict) else ()
     except (OverBudget, UnicodeDecodeError, json.JSONDecodeError):
         return None  # no dataset file is that large or otherwise written; it is listed as not read
     except (ValueError, RecursionError) as error:
         if kind != ".toml":
             return None
         raise ValueError(
-            f"The dataset file {path.name!r} can't be read ({error}); correct it, take it out of the folder, or set "
-            "layout to plain."
+            f"The dataset file {path.name!r} can't be read ({cut(str(error))}); correct it, take it out of the folder, "
+            "or set layout to plain."
         ) from error
-    if not isinstance(value, dict):
-        return None
-    blocks = tuple(_ai_toolkit(value) if kind in (".yaml", ".yml") else (*_kohya(value), *_ai_toolkit(value)))
     return DatasetFile(path, blocks) if blocks else None
 
 
+def _blocks(value: Mapping[str, Any], kind: str) -> tuple[DatasetBlock, ...]:
+    return tuple(_ai_toolkit(value) if kind in (".yaml", ".yml") else (*_kohya(value), *_ai_toolkit(value)))
+
+
 def _parse_toml(text: str) -> Any:
-    """Parse TOML with the standard library, or on Python 3.10 with tomli, which ComfyUI's alembic brings there."""
+    """Parse TOML with the standard library, or on Python 3.10 with tomli, which ComfyUI's alembic brings there.
+
+    Both take time quadratic in the dots of a dotted key, which stands in one line.
+    """
+    if any(line.count(".") > _MOST_DOTS for line in text.split("\n")):
+        raise ValueError(f"a line has more than {_MOST_DOTS} dots")
     for name in ("tomllib", "tomli"):
         try:
             return importlib.import_module(name).loads(text)
@@ -110,12 +119,24 @@ def _parse_toml(text: str) -> Any:
 
 
 def _parse_yaml(text: str) -> Any:
-    """Parse YAML, plain values only."""
+    """Parse YAML, plain values only, with libyaml if PyYAML has it.
+
+    Its events are counted first: an alias that is merged, as in `<<: [*a, *a]`, doubles what it names each time.
+    """
     import yaml
 
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        events = aliases = depth = 0
+        for event in yaml.parse(text, loader):
+            events += 1
+            aliases += isinstance(event, yaml.AliasEvent)
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            check_size(DATASET_FILE, "YAML", items=events, depth=depth)
+            if aliases > _MOST_ALIASES:
+                raise ValueError(f"it has more than {_MOST_ALIASES} aliases")
+        return yaml.load(text, loader)
+    except (yaml.YAMLError, UnicodeEncodeError) as error:
         raise ValueError("it is not YAML") from error
 
 
@@ -150,7 +171,8 @@ def _fields(value: Any) -> dict[str, Any]:
     """Return the fields of an object that are no lists of objects."""
     if not isinstance(value, dict):
         return {}
-    return {str(name): entry for name, entry in value.items() if not _objects(entry)}
+    check_size(DATASET_FIELDS, "A part of it", items=len(value))
+    return {str(name): each for name, each in value.items() if not _objects(each)}
 
 
 def resolve_place(text: str, base: Path, may_read: Callable[[Path], bool]) -> Path | None:
@@ -161,25 +183,36 @@ def resolve_place(text: str, base: Path, may_read: Callable[[Path], bool]) -> Pa
     may_read: predicate for places outside of `base`.
 
     An absolute path that exists and may be read is taken as it is; a relative one counts from `base`. Of any other, the
-    longest end that exists below `base` is taken, or `base` itself if it has the name. None if there is none.
+    longest end that exists below `base` is taken, or `base` itself if it has the name. None if there is none, and for
+    a text that is longer than any path.
     """
+    if len(text) > DATASET_PATH.characters:
+        return None
     plain = text.strip().replace("\\", "/")
     pure = PureWindowsPath(text.strip())
     parts = [part for part in plain.split("/") if part not in ("", ".")]
-    if not plain or "\0" in plain:
+    if not plain or "\0" in plain or len(parts) > DATASET_PATH.items:
         return None
     if not (pure.drive or plain.startswith("/")) and ".." not in parts:
         place = base.joinpath(*parts)
-        if place.exists():
+        if _exists(place):
             return place
     absolute = Path(text.strip())
-    if absolute.is_absolute() and may_read(absolute) and absolute.exists():
+    if absolute.is_absolute() and may_read(absolute) and _exists(absolute):
         return absolute
     parts = [part for part in parts if part != ".." and ":" not in part]
     for start in range(len(parts)):
-        if (place := base.joinpath(*parts[start:])).exists():
+        if _exists(place := base.joinpath(*parts[start:])):
             return place
     return base if parts and parts[-1] == base.name else None
+
+
+def _exists(path: Path) -> bool:
+    """Return True for a path that is there; one that is too long for the system isn't."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def missing_place(file: DatasetFile, field: str, text: str) -> ValueError:

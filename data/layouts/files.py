@@ -1,12 +1,15 @@
 """Files of a folder and its subfolders, and their names in messages."""
 
 import os
+import stat
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 
+from ...common.progress import Interrupted
 from ...common.text import shortlist
 from ...common.untrusted import regular_files
+from ...common.untrusted.budgets import FOLDER, check_size
 from ..media.images import EXTENSIONS
 
 VIDEO_EXTENSIONS = frozenset(
@@ -20,9 +23,9 @@ SYSTEM_FOLDERS = frozenset(
 )
 
 
-def image_files(folder: Path) -> list[Path]:
+def image_files(folder: Path, interrupted: Interrupted = lambda: None) -> list[Path]:
     """List the image files in a folder and its subfolders, without hidden ones, sorted by their path below it."""
-    return files_in(folder, EXTENSIONS)
+    return files_in(folder, EXTENSIONS, (), interrupted)
 
 
 def is_image(name: str) -> bool:
@@ -40,16 +43,19 @@ def has_ending(name: str, endings: frozenset[str]) -> bool:
     return not name.startswith(".") and os.path.splitext(name)[1].lower() in endings
 
 
-def files_in(folder: Path, endings: frozenset[str], excluded: Sequence[Path] = ()) -> list[Path]:
+def files_in(
+    folder: Path, endings: frozenset[str], excluded: Sequence[Path] = (), interrupted: Interrupted = lambda: None
+) -> list[Path]:
     """List the files of `all_files` with one of these extensions (lower case, with the dot)."""
-    return [file for file in all_files(folder, excluded) if has_ending(file.name, endings)]
+    return [file for file in all_files(folder, excluded, interrupted) if has_ending(file.name, endings)]
 
 
-def all_files(folder: Path, excluded: Sequence[Path] = ()) -> list[Path]:
+def all_files(folder: Path, excluded: Sequence[Path] = (), interrupted: Interrupted = lambda: None) -> list[Path]:
     """List the files of a folder and its subfolders, sorted by their path below it.
 
     Hidden files and folders, those of the system (SYSTEM_FOLDERS), and the folders `excluded` are left out. Links to
     folders are followed last, unless they lead to a folder that was already read or to one of their own parents.
+    interrupted: called in each folder; raises to stop. Raises OverBudget for more files than a data set has.
     """
     visited = {os.path.realpath(other) for other in excluded}
     matches: list[Path] = []
@@ -57,13 +63,15 @@ def all_files(folder: Path, excluded: Sequence[Path] = ()) -> list[Path]:
     while starts:
         links: list[Path] = []
         for start in starts:
-            for parent, names, files in os.walk(start):
+            for parent, names, _ in os.walk(start):
+                interrupted()
                 real_parent = os.path.realpath(parent)
                 if real_parent in visited:
                     names.clear()
                     continue
                 visited.add(real_parent)
-                matches += [Path(parent, name) for name in files if not name.startswith(".")]
+                matches += [Path(parent, name) for name in _file_names(parent) if not name.startswith(".")]
+                check_size(FOLDER, f"The folder {folder.name!r}", items=len(matches))
                 names[:] = [name for name in names if not is_skipped(name)]
                 # Links come last, so a file that is reachable both ways is listed under its own path.
                 linked = [
@@ -73,6 +81,25 @@ def all_files(folder: Path, excluded: Sequence[Path] = ()) -> list[Path]:
                 names[:] = [name for name in names if name not in linked]
         starts = sorted(links)
     return sorted(matches, key=lambda path: relative_name(folder, path))
+
+
+def _file_names(folder: str) -> list[str]:
+    """List the files in a folder without pipes, sockets and devices, which would block who opens them."""
+    try:
+        with os.scandir(folder) as entries:
+            return [entry.name for entry in entries if not entry.is_dir() and not _is_special(entry)]
+    except OSError:
+        return []
+
+
+def _is_special(entry: os.DirEntry[str]) -> bool:
+    if entry.is_file(follow_symlinks=False):
+        return False
+    try:
+        mode = entry.stat().st_mode
+    except OSError:  # a link to nothing, which whoever reads it names
+        return False
+    return not stat.S_ISREG(mode)
 
 
 def is_skipped(folder: str) -> bool:

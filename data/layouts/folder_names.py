@@ -50,7 +50,7 @@ def parse_folder_name(name: str) -> FolderName | None:
     match = _NAME.fullmatch(name)
     assert match is not None
     size, repeats = match["size"], match["repeats"]
-    is_count = repeats is not None and not repeats.startswith("0") and int(repeats[:5]) <= MOST_REPEATS
+    is_count = repeats is not None and not repeats.startswith("0") and 1 <= int(repeats[:5]) <= MOST_REPEATS
     if not size and not is_count:
         return None
     return FolderName(int(repeats) if is_count else 1, match["label"], int(size or 0), is_count)

@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ...common.progress import Interrupted
 from ...common.text import cut
 from .archives import Unpacked, is_archive
-from .blocks import has_place, read_blocks
-from .caption_lists import CaptionList, ListedCaptions, is_list, list_notes, match_lists, read_list
+from .blocks import BlockRequest, has_place, read_blocks
+from .caption_lists import CaptionList, ListedCaptions, ListReader, is_list, list_notes, match_lists
 from .captions import CaptionFiles, CaptionSource, checked_extension, text_files
 from .companions import Sorted, sort_companions
 from .dataset_files import find_dataset_files
@@ -35,6 +36,7 @@ class LayoutRequest:
     excluded: folders of masks and control images that the user chose; they are left out.
     may_read: predicate for places outside of the folder that a dataset file names.
     open_archive: gives an archive's files; None for one that isn't unpacked.
+    interrupted: called between files; raises to stop.
     """
 
     folder: Path
@@ -44,6 +46,7 @@ class LayoutRequest:
     excluded: tuple[Path, ...] = ()
     may_read: Callable[[Path], bool] = lambda path: False
     open_archive: Callable[[Path], Unpacked | None] = lambda path: None
+    interrupted: Interrupted = lambda: None
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ def read_layout(request: LayoutRequest) -> FolderLayout:
     if request.choice not in LAYOUTS:
         raise ValueError(f"layout is {cut(request.choice)!r}; choose one of {', '.join(LAYOUTS)}.")
     request = replace(request, extension=checked_extension(request.extension))
-    everything = all_files(request.folder, request.excluded)
+    everything = all_files(request.folder, request.excluded, request.interrupted)
     archives = [file for file in everything if is_archive(file.name)] if request.choice in (AUTO, ARCHIVES) else []
     packed = [_read_archive(request, archive) for archive in archives]
     if request.choice == ARCHIVES:
@@ -135,7 +138,10 @@ def _by_dataset_file(request: LayoutRequest, everything: Sequence[Path]) -> Fold
         return None
     if not forced and not any(has_place(files[0], block, request.may_read) for block in files[0].blocks):
         return None  # of another machine; it is listed as not used
-    subsets, notes, sources = read_blocks(files[0], request.folder, request.kind, request.extension, request.may_read)
+    block_request = BlockRequest(
+        files[0], request.folder, request.kind, request.extension, request.may_read, request.interrupted
+    )
+    subsets, notes, sources = read_blocks(block_request)
     return FolderLayout(subsets, notes, sources) if subsets or forced else None
 
 
@@ -146,13 +152,21 @@ def _read_folder(request: LayoutRequest, everything: Sequence[Path]) -> FolderLa
     choice = request.choice
     captions = CaptionFiles(everything, request.extension)
     files = [file for file in everything if has_ending(file.name, kind.read)]
-    beside = {file: source for file in files if (source := captions.find(file)) is not None}
+    beside = {}
+    for file in files:
+        request.interrupted()
+        if (source := captions.find(file)) is not None:
+            beside[file] = source
     if choice == PLAIN:
         subset = Subset(folder.name, Pictures(tuple(files)).examples(folder, beside.get))
         return _with_rest(request, everything, (subset,), (), [], Sorted(Pictures(())))
     lists, texts = _lists(request, everything, files, beside)
     sorted_files = sort_companions(
-        folder, files, everything, lambda file: (captions.find(file) or texts.texts.get(file)) is not None
+        folder,
+        files,
+        everything,
+        lambda file: (captions.find(file) or texts.texts.get(file)) is not None,
+        request.interrupted,
     )
     pictures = sorted_files.pictures
     subsets, note = split_by_names(folder, pictures, captions) if choice != CAPTION_LIST else ((), "")
@@ -175,8 +189,9 @@ def _lists(
     paths = [file for file in everything if is_list(file.name) and file not in caption_files]
     if forced and not paths:
         raise _absent(request, "holds no list such as metadata.jsonl, metadata.csv or captions.txt")
-    lists = [read_list(path) for path in paths] if needy else []
-    listed = match_lists(lists, needy)
+    reader = ListReader(request.interrupted)
+    lists = [reader.read(path) for path in paths] if needy else []
+    listed = match_lists(lists, needy, request.interrupted)
     names = {name for file in files for name in (file.name, file.stem)}
     listed.missing = [row for row in listed.missing if row.replace("\\", "/").rsplit("/", 1)[-1] not in names]
     return lists, listed

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ...common.progress import Interrupted
 from ...common.text import shortlist
 from .files import image_files, list_files, relative_name, same_folder, stem_of
 
@@ -46,16 +47,18 @@ def _control_stems(stems: Sequence[str], files: Mapping[str, Path]) -> list[list
     return [[stem] * (stem in files) + [other for _, other in sorted(numbered.get(stem, []))] for stem in stems]
 
 
-def optional_controls(names: Sequence[str], folder: Path) -> list[tuple[Path, ...]]:
+def optional_controls(
+    names: Sequence[str], folder: Path, interrupted: Interrupted = lambda: None
+) -> list[tuple[Path, ...]]:
     """Match control images as `match_controls` does; an image may have none."""
-    files = _by_stem(folder, "control folder", "control picture")
+    files = _by_stem(folder, "control folder", "control picture", interrupted)
     matched = _control_stems([stem_of(name) for name in names], files)
     return [tuple(files[stem] for stem in stems) for stems in matched]
 
 
-def optional_masks(names: Sequence[str], folder: Path) -> list[Path | None]:
+def optional_masks(names: Sequence[str], folder: Path, interrupted: Interrupted = lambda: None) -> list[Path | None]:
     """Match masks as `match_masks` does; an image or video may have none."""
-    files = _by_stem(folder, "mask folder", "mask")
+    files = _by_stem(folder, "mask folder", "mask", interrupted)
     return [files.get(stem_of(name)) for name in names]
 
 
@@ -97,10 +100,10 @@ def separate_folders(folder: Path, **companions: Path | None) -> tuple[Path, ...
     return tuple(other for other in companions.values() if other is not None)
 
 
-def _by_stem(folder: Path, label: str, noun: str) -> dict[str, Path]:
+def _by_stem(folder: Path, label: str, noun: str, interrupted: Interrupted = lambda: None) -> dict[str, Path]:
     """List the images of a folder by their names without extension; raises ValueError for two of one name."""
     files: dict[str, Path] = {}
-    for file in image_files(folder):
+    for file in image_files(folder, interrupted):
         stem = stem_of(relative_name(folder, file))
         if stem in files:
             raise ValueError(

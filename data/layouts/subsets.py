@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...common.untrusted.budgets import CAPTION_FILE, check_size
 from .captions import CaptionFiles, CaptionSource
 from .files import relative_name
 
@@ -49,8 +50,10 @@ class Subset:
     extraction: Mapping[str, Any] = field(default_factory=dict)
 
     def caption_text(self, text: str) -> str:
-        """Add what the layout adds to the text of a caption."""
+        """Add what the layout adds to the text of a caption. Raises OverBudget for a text that becomes too long."""
         if self.trigger:
+            longer = text.count("[trigger]") * len(self.trigger)
+            check_size(CAPTION_FILE, "A caption with its [trigger] replaced", bytes=len(text) + longer)
             text = text.replace("[trigger]", self.trigger)
             text = text if self.trigger in text else ", ".join(filter(None, (self.trigger, text.strip())))
         return f"{self.prefix}{text.strip()}{self.suffix}" if self.prefix or self.suffix else text

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...common.text import quoted
+from ...common.text import quoted, within
 
 HEAD, CHUNK, SLIDE, UNIFORM, FULL = EXTRACTIONS = ("head", "chunk", "slide", "uniform", "full")
 # Video VAEs encode the first frame by itself and then four frames to each latent frame. MiniMax H3's takes chunks of 17
@@ -15,6 +15,9 @@ HEAD, CHUNK, SLIDE, UNIFORM, FULL = EXTRACTIONS = ("head", "chunk", "slide", "un
 FRAMES_PER_LATENT = 4
 MINIMAX_CHUNK, MINIMAX_REST = 17, 5
 _DIGITS = 9  # of a number of frames
+_LENGTHS = 100  # of clips, in one list
+MOST = {"frame_stride": 100_000, "frame_sample": 10_000, "max_frames": 100_000}
+"""Limits of the inputs of Training Clips."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +46,8 @@ class Extraction:
             raise ValueError(f"extraction is {quoted(self.method)}; choose one of {', '.join(EXTRACTIONS)}.")
         if not 0 <= self.fps <= 1000:
             raise ValueError(f"fps is {self.fps}; set it to frames per second, or to 0 to take each clip's own.")
-        for name in ("frame_stride", "frame_sample", "max_frames"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; set it to 1 or more.")
+        for name, most in MOST.items():
+            within(name, getattr(self, name), 1, most)
         assert self.target_frames and all(round_down_frames(count) == count for count in self.target_frames)
 
     def windows(self, frames: int) -> list[tuple[int, int]]:
@@ -89,6 +91,8 @@ def parse_target_frames(text: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """
     parts = [part for part in re.split(r"[,;\s]+", text.strip().strip("[]")) if part]
     # Python turns no text of more than 4300 digits into a number.
+    if len(parts) > _LENGTHS:
+        raise ValueError(f"target_frames has {len(parts)} numbers; write at most {_LENGTHS}.")
     if not parts or not all(part.isdecimal() and len(part) <= _DIGITS and int(part) >= 1 for part in parts):
         raise ValueError(
             f"target_frames is {quoted(text)}; write the numbers of frames with commas between them, such as 1, 25, 49."

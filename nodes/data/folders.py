@@ -19,7 +19,7 @@ from ..common.types import DatasetType
 from . import folder_inputs, image_inputs
 from .caption_inputs import caption_inputs
 from .image_inputs import NONE
-from .places import fingerprint_places, read_places
+from .places import fingerprint_places, read_places, stop_if_cancelled
 
 
 class TesseraImageFolder(io.ComfyNode):
@@ -92,6 +92,7 @@ class TesseraImageFolder(io.ComfyNode):
                 control_folder=_other_folder(control_folder),
                 mask_folder=_other_folder(mask_folder),
                 places=fingerprint_places(layout),
+                interrupted=stop_if_cancelled,
             )
         except ValueError as error:  # execute reports it
             return str(error)
@@ -237,6 +238,7 @@ class TesseraVideoFolder(io.ComfyNode):
                 VIDEOS,
                 mask_folder=_other_folder(mask_folder),
                 places=fingerprint_places(layout),
+                interrupted=stop_if_cancelled,
             )
         except ValueError as error:  # execute reports it
             return str(error)

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from comfy.model_management import throw_exception_if_processing_interrupted
+from comfy.model_management import processing_interrupted, throw_exception_if_processing_interrupted
 
 from ...data.folders.dataset import Places
 from ...data.layouts.archives import Unpacked, opened, unpack
@@ -23,6 +23,12 @@ def shown_places(layout: str) -> Places:
 def fingerprint_places(layout: str) -> Places:
     """Make the places of a folder whose state is asked for: archives count as files."""
     return Places(layout, is_allowed_file)
+
+
+def stop_if_cancelled() -> None:
+    """Raise ValueError once the user cancels, and leave the request to ComfyUI, which ends before the next node."""
+    if processing_interrupted():
+        raise ValueError("Cancelled.")
 
 
 def is_unpacked(file: Path) -> bool:

@@ -7,7 +7,6 @@ is searched for and printed. Ends with status 1 if there was one.
 """
 
 import argparse
-import faulthandler
 import itertools
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
+import watch  # noqa: E402
 import with_comfyui  # noqa: E402
 from readers import READERS, Reader  # noqa: E402
 from search import Fault, search  # noqa: E402
@@ -60,7 +60,7 @@ def fuzz(readers: Sequence[Reader], seconds: float, seed: int, size: int, folder
 
 def main(arguments: Sequence[str]) -> int:
     args = parse(arguments)
-    faulthandler.enable()
+    watch.show_hangs()
     print(f"The input in hand is kept in {tempfile.gettempdir()}/tessera-fuzz-*, should one never end.", flush=True)
     readers = [reader for reader in READERS if args.only in reader.name]
     with tempfile.TemporaryDirectory(prefix="tessera-fuzz-") as scratch:

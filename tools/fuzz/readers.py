@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import folders
 import hostile
 import safetensors.torch
 import torch
@@ -22,14 +23,16 @@ from tessera.data.folders.class_words import read_class_word
 from tessera.data.media.thumbnails import image_thumbnail, video_thumbnail
 from tessera.headless.errors import UsageError
 from tessera.headless.workflow import read_workflow, set_input
+from tessera.lora.files.formats import FORMATS, convert
 from tessera.lora.files.header import for_file
+from tessera.lora.files.loading import load_lora
 from tessera.lora.files.lora_model import LoraModel
 from tessera.lora.files.patches import DoesNotFit
 from tessera.lora.files.reader import read_lora
 from tessera.lora.options import NetworkOptions
 from tessera.lora.patterns import parse_targets
 from tessera.lora.plan import adapter_specs, choose_targets
-from tessera.lora.source import LoraSource
+from tessera.lora.source import LoraSource, read_lora_file
 from tessera.models.registry import family_of
 from tessera.nodes.loras.lora_list import lines_of, matching
 from tessera.train.checkpoint.metadata import read_best
@@ -62,6 +65,12 @@ def empty_folder() -> Path:
 
 
 ROOT_FOLDER = Path(__file__).resolve().parents[2]
+
+
+def in_folder(read: Callable[[Path, Any], None]) -> Callable[[Any], None]:
+    """Make a reader that gets a new folder for its files."""
+    return lambda value: read(empty_folder(), value)
+
 
 # Texts of workflows
 
@@ -220,7 +229,7 @@ def read_state_file(data: bytes) -> None:
     load_state(path)
 
 
-def read_lora_file(data: bytes) -> None:
+def read_lora_for_run(data: bytes) -> None:
     path = empty_folder() / "fox.safetensors"
     path.write_bytes(data)
     read_best(path)
@@ -230,6 +239,21 @@ def read_lora_file(data: bytes) -> None:
 def read_tensors_of_lora(tensors: Any) -> None:
     with suppress(DoesNotFit):  # whose callers say which file
         read_lora(tensors, *tiny_model())
+
+
+def load_lora_file(data: bytes) -> None:
+    """Read a file as Load LoRA File does, and write it in each format as Save LoRA does."""
+    path = empty_folder() / "fox.safetensors"
+    path.write_bytes(data)
+    tensors, metadata = read_lora_file(path, "lora_file")
+    family, model = tiny_model()
+    lora, _ = load_lora(tensors, metadata, family, model, "lora_file: fox.safetensors")
+    for format in FORMATS:
+        for_file(lora.metadata, convert(lora, format), format)
+
+
+def load_lora_tensors(tensors: Any) -> None:
+    load_lora(tensors, {}, *tiny_model(), "lora_file: fox.safetensors")
 
 
 SHAPES = st.sampled_from(((4, 128), (384, 4), (128, 4), (), (1,), (0,), (0, 128), (4, 128, 1, 1), (3,)))
@@ -288,8 +312,18 @@ READERS = (
     Reader("run folder", run_folders(), read_run),
     Reader("state file", st.deferred(lambda: hostile.damaged([whole_state()])), read_state_file),
     Reader("state header", hostile.safetensors_files(("master.a", "state.0"), hostile.json_texts()), read_state_file),
-    Reader("LoRA file", hostile.safetensors_files(NAMES, hostile.texts() | hostile.json_texts()), read_lora_file),
+    Reader("LoRA file", hostile.safetensors_files(NAMES, hostile.texts() | hostile.json_texts()), read_lora_for_run),
     Reader("LoRA tensors", LORAS_OF_TENSORS, read_tensors_of_lora),
+    Reader("Load LoRA File", hostile.safetensors_files(NAMES, hostile.texts()), load_lora_file),
+    Reader("Load LoRA File, tensors", LORAS_OF_TENSORS, load_lora_tensors),
+    Reader("archive", folders.archives(), in_folder(folders.read_archive)),
+    Reader(
+        "dataset file",
+        st.tuples(st.sampled_from((".toml", ".yaml", ".json")), folders.DATASET_TEXTS),
+        in_folder(folders.read_dataset),
+    ),
+    Reader("list of captions", st.tuples(folders.LIST_NAMES, folders.LIST_TEXTS), in_folder(folders.read_caption_list)),
+    Reader("folder layout", folders.layouts(), in_folder(folders.read_folder)),
     Reader("LoRA metadata", METADATA, read_metadata),
     Reader("picture", hostile.damaged(hostile.pictures()), thumbnail(image_thumbnail, ".png")),
     Reader("clip", st.deferred(lambda: hostile.damaged(clips())), thumbnail(video_thumbnail, ".mp4")),

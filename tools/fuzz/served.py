@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import quote
 
+import folders
 import hostile
 import psutil
 from hypothesis import strategies as st
@@ -44,6 +45,7 @@ class Served:
         return [
             Reader("run folders on a page", run_folders(), self.read_run),
             Reader("a folder of captions on a page", captions, self.read_folder),
+            Reader("a folder layout on a page", folders.layouts(), self.read_layout),
             Reader("a folder of captions in the executor", st.tuples(captions, CAPTION_OPTIONS), self.execute_folder),
             Reader("texts of a workflow in the executor", changes(), self.execute_texts),
         ]
@@ -128,6 +130,15 @@ class Served:
         with self.watched():
             self.ask("/tessera/folder?kind=pictures&folder=input/strangers&page=0")
             self.ask("/tessera/folder/thumbnail?kind=pictures&folder=input/strangers&file=0.png")
+
+    def read_layout(self, files_and_layout: tuple[dict[str, bytes], str]) -> None:
+        files, layout = files_and_layout
+        photos = self.server.base / "input" / "strangers"
+        shutil.rmtree(photos, ignore_errors=True)
+        folders.write_all(photos, files)
+        with self.watched():
+            for kind in ("pictures", "clips"):
+                self.ask(f"/tessera/folder?kind={kind}&folder=input/strangers&layout={quote(layout)}&page=0")
 
     def execute_folder(self, caption_input: tuple[list[str], dict[str, Any]]) -> None:
         captions, options = caption_input

@@ -86,9 +86,9 @@ def test_what_is_no_list_of_frames_is_told(text):
         ({"method": "tail"}, "extraction is 'tail'; choose one of head, chunk"),
         ({"fps": -1}, "fps is -1; set it"),
         ({"fps": float("nan")}, "fps is nan; set it"),
-        ({"frame_stride": 0}, "frame_stride is 0; set it to 1"),
-        ({"frame_sample": 0}, "frame_sample is 0; set it to 1"),
-        ({"max_frames": 0}, "max_frames is 0; set it to 1"),
+        ({"frame_stride": 0}, "frame_stride is 0; set it between 1 and 100000"),
+        ({"frame_sample": 0}, "frame_sample is 0; set it between 1 and 10000"),
+        ({"max_frames": 0}, "max_frames is 0; set it between 1 and 100000"),
     ],
 )
 def test_bad_values_are_told(change, message):

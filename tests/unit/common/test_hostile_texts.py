@@ -1,18 +1,23 @@
-"""Captions and run folders that strangers wrote to take time and memory: each ends at its budget."""
+"""Captions, run folders, LoRAs and patterns that strangers wrote to take time and memory: each ends at its budget."""
 
 import json
 import math
 import os
 
 import pytest
-from tessera.common.untrusted.budgets import CURVE, PROGRESS_LINE, RUN_NOTES, OverBudget
+import torch
+from safetensors.torch import save_file
+from tessera.common.untrusted.budgets import CURVE, PROGRESS_LINE, RUN_NOTES, Budget, OverBudget
 from tessera.common.untrusted.tensor_files import metadata_field
 from tessera.data.captions.notes import variant_notes
 from tessera.data.captions.options import CaptionOptions
 from tessera.data.captions.tags import TagRules, split_tags
 from tessera.data.captions.variants import make_caption_variants
 from tessera.data.folders.dataset import scan_images
+from tessera.lora import source
 from tessera.lora.files.header import for_file
+from tessera.lora.options import NetworkOptions
+from tessera.lora.patterns import parse_targets
 from tessera.train.checkpoint.resume import find_state
 from tessera.train.checkpoint.state import DamagedState, read_header
 from tessera.train.preflight.claim import lock_folder
@@ -168,3 +173,30 @@ def test_metadata_of_deep_brackets_is_saved_as_it_is(text):
 def test_metadata_past_its_depth_is_no_error_for_readers():
     with pytest.raises(OverBudget):
         metadata_field({"tessera": "[" * 200 + "]" * 200}, "tessera")
+
+
+# LoRA files and patterns of layers
+
+
+def test_a_lora_of_too_many_tensors_is_refused_before_they_are_read(tmp_path, monkeypatch):
+    save_file({f"{number}.alpha": torch.zeros(1) for number in range(3)}, tmp_path / "fox.safetensors")
+    assert len(source.read_lora_file(tmp_path / "fox.safetensors", "base_lora")[0]) == 3
+    monkeypatch.setattr(source, "LORA_FILE", Budget("a LoRA", "", "choose another file", items=2))
+    monkeypatch.setattr(source, "read_tensors", lambda path: pytest.fail("they were read"))
+    with pytest.raises(ValueError, match="base_lora: fox.safetensors has 3 entries .* may have; choose another file"):
+        source.read_lora_file(tmp_path / "fox.safetensors", "base_lora")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\n*" + "Ý*" * 9_000, "Line 2 of targets has 9,001 entries .* more than a name with"),
+        ("a\n" * 1001, "targets has 1,001 entries .* more than a list of patterns of layers"),
+        ("a" * 20_001, "targets has 20,001 characters .* more than a list of patterns of layers"),
+    ],
+)
+def test_patterns_of_layers_are_bounded(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_targets(text)
+    with pytest.raises(ValueError, match=message.replace("targets", "rank_patterns")):
+        NetworkOptions(rank_patterns=text)

@@ -62,7 +62,8 @@ def test_an_archive_past_its_budget_is_told_and_leaves_nothing(tmp_path, monkeyp
         for n in range(3):
             packed.writestr(f"{n}.png", bytes(1 << 20))
     small = {"bytes": 200_000_000_000, "items": 500_000} | {bound: 2}
-    monkeypatch.setattr(archives, "ARCHIVE", budgets.Budget("an archive", "", "unpack it yourself", **small))
+    for name in ("ARCHIVE", "UNPACKED"):
+        monkeypatch.setattr(archives, name, budgets.Budget("an archive", "", "unpack it yourself", **small))
     with pytest.raises(ValueError, match="a.zip has .* more than an archive may have; unpack it yourself"):
         unpack(path, tmp_path / "cache", lambda: None)
     assert not [p for p in (tmp_path / "cache").rglob("*") if p.is_file()]
