@@ -188,7 +188,7 @@ def scan_images(  # noqa: PLR0913
     mask_folder: folder of masks, see `match_masks`.
     options: options of the folder.
     captions: caption options; with them a caption may have several variants.
-    places: layout of the folder, and what it may read besides.
+    places: layout of the folder, and the folders that it may read besides.
     leave_out: images that are not read, by their name below the folder, one in a line.
     interrupted: called between captions; raises to stop.
 

@@ -39,7 +39,7 @@ class FolderPage:
     unread: names of files of kinds that are not read, as text; empty without any.
     page, pages: index of this page, and number of pages.
     entries: files on this page.
-    notes: what the folder was taken for, and what is not read.
+    notes: kind of the folder, and the files that are not read.
     waiting: files whose caption waits for review.
     """
 

@@ -118,7 +118,7 @@ def unpack(archive: Path, cache: Path, interrupted: Interrupted) -> Unpacked:
 
 
 def _replace_others(folder: Path, new: Path) -> None:
-    """Move what was unpacked to its place, and remove what older versions of the archive left there."""
+    """Move the unpacked files to their place, and remove those of older versions of the archive."""
     try:
         os.rename(new, folder)
     except OSError:

@@ -264,7 +264,7 @@ def _match(folder: Path, name: str, by_path: Mapping[str, Path], by_stem: Mappin
 
 
 def list_notes(lists: Sequence[CaptionList], listed: ListedCaptions) -> Iterator[str]:
-    """Yield notes on what was read of the lists."""
+    """Yield notes on the entries of the lists that were read."""
     used = {source.list for source in listed.texts.values()}
     names = [caption_list.path.name for caption_list in lists if caption_list.path in used]
     if names:

@@ -224,7 +224,7 @@ def missing_place(file: DatasetFile, field: str, text: str) -> ValueError:
 
 
 def unused_note(file: DatasetFile, used: Mapping[str, str], unused: Sequence[str]) -> str:
-    """Make the note on what was read of a dataset file. used: name of the input for each field that was taken over."""
+    """Make the note on the fields that were read of a dataset file. used: name of the input for each of them."""
     renamed = [f"{field} as {name}" if field != name else field for field, name in used.items()]
     ignored = f" Not used, as inputs of Tessera's nodes decide: {shortlist(unused)}." if unused else ""
     return (

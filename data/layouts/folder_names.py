@@ -59,7 +59,7 @@ def parse_folder_name(name: str) -> FolderName | None:
 def split_by_names(folder: Path, pictures: Pictures, captions: CaptionFiles) -> tuple[tuple[Subset, ...], str]:
     """Divide the files of a folder by the names of the folders that they are in.
 
-    Returns the subsets, and a note on what was read of the names; no subsets if no name says anything.
+    Returns the subsets, and a note on the parts of the names that were read; no subsets if no name says anything.
     """
     groups: dict[Path, list[Path]] = {}
     for file in pictures.files:

@@ -54,7 +54,7 @@ class FolderLayout:
     """Result of reading the layout of a folder.
 
     subsets: parts that are read alike; those without files are left out.
-    notes: what the folder was taken for, and what is not read.
+    notes: kind of the folder, and the files that are not read.
     sources: files that this depends on, besides examples and their captions.
     unread: files of the kind in formats that are not read.
     rest: other files that are not read.
@@ -231,7 +231,7 @@ def _with_rest(
     lists: Sequence[CaptionList],
     sorted_files: Sorted,
 ) -> FolderLayout:
-    """Add what is not read of a folder, by name."""
+    """Add the files of a folder that are not read, by name."""
     examples = [example for subset in subsets for example in subset.examples]
     used = {example.path for example in examples} | {caption_list.path for caption_list in lists}
     used |= {example.caption.file for example in examples if example.caption is not None and example.caption.file}

@@ -1,1 +1,1 @@
-"""Preparation of training data: checks, what is encoded, and samples from ready latents."""
+"""Preparation of training data: checks, jobs of encoding, and samples from ready latents."""

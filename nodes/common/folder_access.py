@@ -80,7 +80,7 @@ def unpacking_folder() -> Path:
 
 
 def captions_folder() -> Path:
-    """Return the folder of what is known about captions that models wrote."""
+    """Return the folder of the records of captions that models wrote."""
     return Path(folder_paths.get_user_directory(), "tessera", "captions")
 
 
