@@ -117,7 +117,7 @@ def plan_buckets(
     assert weights is None or (len(weights) == len(sizes) and min(weights) > 0)
     assert len(frames) == len(sizes) and min(frames) >= 1
 
-    wanted_tokens = max(1, round(megapixels * MEGAPIXEL / pixels_per_token**2))
+    wanted = wanted_tokens(megapixels, pixels_per_token)
     keys = np.array([(count, np.log(width / height)) for count, (height, width) in zip(frames, sizes, strict=True)])
     kinds, kind_of = np.unique(keys, axis=0, return_inverse=True)
     kind_of = kind_of.reshape(-1)
@@ -126,9 +126,9 @@ def plan_buckets(
     shares = shares / shares.sum()
 
     counts = sorted(set(frames_of.tolist()))
-    candidates = _candidates(wanted_tokens, fit, max_aspect, counts, len(kinds))
+    candidates = _candidates(wanted, fit, max_aspect, counts, len(kinds))
     cover = _least_cover(candidates, counts)
-    table = _table(candidates, frames_of, log_aspects, wanted_tokens, unserved=2 / float(shares.min()))
+    table = _table(candidates, frames_of, log_aspects, wanted, unserved=2 / float(shares.min()))
     graph_limit = 1 if fit == RAGGED_EDGE else max_graphs
     columns = _choose(table, shares, _start(table, shares, candidates, frames_of, cover), frames_of, graph_limit)
 
@@ -151,12 +151,17 @@ def plan_buckets(
         placements=placements,
         mean_crop=float(np.average(crops, weights=weights)),
         worst_crop=float(crops.max()),
-        wanted_tokens=wanted_tokens,
+        wanted_tokens=wanted,
         upscaled=sum(placement.scale > 1 for placement in placements),
         equal_area_crop=other_crop,
         equal_area_counts=other_counts,
         least_graphs=len(cover),
     )
+
+
+def wanted_tokens(megapixels: float, pixels_per_token: int) -> int:
+    """Compute the tokens of one frame at the requested megapixels, at least 1."""
+    return max(1, round(megapixels * MEGAPIXEL / pixels_per_token**2))
 
 
 def _candidates(wanted_tokens: int, fit: str, max_aspect: float, counts: Sequence[int], kinds: int) -> list[_Candidate]:

@@ -1,5 +1,6 @@
 """Checks and notes on items, encoders and options; they run before anything is encoded."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from ...models.latents import WAN21, WAN22, LatentPolicy
 from ...models.text import AS_COMFYUI, EDIT_PROMPTS, FIRST_EDIT, PLUS, TextPolicy
 from ..buckets.grids import RAGGED_EDGE, WHOLE_GRIDS
 from ..buckets.planner import BucketPlan
+from ..buckets.sizes import SizePlan
 from ..encode.clip_vision import check_vision
 from ..encode.text import ItemCaptions
 from ..folders.items import Item
@@ -98,22 +100,29 @@ def check_items(
         )
 
 
-def plan_notes(
-    items: Sequence[Item],
-    captions: Sequence[ItemCaptions],
-    plan: BucketPlan,
-    max_graphs: int,
-) -> Iterator[str]:
-    """Yield notes on the bucket plan and on truncated captions.
-
-    captions: one for each item, of its first variant.
-    """
+def plan_notes(plan: BucketPlan, max_graphs: int) -> Iterator[str]:
+    """Yield a note on the token counts of a bucket plan."""
     frames = sorted({placement.grid.frames for placement in plan.placements})
     if plan.least_graphs > max_graphs or (plan.least_graphs > 1 and plan.fit == RAGGED_EDGE):
         yield (
             f"Clips of {', '.join(map(str, frames))} latent frames need {plan.least_graphs} token counts, and each is "
             "compiled. Clips of one length need only one."
         )
+
+
+def size_notes(items: Sequence[Item], plans: Sequence[SizePlan]) -> Iterator[str]:
+    """Yield a note on items that are not trained at every size. items: in the order that the plans count them in."""
+    counts = Counter(index for size in plans for index in size.members)
+    fewer = [item.name for index, item in enumerate(items) if counts[index] < max(counts.values())]
+    if fewer:
+        yield (
+            "These are too small for some of the sizes in megapixels and more_megapixels, so they are trained only at "
+            f"those below their own: {shortlist(fewer)}."
+        )
+
+
+def cut_notes(items: Sequence[Item], captions: Sequence[ItemCaptions]) -> Iterator[str]:
+    """Yield a note on truncated captions. captions: one for each item, of its first variant."""
     cut = [(item.name, caption) for item, caption in zip(items, captions, strict=True) if caption.dropped]
     if cut:
         listed = shortlist([f"{name} ({caption.dropped} tokens)" for name, caption in cut])

@@ -14,13 +14,13 @@ from ...models.latents import WAN21, WAN22, latent_policy
 from ...models.registry import text_policy
 from ...models.text import AS_COMFYUI, PLUS, TextPolicy, check_pair
 from ..buckets.grids import Placement
-from ..buckets.planner import BucketPlan, plan_buckets
 from ..buckets.plot import describe_plan
+from ..buckets.sizes import SizePlan, plan_sizes
 from ..cache import Cache, check_space, missing_jobs, run_jobs
 from ..captions.notes import encoding_notes
 from ..encode.augmentation import view_notes
 from ..encode.clip_vision import HIDDEN_STATES, vision_output
-from ..encode.control_crops import place_controls
+from ..encode.control_crops import ControlPlan, place_controls
 from ..encode.image_variants import (
     ImageKeys,
     images_to_encode,
@@ -49,12 +49,14 @@ from ..samples import (
 from .checks import (
     check_items,
     check_options,
+    cut_notes,
     cut_to_latent_frames,
     fit_to_models,
     length_notes,
     plan_notes,
     regularisation_notes,
     shapes_text,
+    size_notes,
     start_notes,
     text_limit,
 )
@@ -64,16 +66,14 @@ from .checks import (
 class PreparedData:
     """Result of Prepare Dataset.
 
-    data: samples for training.
-    plan: buckets of the samples.
-    sizes: (height, width) in pixels of each image or video, in the order of the samples.
+    data: samples for training, those of each size after those of the size before.
+    plans: buckets of each size.
     notes: hints to the user.
     crops: parts of the images and videos that are trained on, one or more of each.
     """
 
     data: TrainingData
-    plan: BucketPlan
-    sizes: tuple[tuple[int, int], ...]
+    plans: tuple[SizePlan, ...]
     notes: tuple[str, ...]
     crops: tuple[Crop, ...] = ()
 
@@ -83,6 +83,7 @@ class PrepareOptions:
     """Options of Prepare Dataset.
 
     megapixels, max_graphs, fit: see `plan_buckets`.
+    more_megapixels: further sizes that each image and video is trained at, see `plan_sizes`.
     max_text_length: tokens at which captions are cut, of families that let the user choose it; None for ComfyUI's own
         lengths.
     image_to_video: use each video's first frame as its start image, as the Wan model of this VAE does; with a CLIP
@@ -100,6 +101,7 @@ class PrepareOptions:
     control_megapixels: float = 1.0
     edit_prompt: str = PLUS
     encode_empty_caption: bool = False
+    more_megapixels: tuple[float, ...] = ()
 
 
 def prepare(
@@ -138,29 +140,25 @@ def prepare(
     items, frame_notes = cut_to_latent_frames(items, latents)
     fit, fit_notes = fit_to_models(options.fit, text, latents)
     check_training_samples(item.options.regularisation for item in items)
-    sizes = tuple(item.pixels.size for item in items)
-    plan = plan_buckets(
-        sizes,
-        megapixels=options.megapixels,
+    plans = plan_sizes(
+        [item.pixels.size for item in items],
+        (options.megapixels, *options.more_megapixels),
         pixels_per_token=latents.pixels_per_token,
         max_graphs=options.max_graphs,
         fit=fit,
         weights=[item.showings_per_epoch for item in items],
         frames=[latents.latent_frames(item.pixels.frames) for item in items],
     )
+    unsized_items = items
+    items = _sized(items, plans)
+    placements = [placement for size in plans for placement in size.plan.placements]
     encoder = VaeEncoder(vae, latents)
-    control_plan = place_controls(
-        items,
-        plan,
-        megapixels=options.megapixels,
-        control_megapixels=options.control_megapixels,
-        max_graphs=options.max_graphs,
-    )
-    placed = control_plan.placements
+    control_plans = _control_plans(items, plans, options)
+    placed = [controls for control_plan in control_plans for controls in control_plan.placements]
     cache = Cache(cache_dir)
-    requested_variants = make_variants(items, plan.placements, placed, encoder)
+    requested_variants = make_variants(items, placements, placed, encoder)
     # Masks come before captions: a variant that its mask leaves empty is dropped, and its captions with it.
-    variants, counted = read_masks(items, plan.placements, requested_variants, cache, progress, interrupted)
+    variants, counted = read_masks(items, placements, requested_variants, cache, progress, interrupted)
     # Text encoders that see control images encode the captions again for each variant of those.
     caption_inputs = [
         (item, variant.controls)
@@ -211,18 +209,21 @@ def prepare(
     samples = tuple(
         _sample(cache, item, placement, control_placements, item_keys, words, text, clean, takes_frame_rate)
         for item, placement, control_placements, item_keys, words in zip(
-            items, plan.placements, placed, keys, texts, strict=True
+            items, placements, placed, keys, texts, strict=True
         )
     )
-    first = [item_captions[0] for item_captions in captions]
+    members = [index for size in plans for index in size.members]
+    first_captions = {index: item_captions[0] for index, item_captions in zip(members, captions, strict=True)}
     notes = (
         *dataset.notes,
         *item_notes,
         *frame_notes,
         *fit_notes,
-        *plan_notes(items, first, plan, options.max_graphs),
+        *size_notes(unsized_items, plans),
+        *(note for size in plans for note in plan_notes(size.plan, options.max_graphs)),
+        *cut_notes(unsized_items, [first_captions[index] for index in range(len(unsized_items))]),
         *(length_notes(samples) if text.whole_grids else ()),
-        *control_plan.notes,
+        *dict.fromkeys(note for control_plan in control_plans for note in control_plan.notes),
         *start_notes(items, latents, image_to_video),
         *mask_notes(counted),
         *regularisation_notes(samples),
@@ -234,7 +235,7 @@ def prepare(
             ),
         ),
         *encoding_notes(
-            [item.caption_variants for item in items], {job.key: cache.size(job.key) for job in caption_jobs}
+            [item.caption_variants for item in unsized_items], {job.key: cache.size(job.key) for job in caption_jobs}
         ),
     )
     made_with = {
@@ -247,10 +248,39 @@ def prepare(
         "edit_prompt": edit_prompt,
         "folders": list(dataset.folders),
     }
+    if options.more_megapixels:
+        made_with["more_megapixels"] = list(options.more_megapixels)
     data = TrainingData(samples, _fingerprint(items, samples, keys, texts), notes, made_with, text.family)
     return PreparedData(
-        data, plan, sizes, notes, tuple(variant.crop for item_variants in variants for variant in item_variants)
+        data, plans, notes, tuple(variant.crop for item_variants in variants for variant in item_variants)
     )
+
+
+def _sized(items: Sequence[Item], plans: Sequence[SizePlan]) -> tuple[Item, ...]:
+    """Return the items of each plan, one plan after another. With several plans their names tell the size."""
+    if len(plans) == 1:
+        return tuple(items[index] for index in plans[0].members)
+    return tuple(
+        replace(item, name=f"{item.name} at {size.megapixels:g} megapixels", file=item.file or item.name)
+        for size in plans
+        for item in (items[index] for index in size.members)
+    )
+
+
+def _control_plans(items: Sequence[Item], plans: Sequence[SizePlan], options: PrepareOptions) -> list[ControlPlan]:
+    """Place the control images of each size. At a `control_megapixels` equal to `megapixels` they follow the size."""
+    follow = options.control_megapixels == options.megapixels
+    rest = iter(items)
+    return [
+        place_controls(
+            [next(rest) for _ in size.members],
+            size.plan,
+            megapixels=size.megapixels if follow else options.megapixels,
+            control_megapixels=size.megapixels if follow else options.control_megapixels,
+            max_graphs=options.max_graphs,
+        )
+        for size in plans
+    ]
 
 
 def _fingerprint(
@@ -304,15 +334,24 @@ def _fingerprint(
 
 def summary(prepared: PreparedData) -> str:
     """Summarise the preparation in a few lines: number of samples, crop loss, graphs to be compiled, and notes."""
-    samples, keys = prepared.data.samples, prepared.data.graph_keys()
-    clips = sum(sample.grid[0] > 1 for sample in samples)
-    counted = {"Pictures": len(samples) - clips, "Clips": clips}
+    samples, keys, plans = prepared.data.samples, prepared.data.graph_keys(), prepared.plans
+    frames = {
+        index: placement.grid.frames
+        for size in plans
+        for index, placement in zip(size.members, size.plan.placements, strict=True)
+    }
+    clips = sum(count > 1 for count in frames.values())
+    counted = {"Pictures": len(frames) - clips, "Clips": clips}
     contents = ", ".join(f"{noun}: {count}" for noun, count in counted.items() if count)
+    several = f" At {len(plans)} sizes that makes {len(samples)} to train on." if len(plans) > 1 else ""
     return "\n".join(
         [
-            f"{contents}. One epoch shows {shown_per_epoch(samples)}, repeats included.",
-            describe_plan(prepared.plan),
-            shapes_text(keys, "clips" if clips == len(samples) else "clips and pictures" if clips else "pictures"),
+            f"{contents}.{several} One epoch shows {shown_per_epoch(samples)}, repeats included.",
+            *(
+                f"Size of {size.megapixels:g} megapixels: " * (len(plans) > 1) + describe_plan(size.plan)
+                for size in plans
+            ),
+            shapes_text(keys, "clips" if clips == len(frames) else "clips and pictures" if clips else "pictures"),
             *prepared.notes,
         ]
     )

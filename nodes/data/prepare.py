@@ -1,10 +1,12 @@
 """Prepare Dataset and Latents to Training Data."""
 
+import torch
 from comfy.model_management import throw_exception_if_processing_interrupted
 from comfy_api.latest import io, ui
 
 from ...data.buckets.grids import FITS, RAGGED_EDGE
 from ...data.buckets.plot import plot_plan
+from ...data.buckets.sizes import parse_sizes
 from ...data.folders.dataset import Dataset
 from ...data.preparation.checks import TEXT_LIMITS
 from ...data.preparation.empty_caption import with_empty_caption
@@ -133,11 +135,21 @@ class TesseraPrepareDataset(io.ComfyNode):
                     tooltip="On: an empty caption is encoded too, which guidance_loss_scale of Training Objective "
                     "needs. Folders with caption_dropout already have it.",
                 ),
+                io.String.Input(
+                    "more_megapixels",
+                    default="",
+                    optional=True,
+                    advanced=True,
+                    tooltip="More sizes to train each picture and clip at, such as 0.25, 0.5, besides megapixels. The "
+                    "LoRA then works at all of them. One that is smaller than a size is trained at the nearest one "
+                    "below its own. Each size is compiled once. Empty trains at megapixels only.",
+                ),
             ],
             outputs=[
                 TrainingDataType.Output(display_name="data", tooltip="What Train LoRA trains on."),
                 io.Image.Output(
-                    display_name="plan", tooltip="A chart of the sizes, and how much of each picture is cropped."
+                    display_name="plan",
+                    tooltip="A chart of the shapes, and how much of each picture is cropped; one for each size.",
                 ),
                 io.String.Output(display_name="summary", tooltip="The same in words."),
             ],
@@ -159,6 +171,7 @@ class TesseraPrepareDataset(io.ComfyNode):
         control_megapixels=1.0,
         edit_prompt=PLUS,
         encode_empty_caption=False,
+        more_megapixels="",
     ) -> io.NodeOutput:
         check = throw_exception_if_processing_interrupted
         with current_world().after_first(f"prepared {cls.hidden.unique_id}", check):
@@ -175,6 +188,7 @@ class TesseraPrepareDataset(io.ComfyNode):
                     control_megapixels=control_megapixels,
                     edit_prompt=edit_prompt,
                     encode_empty_caption=encode_empty_caption,
+                    more_megapixels=parse_sizes(more_megapixels),
                 ),
                 cache_folder(),
                 clip_vision=clip_vision,
@@ -182,9 +196,9 @@ class TesseraPrepareDataset(io.ComfyNode):
                 interrupted=check,
             )
         remember_crops(prepared.crops)
-        plan = image_tensor(plot_plan(prepared.plan, prepared.sizes))
+        plan = torch.cat([image_tensor(plot_plan(size.plan, size.sizes)) for size in prepared.plans])
         text = summary(prepared)
-        payload = {"summary": text, "notes": list(prepared.notes), "mean_crop": prepared.plan.mean_crop}
+        payload = {"summary": text, "notes": list(prepared.notes)}
         images = ui.PreviewImage(plan, cls=cls).as_dict()["images"]
         return io.NodeOutput(prepared.data, plan, text, ui={"images": images, "text": [text], "tessera": [payload]})
 

@@ -190,6 +190,7 @@ SURFACE = {
             "control_megapixels? FLOAT = 1.0",
             'edit_prompt? COMBO = "plus (2509, 2511)"',
             "encode_empty_caption? BOOLEAN = false",
+            'more_megapixels? STRING = ""',
         ],
         ["TESSERA_TRAINING_DATA data", "IMAGE plan", "STRING summary"],
     ),

@@ -74,10 +74,10 @@ def test_samples_hold_what_core_encodes_of_the_cropped_picture_and_of_the_captio
         prepared = run(folder, tiny_vae, tiny_clip, tmp_path)
         loaded = [sample.load() for sample in prepared.data.samples]
     for sample, tensors, placement, size in zip(
-        prepared.data.samples, loaded, prepared.plan.placements, prepared.sizes, strict=True
+        prepared.data.samples, loaded, prepared.plans[0].plan.placements, prepared.plans[0].sizes, strict=True
     ):
         _, height, width = sample.grid
-        assert sample.tokens == height * width == prepared.plan.token_counts[0]
+        assert sample.tokens == height * width == prepared.plans[0].plan.token_counts[0]
         assert sample.repeats == 2
         box, target = crop_box(size, placement.grid, 16)
         assert target == (height * 16, width * 16)
@@ -342,8 +342,8 @@ def test_the_buckets_suit_what_is_shown_most_often(folder, tiny_vae, tiny_clip, 
         entries = (*pictures[:place], often[place], *pictures[place + 1 :])
         prepared = run(Dataset(entries), tiny_vae, tiny_clip, tmp_path)
         weights = [20 if index == place else 1 for index in range(len(pictures))]
-        assert prepared.plan == plan_buckets(prepared.sizes, weights=weights, **options)
-        crops.add(prepared.plan.mean_crop)
+        assert prepared.plans[0].plan == plan_buckets(prepared.plans[0].sizes, weights=weights, **options)
+        crops.add(prepared.plans[0].plan.mean_crop)
     assert len(crops) > 1
 
 
@@ -362,7 +362,7 @@ def test_a_part_of_a_folder_names_other_data_and_encodes_nothing_anew(folder, ti
     assert len({whole.data.fingerprint, *(item.data.fingerprint for item in parts)}) == 4
     apart = Dataset(tuple(replace(entry, folder=i) for i, entry in enumerate(pictures)))
     assert prepared(apart).data.fingerprint == whole.data.fingerprint
-    assert [counter.since_last() for counter in counts] == [0, 0] and parts[0].plan == whole.plan
+    assert [counter.since_last() for counter in counts] == [0, 0] and parts[0].plans[0].plan == whole.plans[0].plan
     assert [(item.sample_ratio, item.folder) for item in parts[0].data.samples] == [(0.5, 0)] + [(0.5, 1)] * 3
     # Of one picture and of three, at least one and half of them; of all four, two.
     epoch_sizes = [summary(item).splitlines()[0].partition("One epoch shows ")[2].partition(",")[0] for item in parts]

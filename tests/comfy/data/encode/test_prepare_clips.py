@@ -100,7 +100,7 @@ def test_clips_and_pictures_hold_what_core_encodes_of_their_frames(films, stills
         "b.webm, frames 22 to 30": ("b.webm", 21, 9), "c.png": None,
     }  # fmt: skip
     assert [sample.name for sample in samples] == list(expected)
-    for sample, placement in zip(samples, prepared.plan.placements, strict=True):
+    for sample, placement in zip(samples, prepared.plans[0].plan.placements, strict=True):
         tensors = sample.load()
         frames, height, width = sample.grid
         with torch.inference_mode():
@@ -200,7 +200,7 @@ def test_a_wan_21_start_picture_is_encoded_as_core_wan_image_to_video_does(
     vision = clip_vision if sees else None
     prepared = run(films_of(films, 5, 9), wan_vae, wan_clip, tmp_path, image_to_video=True, clip_vision=vision)
     names = {"concat_latent_image", "concat_mask"} | ({"clip_vision_output"} if sees else set())
-    for sample, placement in zip(prepared.data.samples, prepared.plan.placements, strict=True):
+    for sample, placement in zip(prepared.data.samples, prepared.plans[0].plan.placements, strict=True):
         assert sample.conditioning == names and sample.clean_frames == 0
         path, count = films / sample.name.split(",")[0], int(sample.name.split()[-1])
         with torch.inference_mode():
@@ -235,7 +235,7 @@ def test_start_pictures_are_encoded_once_and_follow_the_vision_model(
     shorter = run(films_of(films, 5), wan_vae, wan_clip, tmp_path, **options)
     recut = sum(
         (longer_place.grid.height, longer_place.grid.width) != (other.grid.height, other.grid.width)
-        for longer_place, other in zip(longer.plan.placements, shorter.plan.placements, strict=True)
+        for longer_place, other in zip(longer.plans[0].plan.placements, shorter.plans[0].plan.placements, strict=True)
     )
     assert (len(encoded), len(vision_calls)) == (8, 2 + recut)
     other = load_clip_vision(1280)

@@ -59,7 +59,7 @@ def test_each_form_is_the_vae_of_its_own_pixels_and_its_mask_the_mean_of_its_own
     prepared = run(dataset, tiny_vae, tiny_clip, tmp_path)
     wide, tall = prepared.data.samples
     assert wide.image_variants == 4
-    placement, size = prepared.plan.placements[0], (64, 160)
+    placement, size = prepared.plans[0].plan.placements[0], (64, 160)
     boxes, target = windows(size, placement, (0.0, 1.0))
     whole = load_mask(tmp_path / "masks" / "a.png", alpha=False)
     for form in range(4):
@@ -102,7 +102,7 @@ def test_control_pictures_and_what_the_text_encoder_sees_of_them_go_along(folder
     dataset = scan_images(folder, control_folder=tmp_path / "before", options=FolderOptions(flip="horizontal", crops=2))
     options = {"fit": "whole grids", "control_megapixels": OPTIONS["megapixels"]}
     prepared = run(dataset, vae, clip, tmp_path, **options)
-    sample, placement = prepared.data.samples[0], prepared.plan.placements[0]
+    sample, placement = prepared.data.samples[0], prepared.plans[0].plan.placements[0]
     assert sample.image_variants == 4
     (box, _), target = windows((64, 160), placement, (0.0, 1.0))
     texts = []
@@ -166,7 +166,7 @@ def test_crops_that_a_mask_leaves_nothing_of_are_left_out_and_a_picture_of_none_
     dataset = scan_images(folder, mask_folder=tmp_path / "masks", options=FolderOptions(crops=2))
     prepared = run(dataset, tiny_vae, tiny_clip, tmp_path)
     sample = prepared.data.samples[0]
-    (_, right), target = windows((64, 160), prepared.plan.placements[0], (0.0, 1.0))
+    (_, right), target = windows((64, 160), prepared.plans[0].plan.placements[0], (0.0, 1.0))
     assert sample.image_variants == 1
     message = "Some crops or mirrored versions are left out, because the mask covers all of them: a.png (1)."
     assert message in prepared.notes and not [note for note in prepared.notes if "crop: a.png" in note]

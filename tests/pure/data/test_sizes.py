@@ -1,0 +1,50 @@
+"""Several sizes: what the text may say, who is trained at which size, and one token count for each size."""
+
+import pytest
+from tessera.data.buckets.planner import plan_buckets
+from tessera.data.buckets.sizes import MOST_SIZES, choose_sizes, parse_sizes, plan_sizes
+
+ARGUMENTS = {"pixels_per_token": 16, "max_graphs": 1, "fit": "ragged edge"}
+PHOTOS = [(1024, 1024), (768, 1344), (600, 600), (300, 200)]  # height, width
+
+
+def plans_of(megapixels, sizes=PHOTOS):
+    return plan_sizes(sizes, megapixels, weights=[1.0] * len(sizes), frames=[1] * len(sizes), **ARGUMENTS)
+
+
+def test_one_size_is_planned_as_before():
+    (only,) = plans_of((1.0, 1.0))
+    assert only.members == (0, 1, 2, 3) and list(only.sizes) == PHOTOS
+    assert only.plan == plan_buckets(PHOTOS, megapixels=1.0, weights=[1.0] * 4, frames=[1] * 4, **ARGUMENTS)
+
+
+def test_each_picture_is_trained_at_each_size_that_it_has_pixels_for_or_at_the_nearest_below():
+    large, small, middle = plans_of((1.0, 0.1, 0.25))
+    assert [size.megapixels for size in (large, small, middle)] == [1.0, 0.1, 0.25]
+    assert large.members == (0, 1) and middle.members == (0, 1, 2)
+    assert small.members == (0, 1, 2, 3), "0.06 megapixels: the smallest size, as nothing is below"
+    assert [len(size.plan.token_counts) for size in (large, small, middle)] == [1, 1, 1]
+    assert choose_sizes((950, 1024), (1.0, 0.5)) == [1.0, 0.5], "7/8 of a size are enough"
+    assert choose_sizes((880, 1024), (1.0, 0.5)) == [0.5]
+
+
+def test_a_size_that_gives_the_same_grids_again_or_has_no_picture_is_left_out():
+    assert [size.megapixels for size in plans_of((1.0, 1.0001))] == [1.0]
+    assert [size.megapixels for size in plans_of((1.0, 1.0004), PHOTOS[:1])] == [1.0], "4096 and 4098 tokens"
+    assert [size.megapixels for size in plans_of((4.0, 0.05))] == [0.05]
+
+
+def test_sizes_are_read_with_any_separator_and_each_once():
+    assert parse_sizes("") == parse_sizes("  ") == ()
+    assert parse_sizes("0.25, 0.5;1 0.25") == (0.25, 0.5, 1.0)
+
+
+@pytest.mark.parametrize("text", ["0,25", "-1", "nan", "1e9", "half", "0.5 MP", "0.25, 512x512"])
+def test_a_bad_size_is_one_sentence(text):
+    with pytest.raises(ValueError, match=r"^more_megapixels is .*; write sizes above 0 and up to 64 .*\.$"):
+        parse_sizes(text)
+
+
+def test_too_many_sizes_are_one_sentence():
+    with pytest.raises(ValueError, match=f"^more_megapixels has {MOST_SIZES + 1} sizes; give at most {MOST_SIZES}.$"):
+        parse_sizes(" ".join(map(str, range(1, MOST_SIZES + 2))))
