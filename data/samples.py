@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -91,6 +92,7 @@ class Sample:
     folder: index of its folder.
     text_lengths: every length of its captions, if the model takes them as they are encoded; empty if all have
         `text_length`.
+    path: the file on disk, to show it; None if it is not known.
     """
 
     name: str
@@ -114,6 +116,7 @@ class Sample:
     sample_ratio: float = 1.0
     folder: int = 0
     text_lengths: tuple[int, ...] = ()
+    path: Path | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         assert len(self.caption_weights) in (0, self.caption_variants), (self.caption_weights, self.caption_variants)

@@ -13,7 +13,7 @@ from ..models.layers.attention import settle_kernel_order
 from .captions import routes as caption_routes
 from .common.types import refuse_literals
 from .data import folder_routes, prepare
-from .loras import average, compare, save
+from .loras import average, compare, loss_by_picture, save
 from .loras import load as load_lora
 from .model import block_swap, compile, load, try_it, tune
 from .options import memory, network, objective, optimizer, preview, validation
@@ -39,6 +39,7 @@ NODES: list[type[io.ComfyNode]] = [
     *validation.NODES,
     *train_lora.NODES,
     *save.NODES,
+    *loss_by_picture.NODES,
     *load_lora.NODES,
     *compare.NODES,
     *average.NODES,

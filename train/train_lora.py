@@ -36,9 +36,12 @@ from .preview.gallery import SHEET
 from .report.errors import first_error_kept, stopped_message
 from .report.observer import PAUSE, STOP, Observer, QuietObserver, StepReport
 from .runs.run_folder import RunFolder
+from .runs.run_names import PICTURE_SHEET
 from .runs.run_record import RunRecord
+from .watch.picture_losses import PictureLosses
 from .watch.previewer import Previewer
 from .watch.validation import Validation
+from .watch.verdicts import is_report
 
 STOPPED = "stopped"  # status of a run that the user ended before its last step, to keep what was trained
 PAUSED = "paused"  # status of a run that ended before its last step, to be continued
@@ -81,6 +84,18 @@ class TrainResult:
         """Path of the contact sheet of the previews; None without previews."""
         sheet = self.path.parent / PREVIEWS / SHEET
         return sheet if self.summary.get("previews") and sheet.is_file() else None
+
+    @property
+    def pictures(self) -> dict[str, Any] | None:
+        """Ranking of the losses by picture, see `watch.verdicts.judge`; None without."""
+        report = self.summary.get("loss_by_picture")
+        return report if is_report(report) else None
+
+    @property
+    def picture_sheet(self) -> Path | None:
+        """Path of the sheet of losses by picture; None without."""
+        sheet = self.path.parent / PICTURE_SHEET
+        return sheet if self.pictures is not None and sheet.is_file() else None
 
     @property
     def validation(self) -> list[dict[str, Any]]:
@@ -265,6 +280,9 @@ def _run(
                 folder.write_companion_file(ending, text)
     watchers = list(request.watchers)
     if context.validation is not None and settings.validation is not None:
+        if settings.validation.loss_by_picture:
+            batch = context.device_settings.batch_size
+            watchers = [PictureLosses(settings.validation, context.data, context.validation, batch), *watchers]
         watchers = [Validation(settings.validation, context.validation), *watchers]
     watchers = [*checking_watchers(context, run_start.weights, state), *watchers]
     with recorder.errors(), torch.enable_grad():

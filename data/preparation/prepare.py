@@ -33,7 +33,7 @@ from ..encode.vae import VaeEncoder
 from ..folders.dataset import Dataset
 from ..folders.items import Item, find_items
 from ..folders.options import UNCHANGED
-from ..media.frames import Crop
+from ..media.frames import Crop, ImagePixels, VideoPixels
 from ..media.integrity import check_images
 from ..media.masks import TOKENS, mask_notes, token_weights
 from ..samples import (
@@ -412,6 +412,7 @@ def _sample(
         empty_length=text.shared_length(empties) if empties else 0,
         sample_ratio=item.options.sample_ratio,
         folder=item.folder,
+        path=item.pixels.path if isinstance(item.pixels, ImagePixels | VideoPixels) else None,
     )
 
 

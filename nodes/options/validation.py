@@ -96,6 +96,14 @@ class TesseraValidation(io.ComfyNode):
                     "measure faster. Empty uses the nine.",
                     advanced=True,
                 ),
+                io.Boolean.Input(
+                    "loss_by_picture",
+                    default=ValidationOptions.loss_by_picture,
+                    optional=True,
+                    tooltip="Also measures single training pictures, with the LoRA and without it, for up to 5 % of "
+                    "the run's work: which learn, which resist (often a wrong caption), and which pull away from the "
+                    "pictures set aside. The Loss by Picture node shows them. The LoRA stays the same.",
+                ),
             ],
             outputs=[ValidationType.Output(display_name="validation", tooltip="For Train LoRA.")],
         )
@@ -112,9 +120,22 @@ class TesseraValidation(io.ComfyNode):
         max_sigma: float,
         data: TrainingData | None = None,
         sigmas: str = "",
+        loss_by_picture: bool = False,
     ) -> io.NodeOutput:
-        options = ValidationOptions(part, every_n_steps, at_start, keep_best, seed, min_sigma, max_sigma, data, sigmas)
-        return io.NodeOutput(options)
+        return io.NodeOutput(
+            ValidationOptions(
+                part,
+                every_n_steps,
+                at_start,
+                keep_best,
+                seed,
+                min_sigma,
+                max_sigma,
+                data,
+                sigmas,
+                loss_by_picture,
+            )
+        )
 
 
 NODES: list[type[io.ComfyNode]] = [TesseraValidation]

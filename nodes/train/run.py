@@ -91,11 +91,16 @@ def settings_of_run(expert: Expert) -> TrainSettings:
     return replace(expert.settings, memory=memory)
 
 
-def outputs(result: TrainResult) -> tuple[LoraModel, dict[str, list[Any]], str]:
-    """Return LORA_MODEL, LOSS_MAP (with validation points, if any) and the path, empty without a file."""
-    loss: dict[str, list[Any]] = {"loss": result.loss}
+def outputs(result: TrainResult) -> tuple[LoraModel, dict[str, Any], str]:
+    """Return LORA_MODEL, LOSS_MAP (with validation points and losses by picture, if any) and the path.
+
+    The path is empty without a file.
+    """
+    loss: dict[str, Any] = {"loss": result.loss}
     if result.validation:
         loss["validation"] = result.validation
+    if result.pictures is not None:
+        loss["pictures"] = {"report": result.pictures, "sheet": result.picture_sheet}
     path = result.path if result.saved else result.copy
     return result.lora, loss, "" if path is None else str(path)
 

@@ -67,7 +67,9 @@ class TesseraTrainLora(io.ComfyNode):
                 LoraModelType.Output(
                     display_name="lora", tooltip="The trained LoRA, for Save LoRA or Load LoRA Model."
                 ),
-                LossMapType.Output(display_name="loss", tooltip="The loss of every step, for Loss Plot."),
+                LossMapType.Output(
+                    display_name="loss", tooltip="The loss of every step, for Loss Plot and Loss by Picture."
+                ),
                 io.String.Output(display_name="path", tooltip="Where the LoRA file was saved."),
                 LoraModelType.Output(
                     display_name="lora_low_noise",

@@ -73,6 +73,7 @@ _ROWS = [
     ("flux_block_swap", "Sample FLUX with block swap", "FLUX.1 dev", SWAPPED, NONE, "Compiled as well."),
     ("qwen_image21_lora", "Train a Qwen Image 2.1 LoRA", "Qwen Image 2.1", STREAMS, PICTURES, "ComfyUI 0.37 or newer."),
     ("prepare_folder", "Prepare a folder of pictures", "", "not needed", "your pictures", "Checks them and captions."),
+    ("which_picture_hurts", "Find out which picture hurts", "FLUX.1 dev", SWAPPED, PICTURES, "At two sizes."),
 ]
 CARDS = {
     name: Card(f"{number} {title}", f"{title}{f', on {model}' if model else ''}. {hint}".strip(), model, card, data)

@@ -185,6 +185,25 @@ def lora_with_validation(graph: Graph) -> None:
     _sampled(graph, compiled[0], trained, (guided, negative), vae[0], "my_best_face", "Sample")
 
 
+def which_picture_hurts(graph: Graph) -> None:
+    hint = (
+        "**Loss by Picture** shows the pictures that resist at the top. Look at their captions; copy **leave_out** "
+        "into *Training Images* for the next run. It trains at 512 x 512 and 768 x 768, see **more_megapixels**."
+    )
+    training_note(graph, FILES, hint)
+    model, clip, vae = load(graph, FLUX, "flux", [CLIP_L, T5], FLUX_VAE)
+    data = pictures(graph, vae[0], clip[0], megapixels=0.25, more_megapixels="0.56")
+    guided, negative = flux_prompt(graph, clip[0], FOX)
+    options = preview(graph, vae[0], guided, width=768, height=768)
+    graph.beside(NARROW)
+    validation = graph.node("TesseraValidation", part=0.1, every_n_steps=250, loss_by_picture=True)
+    trained = train(graph, "my_pictures", model[0], data, steps=2000, validation=validation[0], **options)
+    graph.column("Which picture hurts", 420)
+    report = graph.node("TesseraLossByPicture", tall=560, loss=trained[1])
+    graph.node("PreviewAny", title="Leave out next time", tall=200, source=report[1])
+    graph.node("TesseraLossPlot", tall=330, loss=trained[1])
+
+
 def everything_at_once(graph: Graph) -> None:
     hint = "Swapped blocks are compiled too. Training and sampling use the same settings, so you set nothing twice."
     training_note(graph, FILES, hint)
@@ -248,5 +267,6 @@ DESCRIPTIONS = [
     everything_at_once,
     lora_with_everything,
     lora_with_validation,
+    which_picture_hurts,
     compare_loras,
 ]

@@ -16,7 +16,7 @@ from ..optim.state_dict import unpack_state
 
 FORMAT = 1
 MASTER_WEIGHTS_PREFIX = "masters."
-OPTIONAL = ("validation", "low_bit_matmul")
+OPTIONAL = ("validation", "low_bit_matmul", "pictures")
 _FIELDS = {"format", "step", "batches", "loss", "lineage", "machine", "tree", "adapters", "parts", *OPTIONAL}
 _MOVING = ("optimizer", "scheduler", "scaler", "average")
 _SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
@@ -54,6 +54,7 @@ class StateHeader:
     parts: segments of the run.
     validation: points and the validation key, empty without validation.
     low_bit_matmul: layers that run full-precision matmuls; empty in most states.
+    pictures: losses by picture and their key, empty without them.
     """
 
     step: int
@@ -67,6 +68,7 @@ class StateHeader:
     parts: list[dict[str, Any]]
     validation: dict[str, Any] = field(default_factory=dict)
     low_bit_matmul: dict[str, Any] = field(default_factory=dict)
+    pictures: dict[str, Any] = field(default_factory=dict)
 
 
 class UnreadableField(Exception):
@@ -116,6 +118,7 @@ def parse_header(plain: Any, tensors: Mapping[str, StoredTensor]) -> StateHeader
     _check_adapters(adapters, {name.rpartition(".")[0] for name in master_weights})
     _check_parts(parts, step)
     _check_low_bit_matmul(optional.get("low_bit_matmul", {}))
+    _check_pictures(optional.get("pictures", {}), step)
     moving = _moving(plain.get("tree"), tensors, step)
     _check_average(moving["average"], master_weights, step)
     return StateHeader(
@@ -182,6 +185,27 @@ def _check_validation(validation: Any, step: int) -> None:
         _need(_is_number(point.get("loss")), "validation")
         for name in ("sigmas", "losses"):
             _need(isinstance(point.get(name), list) and all(map(_is_number, point[name])), "validation")
+
+
+def _check_pictures(pictures: Any, step: int) -> None:
+    _need(isinstance(pictures, dict), "pictures")
+    if not pictures:
+        return
+    _check_names(pictures, {"of", "levels", "spent", "entries"})
+    _need(_is_name(pictures.get("of")) and _is_count(pictures.get("spent")), "pictures")
+    levels, entries = pictures.get("levels"), pictures.get("entries")
+    _need(isinstance(levels, list) and bool(levels) and all(map(_is_number, levels)), "pictures")
+    _need(isinstance(entries, list), "pictures")
+
+    def is_losses(values: Any) -> bool:
+        return isinstance(values, list) and len(values) == len(levels) and all(map(_is_number, values))
+
+    for entry in entries:
+        _need(isinstance(entry, list) and len(entry) == 3 and _is_count(entry[0]) and is_losses(entry[1]), "pictures")
+        _need(isinstance(entry[2], list) and bool(entry[2]), "pictures")
+        for point in entry[2]:
+            _need(isinstance(point, list) and len(point) == 2, "pictures")
+            _need(_is_count(point[0], 1, step) and is_losses(point[1]), "pictures")
 
 
 def _check_adapters(adapters: Any, trained: set[str]) -> None:

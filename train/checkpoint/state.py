@@ -80,6 +80,7 @@ class TrainingState:
     average: dict[str, Any] = field(default_factory=dict)
     validation: dict[str, Any] = field(default_factory=dict)
     low_bit_matmul: dict[str, Any] = field(default_factory=dict)
+    pictures: dict[str, Any] = field(default_factory=dict)
 
 
 def state_path(folder: Path, step: int) -> Path:
@@ -135,6 +136,7 @@ def load_state(path: Path) -> TrainingState:
         average=moving.get("average", {}),
         validation=header.validation,
         low_bit_matmul=header.low_bit_matmul,
+        pictures=header.pictures,
     )
 
 

@@ -102,6 +102,7 @@ class ValidationOptions:
     max_sigma: upper end of the sigma range, 0 to 1; losses are measured at the nine deciles between the two.
     data: validation samples from outside the training data; None holds out `part`.
     sigmas: text of noise levels to measure at in place of the deciles, see `parse_sigmas`; empty takes the deciles.
+    loss_by_picture: measure single training pictures too, see `watch.picture_losses`.
     """
 
     part: float = 0.1
@@ -113,6 +114,7 @@ class ValidationOptions:
     max_sigma: float = 1.0
     data: TrainingData | None = None
     sigmas: str = ""
+    loss_by_picture: bool = False
 
     def __post_init__(self) -> None:
         finite(self)

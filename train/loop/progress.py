@@ -18,6 +18,7 @@ class Progress:
     intact: False only while the optimizer updates the weights, when they belong to no step.
     loss: loss of each step.
     validation: points of `validation.Validation`.
+    pictures: measurements of `watch.picture_losses.PictureLosses`, as its state holds them.
     """
 
     step: int = 0
@@ -26,6 +27,7 @@ class Progress:
     intact: bool = True
     loss: list[float] = field(default_factory=list)
     validation: list[dict[str, Any]] = field(default_factory=list)
+    pictures: dict[str, Any] = field(default_factory=dict)
 
     def resume(self, state: TrainingState) -> None:
         """Continue from a state; its validation points are restored apart."""
@@ -36,6 +38,10 @@ class Progress:
     def resume_validation(self, points: Iterable[dict[str, Any]]) -> None:
         """Continue from the validation points of a state."""
         self.validation = list(points)
+
+    def resume_pictures(self, measurements: dict[str, Any]) -> None:
+        """Continue from the losses by picture of a state."""
+        self.pictures = measurements
 
     @contextmanager
     def updating(self) -> Iterator[None]:

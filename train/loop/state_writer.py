@@ -81,6 +81,7 @@ class StateWriter:
             lineage=self.context.lineage,
             environment=dict(self.environment()),
             validation={"of": key, "points": progress.validation} if key else {},
+            pictures={"of": self.context.pictures_key, **progress.pictures} if progress.pictures else {},
             parts=list(self.context.parts),
             low_bit_matmul=self.low_bit.decision(),
             **self._learner.state(),

@@ -301,8 +301,10 @@ def measure(
     trained = sum(p.numel() for p in network.parameters())
     # Bytes per trained parameter: the fp32 weight, its gradient, the optimizer's state and the EMA.
     average = 4 if settings.optimizer.ema_decay else 0
-    # Preservation and guidance loss switch the adapters off for a forward and hold a copy of their weights meanwhile.
-    clone = 4 if settings.objective.preservation_weight or settings.objective.guidance_loss_scale else 0
+    # These switch the adapters off for a forward, and hold a copy of their weights meanwhile.
+    by_picture = settings.validation is not None and settings.validation.loss_by_picture
+    switches_off = settings.objective.preservation_weight or settings.objective.guidance_loss_scale or by_picture
+    clone = 4 if switches_off else 0
     # A cast and its gradient, or the gradient that autograd makes before it is part of the flat one.
     joined = 4 if settings.optimizer.is_elementwise else 0
     step = joined if network.casts_in(dtype) is None else 2 * dtype.itemsize

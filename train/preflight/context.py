@@ -93,6 +93,14 @@ class RunContext:
             return ""
         return fingerprint(self.validation.fingerprint, options.seed, list(options.noise_levels))
 
+    @property
+    def pictures_key(self) -> str:
+        """Fingerprint of the pictures and noise that losses by picture are measured on; empty if they are not."""
+        options = self.settings.validation
+        if options is None or not options.loss_by_picture:
+            return ""
+        return fingerprint(self.data.fingerprint, self.validation_key)
+
 
 def make_context(
     checked: CheckedRun,

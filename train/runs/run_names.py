@@ -12,6 +12,7 @@ from .run_record import RUN, RunReader
 STATE_SUFFIX = ".tessera"  # of the files of states
 TRASH = ".tessera-trash"  # next to the folder of all runs: holds the deleted runs, one folder per day
 STEPS = "_steps"  # suffix of the folder with a run's intermediate LoRAs
+PICTURE_SHEET = "loss_by_picture.png"
 _NUMBERED = re.compile(r"(?P<name>.+) \((?P<number>\d{3,6})\)", re.DOTALL)
 _NUMBER = re.compile(r" \(\d{3,6}\)(?=/)")
 

@@ -17,7 +17,7 @@ from ...common.untrusted.folders import folder_below
 from ..preview.gallery import FOLDER as PREVIEWS
 from ..preview.gallery import INDEX, SHEET
 from .run_folder import FoundRun, RunFolder, all_runs
-from .run_names import STATE_SUFFIX, STEPS
+from .run_names import PICTURE_SHEET, STATE_SUFFIX, STEPS
 from .run_record import RECORD
 
 _DAY = re.compile(r"(\d{4}-\d\d-\d\d)(?: \((\d+)\))?")
@@ -37,7 +37,7 @@ def own_files(folder: RunFolder) -> list[Path]:
     lora = rf"{name}-step\d{{6,}}\.safetensors"
     record = "|".join(map(re.escape, RECORD))
     run_pattern = rf"{record}|{name}(-best)?\.safetensors|{lora}|{name}\.(workflow|api)\.json"
-    run_pattern += rf"|state-\d{{6,}}{re.escape(STATE_SUFFIX)}"
+    run_pattern += rf"|state-\d{{6,}}{re.escape(STATE_SUFFIX)}|{re.escape(PICTURE_SHEET)}"
     preview_pattern = rf"step\d{{6,}}_\d+\.(png|webp)|{re.escape(SHEET)}|{re.escape(INDEX)}"
     patterns = {"": run_pattern, f"{folder.name}{STEPS}": lora, PREVIEWS: preview_pattern}
     return [

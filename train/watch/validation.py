@@ -3,13 +3,13 @@
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
 
-from ...data.samples import GraphKey, SampleTensors, TrainingData
+from ...data.samples import GraphKey, Sample, SampleTensors, TrainingData
 from ..config.settings import ValidationOptions
 from ..loop.watcher import RunView
 from ..objective.batch import fixed_batch
@@ -90,7 +90,7 @@ class Validation:
                 run.observer.check_interrupted()
                 read = {n: read[n] if n in read else self.samples[n].load() for n, _ in rows}
                 losses = self._batch_losses(run, rows, read)
-                results += [(place, loss) for (_, place), loss in zip(rows, losses, strict=False)]
+                results += [(place, loss) for (_, place), loss in zip(rows, losses, strict=True)]
             run.placed.memory.sharing.finish()
         return results
 
@@ -103,20 +103,9 @@ class Validation:
             yield from (rows[start : start + size] for start in range(0, len(rows), size))
 
     def _batch_losses(self, run: RunView, rows: list[Row], read: Mapping[int, SampleTensors]) -> list[float]:
-        """Return one loss per row, and more for padding.
-
-        A compiled graph has a fixed batch size, so a short batch is padded with its last row.
-        """
-        rows = rows + rows[-1:] * (run.placed.settings.batch_size - len(rows))
+        """Return one loss per row."""
         batch_rows = [(self.samples[n], read[n], self.sigmas[place]) for n, place in rows]
-        guidance, seed = run.settings.objective.guidance, self.options.seed
-        with torch.no_grad():
-            batch = fixed_batch(
-                run.placed.patcher, run.placed.family, batch_rows, guidance, run.placed.weights.device, seed
-            )
-        velocity = run.placed.velocity(batch.inputs, None).detach()
-        run.placed.execution.runner.checkpointing.discard_offloaded()  # no backward follows
-        return velocity_loss(velocity, batch.target, weights=batch.weights).double().tolist()
+        return row_losses(run, batch_rows, self.options.seed)
 
     def summary(self, run: RunView) -> dict[str, Any]:
         """Return samples, sigmas, points and the best LoRA for the run's summary."""
@@ -127,3 +116,25 @@ class Validation:
             "best": run.best.record.plain() if run.best.record else None,
         }
         return {"validation": entries}
+
+
+def row_losses(
+    run: RunView, rows: Sequence[tuple[Sample, SampleTensors, float]], seed: int, trained: bool = True
+) -> list[float]:
+    """Compute the loss of each (sample, tensors, sigma), all of one graph key, with the noise of its name and the seed.
+
+    The forward is that of training, in the same compiled graphs, so it compiles nothing; its gradient is not used.
+    A compiled graph has a fixed batch size, so a short batch is padded with its last row.
+
+    trained: with the LoRA, else the base model.
+    """
+    padded = [*rows, *[rows[-1]] * (run.placed.settings.batch_size - len(rows))]
+    guidance = run.settings.objective.guidance
+    with torch.no_grad():
+        batch = fixed_batch(run.placed.patcher, run.placed.family, padded, guidance, run.placed.weights.device, seed)
+    if trained:
+        velocity = run.placed.velocity(batch.inputs, None).detach()
+        run.placed.execution.runner.checkpointing.discard_offloaded()  # no backward follows
+    else:
+        velocity = run.placed.velocity_without(batch.inputs)
+    return velocity_loss(velocity, batch.target, weights=batch.weights).double().tolist()[: len(rows)]

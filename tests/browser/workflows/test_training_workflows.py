@@ -25,6 +25,7 @@ NAMES += [
     "everything_at_once",
     "lora_with_everything",
     "lora_with_validation",
+    "which_picture_hurts",
     "compare_loras",
 ]
 

@@ -148,7 +148,7 @@ def test_ids_inputs_and_outputs_are_the_contract():
             ["TESSERA_MEMORY"],
         ),
         "TesseraValidation": (
-            "part every_n_steps at_start keep_best seed min_sigma max_sigma data sigmas".split(),
+            "part every_n_steps at_start keep_best seed min_sigma max_sigma data sigmas loss_by_picture".split(),
             ["TESSERA_VALIDATION"],
         ),
     }

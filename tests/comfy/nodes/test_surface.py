@@ -435,6 +435,12 @@ SURFACE = {
         ["loss LOSS_MAP", "smoothing FLOAT = 0.9", "log_scale BOOLEAN = false"],
         ["IMAGE plot"],
     ),
+    "TesseraLossByPicture": (
+        "Loss by Picture",
+        True,
+        ["loss LOSS_MAP"],
+        ["IMAGE sheet", "STRING leave_out", "STRING summary"],
+    ),
     "TesseraLoadLora": (
         "Load LoRA File (Tessera)",
         False,
@@ -466,6 +472,7 @@ SURFACE = {
             "max_sigma FLOAT = 1.0",
             "data? TESSERA_TRAINING_DATA",
             'sigmas? STRING = ""',
+            "loss_by_picture? BOOLEAN = false",
         ],
         ["TESSERA_VALIDATION validation"],
     ),
@@ -498,6 +505,7 @@ CONTRACT = {
     "scheduler seed seeds negative latent_image frames label more_prompts lora_models model_low_noise "
     "lora_models_low_noise expert_boundary switch_step clips fps",
     "TesseraLossPlot": "loss smoothing log_scale",
+    "TesseraLossByPicture": "loss",
     "TesseraLoadLora": "lora_file model",
     "TesseraAverageStates": "run profile decay width last_part",
     "TesseraValidation": "part every_n_steps at_start keep_best seed min_sigma max_sigma data sigmas",

@@ -1,0 +1,127 @@
+"""Loss by picture: what hurts ranks last, the run's bits stay, the work stays in its budget, and resume continues."""
+
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+from comfy.model_management import InterruptProcessingException
+from PIL import Image
+from tessera.common.rng import generator
+from tessera.data.samples import SampleTensors
+from tessera.nodes.loras.loss_by_picture import TesseraLossByPicture
+from tessera.nodes.train.run import outputs
+from tessera.train.evaluation.rotation import budget
+from tessera.train.observer import STOP
+from tessera.train.placement.placed_model import PlacedModel
+from tiny.train.runs import Watcher, cancel_at, run_settings, sample, train, training_data
+
+OPTIONS = {"every_n_steps": 20, "at_start": False, "keep_best": False, "loss_by_picture": True}
+
+
+def of_one_thing(name, thing="fox", text="fox", shape=(4, 4)):
+    """A sample of `shape` with the latent of a thing, a little of its own, and the text of a caption."""
+    plain = sample(name, *shape)
+    latent, caption = sample(thing, *shape).load().latent, sample(f"caption {text}", *shape).load()
+    own = 0.1 * torch.randn(latent.shape, generator=generator(0, name))
+    tensors = SampleTensors(2 * latent + own, caption.text, caption.conditioning)
+    return replace(plain, load=lambda *_: tensors)
+
+
+def foxes():
+    """Seven pictures of a fox, of which one shows something else under the caption of the fox."""
+    return training_data(*(of_one_thing(f"{n}.png", thing="house" if n == 3 else "fox") for n in range(7)))
+
+
+def held_out():
+    return training_data(of_one_thing("unseen 1.png"), of_one_thing("unseen 2.png"))
+
+
+@pytest.fixture(scope="module")
+def run(tiny_files, tmp_path_factory):
+    """A finished run with the option, and one without it."""
+    tiny_flux = tiny.load_flux(tiny_files["flux"])
+    root = tmp_path_factory.mktemp("runs")
+    options = {"steps": 60, "batch_size": 2, "save_every": 0}
+    validation = OPTIONS | {"data": held_out()}
+    with_it = train(tiny_flux, foxes(), root / "with", validation=validation, **options)
+    validation = validation | {"loss_by_picture": False}
+    return with_it, train(tiny_flux, foxes(), root / "without", validation=validation, **options)
+
+
+def test_a_mislabelled_picture_ranks_last_relative_to_the_base_model(run):
+    report = run[0].pictures
+    assert [picture["file"] for picture in report["pictures"]][-1] == "3.png"
+    verdicts = {picture["file"]: picture["verdict"] for picture in report["pictures"]}
+    assert len(verdicts) == 7 == report["of"] and verdicts.pop("3.png") == "resists"
+    assert set(verdicts.values()) == {"learns"} and report["leave_out"] == ["3.png"]
+    *learnt, last = (picture["relative"] for picture in report["pictures"])
+    assert max(learnt) < report["held_out"] + 0.05 < 1 and last > max(learnt) + 0.1
+    with Image.open(run[0].picture_sheet) as sheet:
+        assert sheet.width == 1024
+
+
+def test_the_run_is_bit_equal_with_and_without_it(run):
+    with_it, without = run
+    assert with_it.loss == without.loss and with_it.validation == without.validation
+    assert all(torch.equal(with_it.lora[name], without.lora[name]) for name in without.lora)
+    assert without.pictures is None and without.picture_sheet is None
+
+
+def test_the_random_state_is_restored_and_the_work_is_within_its_budget(tiny_flux, tmp_path, monkeypatch):
+    forwards, draws = [], []
+    velocity = PlacedModel.velocity
+
+    def spy(self, inputs, rng_key):
+        if rng_key is None:
+            torch.rand(3)  # as a model's own code might
+            forwards.append(len(inputs.latent) if hasattr(inputs, "latent") else 1)
+        return velocity(self, inputs, rng_key)
+
+    monkeypatch.setattr(PlacedModel, "velocity", spy)
+    watcher = Watcher(at_step=lambda step: draws.append(torch.get_rng_state()))
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    settings = {"steps": 80, "validation": OPTIONS | {"data": held_out(), "every_n_steps": 1000}}
+    result = train(tiny_flux, foxes(), tmp_path, watcher, save_every=0, **settings)
+    of_validation = 2 * 9  # two held-out pictures at nine levels, at the last step
+    assert 0 < len(forwards) - of_validation <= budget(run_settings(steps=80), 80) == 12
+    assert len(result.pictures["pictures"]) == 4 and result.pictures["sigmas"] == [0.5]
+    assert any("measured 4 of 7 pictures, which is what 5% of the run buys" in note for note in watcher.notes)
+    assert torch.equal(draws[0], before)
+
+
+def test_a_cancelled_run_goes_on_to_the_same_ranking(tiny_flux, tmp_path):
+    options = {"steps": 40, "batch_size": 4, "save_every": 0, "validation": OPTIONS | {"data": held_out()}}
+    options["validation"]["every_n_steps"] = 10
+    few = training_data(*foxes().samples[2:5])
+    whole = train(tiny_flux, few, tmp_path / "whole", **options)
+    earlier = [picture["earlier"] for picture in whole.pictures["pictures"]]
+    assert any(earlier), "some had their turn before the last step"
+    with pytest.raises(InterruptProcessingException):
+        train(tiny_flux, few, tmp_path / "cancelled", cancel_at(33), **options)
+    again = train(tiny_flux, few, tmp_path / "cancelled", **options)
+    assert again.pictures == whole.pictures and again.loss == whole.loss
+
+
+def test_stop_measures_what_its_steps_buy(tiny_flux, tmp_path):
+    watcher = Watcher()
+    watcher.asks[40] = frozenset({STOP})
+    options = {"steps": 80, "batch_size": 2, "save_every": 0, "validation": OPTIONS | {"data": held_out()}}
+    stopped = train(tiny_flux, foxes(), tmp_path, watcher, **options)
+    assert stopped.stopped and stopped.pictures["step"] == 40
+    assert 0 < len(stopped.pictures["pictures"]) < 7
+
+
+def test_the_node_shows_the_sheet_and_lists_what_resists(run):
+    _, losses, _ = outputs(run[0])
+    with torch.inference_mode():
+        sheet, leave_out, text = TesseraLossByPicture.execute(losses).result
+        redrawn = TesseraLossByPicture.execute({"pictures": {**losses["pictures"], "sheet": "/etc/sheet.png"}}).result
+    assert sheet.shape[2:] == (1024, 3) and redrawn[0].shape == sheet.shape
+    assert leave_out == "3.png"
+    assert text.startswith("7 of 7 pictures, measured at step 60 against the base model at the same noise.")
+    assert "Resist (look at their captions, or leave them out): 3.png " in text
+    for other in (outputs(run[1])[1], {"pictures": {"report": {"pictures": []}}}):
+        with pytest.raises(ValueError, match="^loss has no losses of single pictures; connect Validation"):
+            TesseraLossByPicture.execute(other)
