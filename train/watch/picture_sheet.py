@@ -80,7 +80,7 @@ def _draw_row(canvas: Canvas, top: float, picture: Mapping[str, Any], scale: _Sc
         canvas.paste(thumbnail, MARGIN + left, round(top) + 4 + down)
     text_left = MARGIN + SIDE + 14
     canvas.text(text_left, top + 10, cut(picture["file"]), TEXT, INK, room=BAR_LEFT - text_left - 14)
-    change = f"{picture['relative'] - 1:+.1%}".replace("-", "−")
+    change = f"{picture['relative'] - 1:+.1%}"
     colour = COLOURS[picture["verdict"]]
     canvas.text(text_left, top + 44, f"{change}, {picture['verdict']}", TEXT, colour)
     ends = sorted((scale.x(1.0), scale.x(picture["relative"])))
