@@ -112,7 +112,7 @@ class PictureLosses:
                 self.measured[index] = _Losses(losses.base, {**losses.points, step: trained[index]})
         run.progress.pictures = self._plain()
         if step < run.settings.steps:
-            run.observer.phase(run.placed.runner.progress_text())
+            run.observer.phase(run.placed.execution.runner.progress_text())
 
     def _losses(self, run: RunView, model: str, pictures: Sequence[int]) -> dict[int, tuple[float, ...]]:
         """Return the losses of pictures at each level. The batches are divided among the ranks.
@@ -128,7 +128,7 @@ class PictureLosses:
         """Measure this rank's batches. Returns (picture, sigma, loss) for each of their rows."""
         results: list[tuple[int, float, float]] = []
         run.placed.ensure()
-        device = run.placed.device
+        device = run.placed.weights.device
         # Nothing here draws from the global generators; what a model's code may draw is undone.
         with run.learner.as_saved(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             read: Mapping[int, SampleTensors] = {}
@@ -140,7 +140,7 @@ class PictureLosses:
                 inputs = [(samples[index], read[index], sigma) for index, sigma in rows]
                 losses = row_losses(run, inputs, self.options.seed, trained=model == "LoRA")
                 results += [(index, sigma, loss) for (index, sigma), loss in zip(rows, losses, strict=True)]
-            run.placed.sharing.finish()
+            run.placed.memory.sharing.finish()
         return results
 
     def _plain(self) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def test_two_sizes_compile_one_graph_each_and_memory_is_that_of_the_larger(prepa
     trainer = tiny.make_trainer(tiny_flux, data, tmp_path, backend="eager", batch_size=2, steps=7)
     trainer.run()
     sizes = {sample.tokens for sample in data.samples}
-    assert counted() == trainer.placed.runner.planned_graphs == 2 * len(sizes) == 4
+    assert counted() == trainer.placed.execution.runner.planned_graphs == 2 * len(sizes) == 4
     trainer.close()
     targets = list(trainer.context.targets)
     measured = measure(tiny_flux.clone(), trainer.context.family, data, targets, run_settings())
