@@ -127,7 +127,7 @@ class PictureLosses:
     def _rank_losses(self, run: RunView, model: str, pictures: Sequence[int]) -> list[tuple[int, float, float]]:
         """Measure this rank's batches. Returns (picture, sigma, loss) for each of their rows."""
         results: list[tuple[int, float, float]] = []
-        run.placed.ensure()
+        run.placed.weights.ensure()
         device = run.placed.weights.device
         # Nothing here draws from the global generators; what a model's code may draw is undone.
         with run.learner.as_saved(), torch.random.fork_rng([device] if device.type == "cuda" else []):
