@@ -1,7 +1,7 @@
 """Verdicts on pictures: who resists, who pulls away from held-out pictures, and who only differs by noise."""
 
 import pytest
-from tessera.train.evaluation.verdicts import PictureLoss, is_report, judge
+from tessera.train.watch.verdicts import PictureLoss, is_report, judge
 
 
 def picture(name, relative, step=10):

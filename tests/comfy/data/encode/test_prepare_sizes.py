@@ -6,10 +6,10 @@ import tiny
 import torch
 from PIL import Image
 from tessera.data.folders.dataset import scan_images
-from tessera.data.prepare import summary
+from tessera.data.preparation.prepare import summary
+from tessera.train.config.settings import ValidationOptions
 from tessera.train.placement.auto import measure
-from tessera.train.settings import ValidationOptions
-from tessera.train.validation_split import hold_out
+from tessera.train.preflight.validation_split import hold_out
 from tiny.compile.compiling import Graphs
 from tiny.data.preparing import prepare
 from tiny.train.resuming import resumed_as_whole

@@ -11,10 +11,10 @@ from tessera.common.rng import generator
 from tessera.data.samples import SampleTensors
 from tessera.nodes.loras.loss_by_picture import TesseraLossByPicture
 from tessera.nodes.train.run import outputs
-from tessera.train.evaluation import picture_losses
-from tessera.train.evaluation.rotation import budget
-from tessera.train.observer import STOP
-from tessera.train.validation import row_losses
+from tessera.train.report.observer import STOP
+from tessera.train.watch import picture_losses
+from tessera.train.watch.rotation import budget
+from tessera.train.watch.validation import row_losses
 from tiny.train.runs import Watcher, cancel_at, run_settings, sample, train, training_data
 
 OPTIONS = {"every_n_steps": 20, "at_start": False, "keep_best": False, "loss_by_picture": True}
