@@ -155,7 +155,9 @@ def test_pictures_for_sdxl_are_on_whole_grids_of_64_pixels_with_the_pooled_text(
     assert prepared.data.family == "SDXL (clip_g, clip_l)"
     assert any("fit is whole grids here, because SDXL (clip_g, clip_l) doesn't" in note for note in prepared.notes)
     expected = encode_caption(clip, text_policy(clip).tokenize(clip, "a (red) fox"), text_policy(clip))
-    for sample, placement, size in zip(prepared.data.samples, prepared.plans[0].plan.placements, prepared.plans[0].sizes, strict=True):
+    for sample, placement, size in zip(
+        prepared.data.samples, prepared.plans[0].plan.placements, prepared.plans[0].sizes, strict=True
+    ):
         _, height, width = sample.grid
         assert sample.tokens == height * width and sample.text_length == 77
         assert sample.conditioning == {"pooled_output"}

@@ -263,7 +263,7 @@ def test_wan_22_5b_takes_its_start_picture_as_a_clean_first_frame(
     assert [sample.clean_frames for sample in with_start.data.samples] == [1, 1, 0]
     assert plain.data.fingerprint != with_start.data.fingerprint
     assert with_start.notes[-1] == "These are single frames, so they train without a start picture: c.png."
-    for sample, placement in zip(with_start.data.samples, with_start.plan.placements, strict=True):
+    for sample, placement in zip(with_start.data.samples, with_start.plans[0].plan.placements, strict=True):
         frames, height, width = sample.grid
         tensors = sample.load()
         assert tensors.latent.shape == (48, frames, height * 2, width * 2) and tensors.conditioning == {}

@@ -104,7 +104,8 @@ def test_a_cancelled_run_goes_on_to_the_same_ranking(tiny_flux, tmp_path):
 def test_stop_measures_what_its_steps_buy(tiny_flux, tmp_path):
     watcher = Watcher()
     watcher.asks[40] = frozenset({STOP})
-    options = {"steps": 80, "batch_size": 2, "save_every": 0, "validation": OPTIONS | {"data": held_out()}}
+    options = {"steps": 80, "batch_size": 2, "save_every": 0}
+    options["validation"] = OPTIONS | {"data": held_out(), "every_n_steps": 1000}
     stopped = train(tiny_flux, foxes(), tmp_path, watcher, **options)
     assert stopped.stopped and stopped.pictures["step"] == 40
     assert 0 < len(stopped.pictures["pictures"]) < 7
