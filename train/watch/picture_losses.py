@@ -36,7 +36,7 @@ class PictureLosses:
 
     The work is at most SHARE of the run's, counted in forwards, so that it is the same when a run is repeated. With
     that, at the last step (or when the user stops the run) it measures as many pictures as it can at as many of the
-    validation's noise levels as it can, and among them some held-out ones; what is left over then is spent between
+    validation's noise levels as it can, and among them some held-out ones; the rest is then spent between
     the steps, on one picture after the other. The base model is measured once for each picture.
 
     A loss by itself says little: a plain picture has a low one. Relative to the base model, at the same noise, the
