@@ -19,7 +19,7 @@ _NAMES = re.compile(r".+\.(?:toml|ya?ml)|.*(?:dataset|config).*\.json", re.IGNOR
 KOHYA = "kohya's scripts"
 MUSUBI = "musubi-tuner"
 AI_TOOLKIT = "ai-toolkit"
-_MOST_ALIASES = 20  # of YAML, which repeat what they name some thousand times at most
+_MOST_ALIASES = 20  # of YAML, which multiply a mapping by some thousand at most
 _MOST_DOTS = 200  # in a line of TOML
 
 
@@ -121,7 +121,7 @@ def _parse_toml(text: str) -> Any:
 def _parse_yaml(text: str) -> Any:
     """Parse YAML, plain values only, with libyaml if PyYAML has it.
 
-    Its events are counted first: an alias that is merged, as in `<<: [*a, *a]`, doubles what it names each time.
+    Its events are counted first: an alias that is merged, as in `<<: [*a, *a]`, doubles a mapping each time.
     """
     import yaml
 

@@ -40,8 +40,8 @@ class Measures:
     measured: (height, width) at which it was measured, smaller for a large picture.
     sharpness: how sharp it is at that size.
     borders: left, top, right and bottom, as parts of the side.
-    signature: what is compared to find its doubles.
-    remarks: what is odd about its file, see `media/remarks.py`.
+    signature: of its picture, to find its doubles.
+    remarks: oddities of its file, see `media/remarks.py`.
     """
 
     digest: str
