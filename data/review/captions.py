@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ...models.native.text import CoreText
+from ...models.registry import text_policy
 from ..layouts.subsets import Example, Subset
 from .findings import EMPTY, EQUAL, LONG, NO_CAPTION, NO_TRIGGER, Finding
 
@@ -77,7 +77,7 @@ def caption_length(clip: Any) -> Callable[[str], tuple[int, int]]:
     CLIP alone reads CLIP_TOKENS at once, and a longer caption in several pieces. Others read a caption whole, but were
     trained on TRAINED_TOKENS at most.
     """
-    policy = CoreText(clip)
+    policy = text_policy(clip)
     empty = {name: _count(sequences) for name, sequences in policy.tokenize(clip, "").tokens.items()}
 
     def length(text: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Findings of a check: what is wrong with which picture."""
+"""Findings of a check: the faults of each picture."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -22,7 +22,7 @@ _ROWS = 512  # compared with all others at once
 
 @dataclass(frozen=True)
 class Signature:
-    """What is compared of a picture.
+    """Features by which a picture is compared.
 
     bits: (64,), 0 or 1.
     mirrored: those of the mirrored picture.

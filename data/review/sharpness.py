@@ -58,7 +58,7 @@ def measure_sharpness(grey: np.ndarray) -> Sharpness:
 
 
 def _spectrum(grey: np.ndarray) -> np.ndarray | None:
-    """Compute the power of the sharpest tiles by frequency, as part of what is expected; None if all are flat."""
+    """Compute the power of the sharpest tiles by frequency, as part of the expected one; None if all are flat."""
     rows, columns = grey.shape[0] // TILE, grey.shape[1] // TILE
     if not rows or not columns:
         return None

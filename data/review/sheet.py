@@ -1,4 +1,4 @@
-"""Sheet of the pictures with findings: a thumbnail of each, and what was found below it."""
+"""Sheet of the pictures with findings: a thumbnail of each, and its faults below it."""
 
 from collections.abc import Sequence
 from io import BytesIO

@@ -1,4 +1,4 @@
-"""Check Folder: what is wrong with the pictures and captions of a folder, before anything is trained."""
+"""Check Folder: faults of the pictures and captions of a folder, before anything is trained."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
 """The workflow that looks through a folder before anything is trained on it."""
 
 from graph import Graph
-from parts import DATA, FOLDER_TALL, WIDE
+from parts import DATA, FOLDER_TALL, PICTURE_TALL, WIDE
 
 REPORT_TALL = 700  # with the report and the sheet
 NOTE = """### 1. Choose your folder
@@ -21,9 +21,11 @@ Then open a workflow that trains, and choose the same folder."""
 def prepare_folder(graph: Graph) -> None:
     graph.column("Check", WIDE)
     graph.note(NOTE, 420)
-    graph.node("TesseraCheckFolder", tall=REPORT_TALL, folder="input/my_pictures")
+    check = graph.node("TesseraCheckFolder", tall=REPORT_TALL, folder="input/my_pictures")
     graph.column("Pictures, captions and masks", DATA)
     graph.node("TesseraImageFolder", tall=FOLDER_TALL, folder="input/my_pictures")
+    graph.column("Findings, large", WIDE)
+    graph.node("PreviewImage", tall=PICTURE_TALL, title="Sheet", images=check[0])
 
 
 DESCRIPTIONS = [prepare_folder]
