@@ -26,12 +26,11 @@ from ...data.media.images import inspect_image
 from ...data.media.thumbnails import image_thumbnail
 from ...data.review.drawn_masks import SHOWN, mask_place, save_mask, shown_mask
 from ..common.answers import answer, refusal
-from ..common.asked_by import why_foreign
+from ..common.asked_by import refused_post, why_foreign
 from ..common.folder_access import is_allowed_file, resolve_folder
 from ..data.folder_routes import listed_file
 from ..data.image_inputs import NONE
 from ..data.places import shown_places
-from ..train.run_routes import refused_post
 from .mask_places import place_in_input
 
 PICTURES = "pictures"
