@@ -69,6 +69,11 @@ def main() -> None:
     print("| check | seconds | of the processor |\n|---|---:|---:|")
     for text, clock, processor in rows:
         print(f"| {text} | {clock:.1f} | {processor:.1f} |")
+    each = rows[0][2] / args.pictures
+    print(
+        f"\nA picture takes {1000 * each:.0f} ms of the processor, so 2,000 take {2000 * each:.0f} s, or "
+        f"{1000 * each:.0f} s on two idle cores."
+    )
     print("\nMade by `python benchmarks check_folder > benchmarks/results/check_folder.md`.")
 
 
