@@ -31,7 +31,8 @@ def test_a_mask_is_drawn_undone_redone_and_saved(frontend, photos):
     tile = page.locator(".tessera-tile").first
     tile.hover()
     tile.locator(".tessera-brush").click()
-    canvas = page.locator(".tessera-mask canvas")
+    dialog = page.locator(".tessera-mask")
+    canvas = dialog.locator("canvas")
     expect(canvas).to_be_visible()
     box = canvas.bounding_box()
 
@@ -43,10 +44,10 @@ def test_a_mask_is_drawn_undone_redone_and_saved(frontend, photos):
 
     stroke(0.25)
     stroke(0.8)
-    page.get_by_role("button", name="Undo").click()
-    frontend.picture("mask_brush", locator=page.locator(".tessera-mask"))
-    page.get_by_role("button", name="Save").click()
-    expect(page.locator(".tessera-mask")).to_have_count(0)
+    dialog.get_by_role("button", name="Undo").click()
+    frontend.picture("mask_brush", locator=dialog)
+    dialog.get_by_role("button", name="Save").click()
+    expect(dialog).to_have_count(0)
     expect(page.locator(".tessera-brush.tessera-masked")).to_have_count(1)
     mask = np.asarray(Image.open(photos / "masks" / "000.png"))
     assert mask.shape == (HEIGHT, WIDTH)
@@ -55,13 +56,13 @@ def test_a_mask_is_drawn_undone_redone_and_saved(frontend, photos):
 
     tile.locator(".tessera-brush").click()
     expect(canvas).to_be_visible()
-    page.get_by_role("button", name="All", exact=True).click()
-    page.get_by_role("button", name="Leave out").click()
+    dialog.get_by_role("button", name="All", exact=True).click()
+    dialog.get_by_role("button", name="Leave out").click()
     stroke(0.25)
     page.keyboard.press("Control+z")
     page.keyboard.press("Control+y")
-    page.get_by_role("button", name="Save").click()
-    expect(page.locator(".tessera-mask")).to_have_count(0)
+    dialog.get_by_role("button", name="Save").click()
+    expect(dialog).to_have_count(0)
     mask = np.asarray(Image.open(photos / "masks" / "000.png"))
     assert mask[round(HEIGHT * 0.25), WIDTH // 2] == 0 and mask[-5:].min() == 255
 
