@@ -116,7 +116,7 @@ class ShardedRing(SlotRing):
 
     def backward(self, j: int) -> None:
         self._reach(BACKWARD, len(self.flat_weights) - 1 - j, j)
-        self.check(j)
+        self.slots.check(j)
 
     def _reach(self, direction: str, number: int, j: int) -> None:
         """Bring block j, the `number`th of a sweep in this direction, to its slot."""
@@ -125,7 +125,7 @@ class ShardedRing(SlotRing):
             while self._begin_sweep(direction) != direction:
                 self._end_sweep()
         self._walk(number + 1)
-        self.stream.wait(self._copied[j % self.count])
+        self.stream.wait(self.slots.copied(j))
 
     def _begin_sweep(self, request: str) -> str:
         """Begin the next sweep on all ranks; returns its direction, or DONE or SMALLER."""
@@ -200,7 +200,7 @@ class ShardedSwap(BlockSwap):
         """Return the bytes of the slots and the pieces on the device."""
         device = self.ring.device.type
         pieces = [weights.piece for weights in self.ring.flat_weights]
-        return self.ring.held_bytes() + sum(piece.numel() for piece in pieces if piece.device.type == device)
+        return self.ring.slots.held_bytes() + sum(piece.numel() for piece in pieces if piece.device.type == device)
 
     def take(self) -> None:
         self._move(self.ring.device)
@@ -220,7 +220,7 @@ class ShardedSwap(BlockSwap):
 
     def end(self) -> None:
         """Free the pieces."""
-        self.ring.flat_weights = []
+        self.ring.replace([])
 
 
 def _piece(refs: Sequence[WeightRef], layout: Layout, device: torch.device, peers: Peers) -> ShardedBuffer:

@@ -61,12 +61,69 @@ class CopyStream:
         self.settle()
 
 
+class Slots:
+    """Device memory at fixed addresses that blocks share in turn: block j always uses slot j mod `count`.
+
+    count: number of slots.
+    size: bytes of one.
+    tensors: the slots while they are allocated, (size,) bytes each.
+    occupants: the block in each slot, or None.
+    """
+
+    def __init__(self, count: int, size: int, device: torch.device):
+        self.count, self.size, self.device = count, size, device
+        self.tensors: list[Tensor] = []
+        self.occupants: list[int | None] = []
+        self._copied: list[Any] = []  # of the last copy into each slot: the argument of the stream's `wait`
+
+    def allocate(self) -> None:
+        self.tensors = [empty_bytes(self.size, self.device) for _ in range(self.count)]
+        self.invalidate()
+
+    def free(self) -> None:
+        self.tensors = []
+
+    def held_bytes(self) -> int:
+        return sum(slot.numel() for slot in self.tensors)
+
+    def tensor(self, j: int) -> Tensor:
+        """Return the slot of block j."""
+        return self.tensors[j % self.count]
+
+    def holds(self, j: int) -> bool:
+        return self.occupants[j % self.count] == j
+
+    def check(self, j: int) -> None:
+        """Assert that the slot of block j holds block j."""
+        occupant = self.occupants[j % self.count]
+        assert occupant == j, f"slot {j % self.count} holds block {occupant} in place of {j}"
+
+    def occupy(self, j: int, copied: Any) -> None:
+        """Record that block j has been copied to its slot. copied: what the stream's `wait` takes."""
+        self._copied[j % self.count] = copied
+        self.occupants[j % self.count] = j
+
+    def copied(self, j: int) -> Any:
+        """Return what the stream's `wait` takes for the last copy into the slot of block j."""
+        return self._copied[j % self.count]
+
+    def invalidate(self) -> None:
+        """Mark all slots as empty."""
+        self.occupants = [None] * self.count
+        self.forget_copies()
+
+    def forget_copies(self) -> None:
+        """Wait for no earlier copy: its stream has settled."""
+        self._copied = [None] * self.count
+
+
 class SlotRing:
     """Ring of slots that blocks stream through.
 
     flat_weights: flat host buffers of the blocks, or their substitutes, in the order of the forward.
     prefetch: number of blocks copied ahead; one more slot than that is used.
     finish(j): called after each copy of block j, on the stream of the copies.
+    slots: the device memory.
     locking: page-locks the flat weights in the background; None once it has ended, or without it.
     stream: makes the copies; None chooses it by the memory of the flat weights.
     refused: flat weights that could not be locked.
@@ -83,20 +140,15 @@ class SlotRing:
     ):
         assert prefetch >= 1 and flat_weights
         self.flat_weights: list[Tensor | ScatteredBuffer] = list(flat_weights)
-        self.device = device
-        self.prefetch = prefetch
-        self.finish = finish
-        self.count = min(prefetch + 1, len(self.flat_weights))
-        self.slot_bytes = max(weights.numel() for weights in self.flat_weights)
+        self.device, self.prefetch, self.finish = device, prefetch, finish
+        largest = max(weights.numel() for weights in self.flat_weights)
+        self.slots = Slots(min(prefetch + 1, len(self.flat_weights)), largest, device)
         staged = stream or staged_stream(flat_weights, device, finish is not None)
         self.stream: CopyStream | StagedStream = staged or CopyStream(device)
         self.locking: Locking | None = None
         self.refused = 0
         self.copies = 0
         self.bytes_copied = 0
-        self.slots: list[Tensor] = []
-        self.occupants: list[int | None] = []
-        self._copied: list[Any] = []
 
     def accepts(self, flat_weights: Sequence[Tensor | ScatteredBuffer]) -> bool:
         """Return True if these may replace the flat weights.
@@ -109,15 +161,18 @@ class SlotRing:
         ready = self.stream.stream is None
         return all(isinstance(weights, Tensor) and (ready or weights.is_pinned()) for weights in flat_weights)
 
+    def replace(self, flat_weights: Sequence[Tensor | ScatteredBuffer]) -> None:
+        """Copy from these from here on: the same blocks in other host memory, or none once the slots are free."""
+        self.flat_weights = list(flat_weights)
+
     def take(self) -> None:
         """Allocate the slots."""
-        self.slots = [empty_bytes(self.slot_bytes, self.device) for _ in range(self.count)]
+        self.slots.allocate()
         self.invalidate()
 
     def invalidate(self) -> None:
         """Mark all slots as empty, so that every block is copied again."""
-        self.occupants = [None] * self.count
-        self._copied = [None] * self.count
+        self.slots.invalidate()
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -136,13 +191,7 @@ class SlotRing:
     def release(self) -> None:
         """Free the slots; the flat weights stay."""
         self.stream.release()
-        self.slots = []
-
-    def held_bytes(self) -> int:
-        return sum(slot.numel() for slot in self.slots)
-
-    def slot_of(self, j: int) -> Tensor:
-        return self.slots[j % self.count]
+        self.slots.free()
 
     def forward(self, j: int) -> None:
         """Bring block j to its slot for all work queued from here on, and prefetch those after it.
@@ -155,7 +204,7 @@ class SlotRing:
     def backward(self, j: int) -> None:
         """Bring block j to its slot, and prefetch those before it."""
         self._bring(j, range(j - 1, j - 1 - self.prefetch, -1))
-        self.check(j)
+        self.slots.check(j)
 
     def lock_meanwhile(self) -> None:
         """Start page-locking the flat weights in the background; until all are locked they go through a stage."""
@@ -171,7 +220,8 @@ class SlotRing:
         self.refused = locking.failed
         if finished and not locking.failed and self.finish is None:
             self.stream.release()
-            self.stream, self._copied = CopyStream(self.device), [None] * self.count
+            self.stream = CopyStream(self.device)
+            self.slots.forget_copies()
 
     def _bring(self, j: int, ahead: Iterable[int]) -> None:
         if self.locking is not None and self.locking.is_done():
@@ -181,23 +231,16 @@ class SlotRing:
             for other in ahead:
                 if 0 <= other < len(self.flat_weights):
                     self._copy(other)
-            self.stream.wait(self._copied[j % self.count])
+            self.stream.wait(self.slots.copied(j))
         except BaseException:
             self.invalidate()  # a slot may hold a partial or unfinished copy
             raise
 
     def _copy(self, j: int) -> None:
-        slot = j % self.count
-        if self.occupants[slot] == j:
+        if self.slots.holds(j):
             return
         weights = self.flat_weights[j]
         finish = None if self.finish is None else lambda: self.finish(j)  # type: ignore[misc]
-        self._copied[slot] = self.stream.copy(self.slots[slot], weights, finish)
-        self.occupants[slot] = j
+        self.slots.occupy(j, self.stream.copy(self.slots.tensor(j), weights, finish))
         self.copies += 1
         self.bytes_copied += weights.numel()
-
-    def check(self, j: int) -> None:
-        """Assert that the slot of block j holds block j."""
-        occupant = self.occupants[j % self.count]
-        assert occupant == j, f"slot {j % self.count} holds block {occupant} in place of {j}"

@@ -61,14 +61,14 @@ class BlockSwap:
 
     def held_bytes(self) -> int:
         """Return the bytes of the slots on the device."""
-        return self.ring.held_bytes()
+        return self.ring.slots.held_bytes()
 
     def take(self) -> None:
         """Allocate the slots and point the blocks at them."""
         self.ring.take()
         for j, (refs, layout) in enumerate(zip(self.refs, self.layouts, strict=True)):
             for ref, field in zip(refs, layout.fields, strict=True):
-                ref.table[ref.attribute] = field.tensor_in(self.ring.slot_of(j))
+                ref.table[ref.attribute] = field.tensor_in(self.ring.slots.tensor(j))
 
     def release(self, last: bool = False) -> None:
         """Free the slots; the flat weights stay. last: the slots will not be allocated again."""
@@ -172,5 +172,5 @@ class _AfterBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        ctx.ring.check(ctx.j)
+        ctx.ring.slots.check(ctx.j)
         return None, None, *grads

@@ -85,7 +85,9 @@ class Probe:
         shared_inputs = [a for a in tensors if not a.requires_grad]
         adapters = [linear.adapter for linear in block.linears().values() if linear.adapter is not None]
         casts = [cast for adapter in adapters for cast in adapter.casts.values()]
-        exclude = {storage_of(tensor) for tensor in (*swap.ring.slots, *block.parameters(), *casts, *shared_inputs)}
+        exclude = {
+            storage_of(tensor) for tensor in (*swap.ring.slots.tensors, *block.parameters(), *casts, *shared_inputs)
+        }
         saved: dict[int, Tensor] = {}
 
         def forward(run: Callable[..., Any] = run_block) -> Any:

@@ -57,7 +57,7 @@ class TwoDevices:
             tensor for module in trainer.placed.weights.transformer.frozen_modules() for tensor in module.buffers()
         )
         if trainer.placed.weights.swap is not None:
-            self.put(trainer.placed.weights.swap.ring.slots)
+            self.put(trainer.placed.weights.swap.ring.slots.tensors)
         if trainer.learner.average is not None:
             self.put(trainer.learner.average.master_weights.values())
 

@@ -127,7 +127,7 @@ class Unloading:
 
         if run.world.is_first and run.progress.step == 1:
             unload()
-            assert not run.placed.weights.swap.ring.slots
+            assert not run.placed.weights.swap.ring.slots.tensors
 
     def is_due(self, step: int, steps: int) -> bool:
         return step == 1
@@ -147,7 +147,7 @@ class Held:
 
         swap = run.placed.weights.swap
         if self.is_due(run.progress.step, 0) and hasattr(swap, "peers"):
-            slots = {slot.untyped_storage().data_ptr() for slot in swap.ring.slots}
+            slots = {slot.untyped_storage().data_ptr() for slot in swap.ring.slots.tensors}
             buffers = [b for block in swap.blocks for m in frozen_modules(block).values() for b in m.buffers()]
             self.figures = {
                 "held": swap.held_bytes(),

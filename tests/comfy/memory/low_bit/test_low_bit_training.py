@@ -84,11 +84,11 @@ def test_resident_checkpointed_swapped_and_compiled_runs_are_the_same(storage: s
         slots = (
             []
             if other_run.placed.weights.swap is None
-            else [slot.numel() for slot in other_run.placed.weights.swap.ring.slots]
+            else [slot.numel() for slot in other_run.placed.weights.swap.ring.slots.tensors]
         )
     # What streams is the stored form, as in full.
     full = trained(files[storage], tmp_path, **swapping)
-    assert slots == [slot.numel() for slot in full.placed.weights.swap.ring.slots] and len(slots) == 2
+    assert slots == [slot.numel() for slot in full.placed.weights.swap.ring.slots.tensors] and len(slots) == 2
     assert other_run.train_step.copies == full.train_step.copies > 0
     torch._dynamo.reset()
     graphs = Graphs()

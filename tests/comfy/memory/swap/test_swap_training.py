@@ -95,7 +95,7 @@ def test_the_masters_are_never_written_and_stay_the_models_own(deep_flux: Path, 
     with Writes() as writes:
         trainer.run()
     homes = {master.untyped_storage().data_ptr() for master in trainer.placed.weights.swap.ring.flat_weights}
-    slots = {slot.untyped_storage().data_ptr() for slot in trainer.placed.weights.swap.ring.slots}
+    slots = {slot.untyped_storage().data_ptr() for slot in trainer.placed.weights.swap.ring.slots.tensors}
     # What is written are slots, out of masters, and no master is, not even with what it holds.
     assert not homes & set(writes.destinations)
     assert [
@@ -191,7 +191,7 @@ def test_a_slot_that_holds_another_block_is_found_in_the_backward(deep_flux: Pat
 
     def bring_another(j: int, ahead: Any) -> None:
         bring(j, ahead)
-        ring.occupants[j % ring.count] = 99
+        ring.slots.occupants[j % ring.slots.count] = 99
 
     ring._bring = bring_another
     with pytest.raises(AssertionError, match="holds"):
@@ -207,7 +207,7 @@ def test_the_tensors_of_a_block_lie_aligned_in_one_buffer(deep_flux: Path, tmp_p
         tensors = {f"{owner}.{n}": t for owner, m in frozen_modules(block).items() for n, t in m._buffers.items()}
         layout = Layout.from_tensors((name, tensor) for name, tensor in tensors.items() if tensor is not None)
         assert layout in trainer.placed.weights.swap.layouts and all(field.offset % 256 == 0 for field in layout.fields)
-    assert all(slot.data_ptr() % 256 == 0 for slot in trainer.placed.weights.swap.ring.slots)
+    assert all(slot.data_ptr() % 256 == 0 for slot in trainer.placed.weights.swap.ring.slots.tensors)
 
 
 def test_more_blocks_than_there_are_is_one_sentence(deep_flux: Path, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def passes(ring: SlotRing) -> list[int]:
     values = []
     for j in range(len(ring.flat_weights)):
         ring.forward(j)
-        values.append(int(ring.slot_of(j)[: ring.flat_weights[j].numel()].float().mean()))
+        values.append(int(ring.slots.tensor(j)[: ring.flat_weights[j].numel()].float().mean()))
     return values
 
 

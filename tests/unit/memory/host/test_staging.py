@@ -107,18 +107,18 @@ def test_a_stage_is_filled_again_only_after_the_copy_out_of_it() -> None:
 def test_a_ring_over_a_stage_brings_every_block_in_both_directions(prefetch: int) -> None:
     hosts = masters(6)
     ring, plain = (SlotRing(hosts, torch.device("cpu"), prefetch) for _ in range(2))
-    ring.stream = StagedStream(PromptLink(), ring.slot_bytes, pinned=False)
+    ring.stream = StagedStream(PromptLink(), ring.slots.size, pinned=False)
     ring.take()
     plain.take()
     for _ in range(2):
         for j in range(6):
             ring.forward(j)
             plain.forward(j)
-            assert torch.equal(ring.slot_of(j)[: hosts[j].numel()], hosts[j])
+            assert torch.equal(ring.slots.tensor(j)[: hosts[j].numel()], hosts[j])
         for j in reversed(range(6)):
             ring.backward(j)
             plain.backward(j)
-            assert torch.equal(ring.slot_of(j)[: hosts[j].numel()], hosts[j])
+            assert torch.equal(ring.slots.tensor(j)[: hosts[j].numel()], hosts[j])
     assert ring.copies == plain.copies and ring.bytes_copied == plain.bytes_copied
     ring.stream.settle()
 
@@ -150,7 +150,7 @@ def test_a_failed_copy_keeps_nothing_of_the_call_that_asked_for_it() -> None:
             ring.forward(j)
 
     ring = SlotRing(masters(4), torch.device("cpu"), 1, finish)
-    ring.stream = StagedStream(PromptLink(), ring.slot_bytes, pinned=False)
+    ring.stream = StagedStream(PromptLink(), ring.slots.size, pinned=False)
     ring.take()
     gc.disable()
     try:
@@ -161,7 +161,7 @@ def test_a_failed_copy_keeps_nothing_of_the_call_that_asked_for_it() -> None:
         gc.enable()
     fails[0] = False
     call()
-    assert torch.equal(ring.slot_of(3)[:61], ring.flat_weights[3])
+    assert torch.equal(ring.slots.tensor(3)[:61], ring.flat_weights[3])
 
 
 def test_settling_waits_for_copies_that_failed_after_they_were_started_too() -> None:

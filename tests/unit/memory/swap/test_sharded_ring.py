@@ -54,7 +54,7 @@ def test_a_block_lies_whole_in_its_slot_at_its_turn():
             visited = sorted(choose.sample(range(BLOCKS), choose.randint(1, BLOCKS)))
             for j in visited if turn % 3 else visited[::-1]:
                 (ring.forward if turn % 3 else ring.backward)(j)
-                slot = ring.slot_of(j)
+                slot = ring.slots.tensor(j)
                 assert slot[:256].eq(j).all() and slot[256:].eq(100 + j).all(), (turn, j)
             if turn % 7 == 0:
                 ring.end_work()
@@ -73,7 +73,7 @@ def test_a_block_is_waited_for(monkeypatch):
     monkeypatch.setattr(ring.stream, "wait", wait)
     for j in range(BLOCKS):
         ring.forward(j)
-        assert ring.slot_of(j)[:256].eq(j).all()
+        assert ring.slots.tensor(j)[:256].eq(j).all()
 
 
 @pytest.mark.parametrize("prefetch", [1, 2])
@@ -133,4 +133,4 @@ def test_pieces_that_are_not_needed_any_more_are_not_copied_to_the_host():
         swap().release()
     swapped_weights = swap()
     ResidentWeights([swapped_weights], torch.device("cpu"), torch.device("cpu")).release()
-    assert swapped_weights.ring.flat_weights == [] and not swapped_weights.ring.slots
+    assert swapped_weights.ring.flat_weights == [] and not swapped_weights.ring.slots.tensors
