@@ -1,7 +1,6 @@
 """Block swap on a MODEL: its settings are attached to it, sampling streams its blocks, and training reads the
 settings."""
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from comfy.model_patcher import ModelPatcher
 from torch import nn
 
 from ..common.core import bytes_to_unload, usable_memory
+from ..common.notes import Notes
 from ..common.processes import processes_here
 from ..memory.host.file_speed import measure_file_bandwidth
 from ..memory.host.flat_weights import parts_of
@@ -25,8 +25,6 @@ from ..memory.swap.selection import choose_blocks
 from ..memory.weights.dynamic_vram import without_dynamic_vram
 from .blocks import BlockOfModel, find_blocks, list_of, lists_of, numbered
 from .registry import FAMILIES
-
-log = logging.getLogger(__name__)
 
 KEY = "tessera.swap_settings"
 IMAGE_SIDE = 1024  # pixels per side of the image that -1 leaves room for
@@ -63,7 +61,7 @@ def swap_order(patcher: ModelPatcher, blocks: Sequence[BlockOfModel]) -> list[st
     return sorted(size, key=lambda name: -size[name])
 
 
-def swap(patcher: ModelPatcher, settings: SwapSettings) -> tuple[ModelPatcher, list[str]]:
+def swap(patcher: ModelPatcher, settings: SwapSettings) -> tuple[ModelPatcher, Notes]:
     """Clone the MODEL with block swap. Also returns the notes for the user, which are logged too; the list grows when
     the blocks are placed.
 
@@ -71,7 +69,7 @@ def swap(patcher: ModelPatcher, settings: SwapSettings) -> tuple[ModelPatcher, l
     """
     clone = without_dynamic_vram(patcher)
     if clone is None:
-        return patcher.clone(), _said(
+        return patcher.clone(), _one_note(
             "This MODEL uses ComfyUI's dynamic VRAM and its loader can't load it without, so ComfyUI streams it "
             "instead of block swap; load it with Load Diffusion Model (Block Swap)."
         )
@@ -83,17 +81,17 @@ def swap(patcher: ModelPatcher, settings: SwapSettings) -> tuple[ModelPatcher, l
     clone.set_attachments(KEY, settings)
     blocks = find_blocks(clone.get_model_object("diffusion_model"))
     if not blocks:
-        return clone, _said("Nothing is swapped: this model has no repeated blocks.")
+        return clone, _one_note("Nothing is swapped: this model has no repeated blocks.")
     lists = lists_of(blocks)
     order = swap_order(clone, blocks)
     numbers = numbered(blocks)
-    prefetch, notes = settings.prefetch_blocks, []
+    prefetch, notes = settings.prefetch_blocks, Notes()
     automatic = settings.blocks_to_swap == -1
     if automatic:
         # A prefetch below one is no choice; it is noted below.
         fitting = _fit(clone, numbers, order, prefetches(prefetch) if prefetch >= 1 else (1,), settings.pin_memory)
         swapped_names, prefetch = fitting.swapped, fitting.prefetch if prefetch >= 1 else prefetch
-        notes += _said(fitting.text)
+        notes.add(fitting.text)
     else:
         swapped_names = choose_blocks(settings.blocks_to_swap, {n: len(m) for n, m in lists.items()}, order)
     streamed = {
@@ -101,7 +99,7 @@ def swap(patcher: ModelPatcher, settings: SwapSettings) -> tuple[ModelPatcher, l
     }
     if not streamed:
         if automatic:
-            retry_on_oom(clone, automatic, lambda sentence: _add(notes, sentence))
+            retry_on_oom(clone, automatic, notes.add)
         return clone, notes
     needed = sum(_bytes(module) for module in streamed.values())
     available = psutil.virtual_memory().available // processes_here()
@@ -109,27 +107,23 @@ def swap(patcher: ModelPatcher, settings: SwapSettings) -> tuple[ModelPatcher, l
     weights = HostWeights(needed, inside, sum(_bytes_on_device(module) for module in streamed.values()))
     placement = place_on_host(settings.pin_memory, clone.load_device.type, weights, available)
     for note in placement.notes:
-        notes += _said(note)
+        notes.add(note)
     swapped = swap_model(clone, streamed, prefetch, placement.pinned, placement.from_file, automatic)
     full_size, swapped_size = clone.model_size(), swapped.model_size()
-    notes += _said(
+    notes.add(
         f"Block swap: {len(streamed)} of {len(blocks)} blocks stream; the model takes {swapped_size / 2**30:.2f} GiB "
         f"on the GPU instead of {full_size / 2**30:.2f} GiB."
     )
     shared_notes = swapped.notes  # only the list: a clone may be based on another model, and outlive this one
     shared_notes[:0] = notes
-    retry_on_oom(swapped, automatic, lambda sentence: _add(shared_notes, sentence))
+    retry_on_oom(swapped, automatic, shared_notes.add)
     return swapped, shared_notes
 
 
-def _said(sentence: str) -> list[str]:
-    log.info(sentence)
-    return [sentence]
-
-
-def _add(notes: list[str], sentence: str) -> None:
-    if sentence not in notes:
-        notes += _said(sentence)
+def _one_note(sentence: str) -> Notes:
+    notes = Notes()
+    notes.add(sentence)
+    return notes
 
 
 def _bytes(module: nn.Module) -> int:

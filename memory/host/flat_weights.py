@@ -4,7 +4,8 @@ There is no registry of flat weights: the modules' tensors are the host copies, 
 them. So several MODELs over one base share it, and it is freed with the last tensor over it.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -222,3 +223,86 @@ def leave_flat(
                     part.clone() if is_leaving else part for part, is_leaving in zip(parts, leaving, strict=True)
                 ]
             put(ref, tensor, own_parts)
+
+
+class BlockWeights:
+    """The weights of some blocks of one model, in the order of the forward.
+
+    blocks: the modules by their names in the MODEL's state dict, such as diffusion_model.single_blocks.3.
+    refs: references to the tensors of each block.
+    layouts: of each block's flat buffer.
+    keys: names of all these tensors in the MODEL's state dict.
+    modules: identities of all modules of the blocks.
+    """
+
+    def __init__(self, blocks: Mapping[str, nn.Module]):
+        self.blocks = dict(blocks)
+        self.refs = [weight_refs(name, block) for name, block in self.blocks.items()]
+        self.layouts = [Layout.from_tensors(plain_tensors(refs)) for refs in self.refs]
+        self.keys = {ref.key for refs in self.refs for ref in refs}
+        self.modules = {id(module) for block in self.blocks.values() for module in block.modules()}
+
+    @property
+    def quantised(self) -> bool:
+        """Return whether a weight consists of several tensors."""
+        return any(len(layout.fields) > len(refs) for layout, refs in zip(self.layouts, self.refs, strict=True))
+
+    def largest(self) -> int:
+        """Return the bytes of the largest flat buffer."""
+        return max(layout.size for layout in self.layouts)
+
+
+class HostBuffers:
+    """Host memory from which blocks stream: flat buffers, or the tensors themselves as scattered ones.
+
+    pinned: flat buffers are page-locked, as long as the system grants it.
+    from_file: the tensors stay where they are, in the mapped file.
+    """
+
+    def __init__(self, weights: BlockWeights, pinned: bool, from_file: bool):
+        self.weights, self.pinned, self.from_file = weights, pinned, from_file
+        self._in_place = False
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Stream the tensors from their present host memory within the context, as a training run holds them."""
+        self._in_place = True
+        try:
+            yield
+        finally:
+            self._in_place = False
+
+    def collect(self, replaced: Collection[str]) -> tuple[list[Tensor | ScatteredBuffer], int]:
+        """Return a buffer for each block, and the number of those that could not be page-locked.
+
+        replaced: keys of tensors that another node has put in temporarily; the modules keep those.
+        """
+        buffers = [
+            self._collect(refs, layout, replaced)
+            for refs, layout in zip(self.weights.refs, self.weights.layouts, strict=True)
+        ]
+        if not self.pinned or self._in_place:
+            return buffers, 0
+        refused = sum(not buffer.is_pinned() for buffer in buffers)
+        self.pinned = not refused
+        return buffers, refused
+
+    def _collect(self, refs: list[WeightRef], layout: Layout, replaced: Collection[str]) -> Tensor | ScatteredBuffer:
+        if self.from_file:
+            return scattered(refs, layout)
+        flat = shared_flat(refs, layout, replaced)
+        if self._in_place:
+            return scattered(refs, layout) if flat is None else flat
+        if flat is None or (self.pinned and not flat.is_pinned()):
+            return into_flat(refs, layout, self.pinned, _point_at_but(replaced))
+        return flat
+
+
+def _point_at_but(replaced: Collection[str]) -> Put:
+    """Return `point_at` for all keys except those that another node has replaced temporarily."""
+
+    def put(ref: WeightRef, tensor: Tensor, parts: list[Tensor]) -> None:
+        if ref.key not in replaced:
+            point_at(ref, tensor, parts)
+
+    return put

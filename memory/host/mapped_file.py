@@ -229,7 +229,7 @@ def _leave_hooked(patcher: Any, *_: Any) -> None:
     if swap is not None and swap.rest:  # SwapPatcher copies each out when it is written
         return
     keys = {key for patches in patcher.hook_patches.values() for key in patches}
-    keys -= swap.keys if swap is not None else set()  # those are patched in their slots
+    keys -= swap.weights.keys if swap is not None else set()  # those are patched in their slots
     mapped = MappedWeights(ref for ref in weight_refs("", patcher.model) if ref.key in keys)
     for key in mapped.entries:
         mapped.copy_out(key)

@@ -1,7 +1,7 @@
 """Preserve a model's host memory while ComfyUI moves the model to the device and back."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -25,14 +25,11 @@ def host_copies_retained(patcher: ModelPatcher) -> Iterator[None]:
     Meanwhile block swap of the MODEL itself streams them in place, without gathering them in flat buffers.
     """
     swap: SwappedBlocks | None = patcher.attachments.get(KEY)
-    if swap is not None:
-        swap.keep_in_place = True
     originals = [] if patcher.is_dynamic() else _on_host(patcher)
     try:
-        yield
+        with nullcontext() if swap is None else swap.host.in_place():
+            yield
     finally:
-        if swap is not None:
-            swap.keep_in_place = False
         for ref, original in originals:
             tensor = ref.tensor()
             if tensor is None or not _is_relocated(parts_of(tensor), original):

@@ -13,8 +13,10 @@ from torch import nn
 
 from ...common.core import PartialPatcher, replaced_keys
 from ...common.gguf_tensor import is_gguf
+from ...common.notes import Notes
 from ..host.flat_weights import restore_inference_mode
-from .inference import SwappedBlocks
+from .forward import install_forwards, remove_forwards
+from .inference import StreamOptions, SwappedBlocks
 from .oom_retry import RETRIED, bytes_to_free
 from .selection import all_on_device
 from .slot_patches import SlotPatches
@@ -38,7 +40,7 @@ class SwapPatcher(PartialPatcher):
         return self.attachments[KEY]
 
     @property
-    def notes(self) -> list[str]:
+    def notes(self) -> Notes:
         """Return the swap's sentences for the user."""
         return self.swap.notes
 
@@ -61,7 +63,7 @@ class SwapPatcher(PartialPatcher):
 
     def left_out(self, module: nn.Module) -> bool:
         # By identity: a module that an object patch has put into a swapped block is loaded like any other.
-        return id(module) in self.swap.modules
+        return id(module) in self.swap.weights.modules
 
     def load(self, device_to=None, lowvram_model_memory=0, force_patch_weights=False, full_load=False):
         self.swap.rest.drop_replaced(self._replaced())
@@ -70,7 +72,7 @@ class SwapPatcher(PartialPatcher):
         super().load(device_to, memory, force_patch_weights, full_load=False)
         if not self.model.model_lowvram:
             for module in self.model.modules():
-                if id(module) not in self.swap.modules:
+                if id(module) not in self.swap.weights.modules:
                     self._move_own(module, device_to)
             self.model.model_loaded_weight_memory = self.model_size() - self.swap.slot_bytes()
         self.model.model_loaded_weight_memory += self.swap.held_bytes()
@@ -127,7 +129,7 @@ class SwapPatcher(PartialPatcher):
                 if not comfy.model_management.is_oom(error):
                     raise
                 other_bytes = max(0, room - self.swap.slot_bytes())
-                if not self.swap.automatic or other_bytes == 0:
+                if not self.swap.options.automatic or other_bytes == 0:
                     raise torch.OutOfMemoryError(self._no_room()) from error
             # Outside the handler, whose exception holds the tensors already placed.
             self.detach()
@@ -137,21 +139,21 @@ class SwapPatcher(PartialPatcher):
             self.model_patches_to(self.model_dtype())
             extra_memory = room = self.swap.slot_bytes() + max(0, other_bytes - bytes_to_free(other_bytes))
         if smaller:
-            self.swap.note(RETRIED)
+            self.swap.notes.add(RETRIED)
         return loaded
 
     def _no_room(self) -> str:
-        swap = self.swap
-        sizes = f"{swap.slot_bytes() / 2**30:.2f} GiB for {swap.slots()} blocks at a time"
-        if swap.automatic:
+        swap, options = self.swap, self.swap.options
+        sizes = f"{swap.slot_bytes() / 2**30:.2f} GiB for {swap.slot_count()} blocks at a time"
+        if options.automatic:
             return (
                 f"blocks_to_swap is -1, but the GPU doesn't even have room for {sizes}; close other programs on this "
                 "GPU."
             )
         return (
-            f"blocks_to_swap is {len(swap.blocks)} and prefetch_blocks is {swap.prefetch}, and the GPU has no room "
-            f"for {sizes} and {swap.resident_bytes() / 2**30:.2f} GiB of other weights; set blocks_to_swap to -1 or "
-            "higher, or close other programs on this GPU."
+            f"blocks_to_swap is {len(swap.weights.blocks)} and prefetch_blocks is {options.prefetch}, and the GPU has "
+            f"no room for {sizes} and {swap.resident_bytes() / 2**30:.2f} GiB of other weights; set blocks_to_swap to "
+            "-1 or higher, or close other programs on this GPU."
         )
 
     def _partially_load(self, device_to: torch.device, extra_memory: float, force_patch_weights: bool) -> int:
@@ -171,23 +173,23 @@ class SwapPatcher(PartialPatcher):
 
     def patch_model(self, *args: Any, **kwargs: Any) -> Any:
         model = super().patch_model(*args, **kwargs)
-        self.swap.install_forwards()
+        install_forwards(self.swap)
         return model
 
     def pre_run(self):
-        self.swap.install_forwards()  # injections may have replaced a forward after loading
+        install_forwards(self.swap)  # injections may have replaced a forward after loading
         super().pre_run()
 
     def unpatch_model(self, device_to=None, unpatch_weights=True):
         # Remove wrappers of a block's forward in reverse order, so that none restores a forward that has ended.
         self.eject_model()
-        self.swap.release() if unpatch_weights else self.swap.remove_forwards()
+        self.swap.release() if unpatch_weights else remove_forwards(self.swap)
         if unpatch_weights and self.swap.rest:
             self.unpatch_hooks()
             self.swap.rest.restore(self._replaced())
         # Outside inference mode ComfyUI's move to a device copies quantised weights even if they are already on it:
         # they would leave their flat buffers, which small tensors keep alive.
-        with torch.inference_mode() if self.swap.quantised else nullcontext():
+        with torch.inference_mode() if self.swap.weights.quantised else nullcontext():
             if unpatch_weights:
                 # ComfyUI removes the functions that apply a LoRA at each use only after a completed partial load, and
                 # not if modules only look partially loaded because they are cast to another dtype.
@@ -219,7 +221,7 @@ class SwapPatcher(PartialPatcher):
     # Hooks: core writes a hook's weights into the modules, which for swapped blocks are the flat weights.
 
     def patch_hook_weight_to_device(self, hooks, combined_patches, key, *args: Any, **kwargs: Any) -> None:
-        if key not in self.swap.keys:
+        if key not in self.swap.weights.keys:
             self.swap.rest.copy_out(key)  # it is patched in-place, and the file's mapping is read-only
             super().patch_hook_weight_to_device(hooks, combined_patches, key, *args, **kwargs)
 
@@ -238,7 +240,7 @@ class SwapPatcher(PartialPatcher):
 
     def _hook_swapped(self, hooks: HookGroup | None) -> None:
         combined = self.get_combined_hook_patches(hooks) if hooks is not None else {}
-        self.swap.set_hook_patches({key: patches for key, patches in combined.items() if key in self.swap.keys})
+        self.swap.set_hook_patches({key: patches for key, patches in combined.items() if key in self.swap.weights.keys})
 
     # Saving.
 
@@ -247,7 +249,7 @@ class SwapPatcher(PartialPatcher):
         # Core bakes weights and biases; other patched tensors it takes from the loaded modules.
         for name, value in state.items():
             key = f"{prefix}{name}"
-            if key in self.swap.keys and key in self.patches and type(value) in (torch.Tensor, nn.Parameter):
+            if key in self.swap.weights.keys and key in self.patches and type(value) in (torch.Tensor, nn.Parameter):
                 patched = self.patch_weight_to_device(key, device_to=self.load_device, return_weight=True)
                 state[name] = patched.to("cpu")
         return state
@@ -291,14 +293,14 @@ def swap_model(
     # Change only its class, as all other state of a clone is needed.
     clone.__class__ = SwapPatcher
     assert isinstance(clone, SwapPatcher)
-    swap = SwappedBlocks(clone.model, blocks, max(1, prefetch), pinned, from_file, automatic)
+    swap = SwappedBlocks(clone.model, blocks, StreamOptions(max(1, prefetch), pinned, from_file, automatic))
     clone.set_attachments(KEY, swap)
     clone.offload_device = torch.device("cpu")
     clone.size = 0
     # ComfyUI would not reload a sibling with the same patches, although other weights are on the device.
     clone.patches_uuid = uuid4()
     if prefetch < 1:
-        swap.note(f"prefetch_blocks is {prefetch}, but at least one block must be copied ahead, so 1 is used.")
+        swap.notes.add(f"prefetch_blocks is {prefetch}, but at least one block must be copied ahead, so 1 is used.")
     elif (message := all_on_device(prefetch, len(blocks))) is not None:
-        swap.note(message)
+        swap.notes.add(message)
     return clone

@@ -33,7 +33,7 @@ def automatic(flux: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[str
         small.setattr(comfy.model_management, "get_free_memory", lambda *_, **__: room)
         small.setattr(comfy.model_management, "current_loaded_models", [])
         model, notes = swap(flux, SwapSettings(-1))
-    assert len(model.swap.blocks) > 1
+    assert len(model.swap.weights.blocks) > 1
     return model, notes
 
 
@@ -98,7 +98,7 @@ def test_no_place_at_all_is_one_sentence(flux: Any, monkeypatch: Any) -> None:
     want = sample(flux, "flux")
     comfy.model_management.unload_all_models()
     for model, _ in (swap(flux, SwapSettings(3)), automatic(flux, monkeypatch)):
-        mine = model.swap.automatic
+        mine = model.swap.options.automatic
         injected: list[Any] = []
         model.set_injections("test", [PatcherInjection(injected.append, injected.remove)])
         said = (

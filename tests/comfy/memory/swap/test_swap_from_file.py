@@ -90,7 +90,7 @@ def load(name: str, path: Path, in_file: bool) -> Any:
             generator = torch.Generator().manual_seed(1)
             keys = [k for k, w in plain.model.state_dict().items() if k.endswith("proj.weight") and w.shape[0] == width]
             model.add_patches({k: ("diff", (0.1 * torch.randn(width, width, generator=generator),)) for k in keys})
-    assert model.swap.from_file is in_file and any("stream from the model file" in n for n in notes) is in_file
+    assert model.swap.options.from_file is in_file and any("stream from the model file" in n for n in notes) is in_file
     return model
 
 
@@ -248,7 +248,7 @@ def test_load_diffusion_model_goes_by_the_free_memory(node: Any, ram: Any) -> No
     ):
         ram(free)
         model, notes = node(**{"blocks_to_swap": 4, **inputs})
-        assert bytes_in_file(model.model.parameters()) == file_bytes and model.swap.from_file is streams
+        assert bytes_in_file(model.model.parameters()) == file_bytes and model.swap.options.from_file is streams
         assert said in notes, notes
     ram(4 * GB)
     model, _ = node(blocks_to_swap=0)
@@ -291,7 +291,7 @@ def test_a_weight_of_another_node_in_a_block_that_streams_is_refused(node: Any, 
     model.add_wrapper(WrappersMP.APPLY_MODEL, replace)
     with pytest.raises(RuntimeError, match=r"replaced diffusion_model.double_blocks.1.img_attn.proj.weight"):
         sample(model, "flux")
-    assert not model.swap.running
+    assert not model.swap.tensors.running
     mm.unload_all_models()
 
 
@@ -305,7 +305,7 @@ def test_a_model_under_dynamic_vram_streams_from_its_file_too(tiny_files: dict[s
     model.__class__ = UnderDynamicVram
     ram(1)
     swapped, _ = swap(model, SwapSettings(4))
-    assert swapped.swap.from_file and torch.equal(sample(swapped, "flux"), want)
+    assert swapped.swap.options.from_file and torch.equal(sample(swapped, "flux"), want)
     mm.unload_all_models()
 
 

@@ -77,9 +77,9 @@ def assert_no_traces(model: Any) -> None:
 def assert_true_sizes(model: SwapPatcher) -> None:
     """While all of the rest is loaded: the rest and the slots, counted by hand."""
     swap = model.swap
-    inside = {key for key in model.model.state_dict() if key in swap.keys}
+    inside = {key for key in model.model.state_dict() if key in swap.weights.keys}
     rest = sum(t.nbytes for key, t in model.model.state_dict().items() if key not in inside)
-    assert swap.held_bytes() == swap.slot_bytes() == swap.ring.count * max(layout.size for layout in swap.layouts)
+    assert swap.held_bytes() == swap.slot_bytes() == swap.ring.slots.count * max(layout.size for layout in swap.weights.layouts)
     assert model.loaded_size() == model.model_size() == rest + swap.slot_bytes()
     assert model.current_loaded_device() == model.load_device
 
@@ -122,7 +122,7 @@ def test_a_clone_that_is_collected_takes_nothing_along(tiny_flux: Any) -> None:
     model.clone()
     gc.collect()
     assert model.swap.attached and all(
-        isinstance(vars(b)["forward"], SwappedForward) for b in model.swap.blocks.values()
+        isinstance(vars(b)["forward"], SwappedForward) for b in model.swap.weights.blocks.values()
     )
     assert torch.equal(picture(model.clone()), want)
 
@@ -133,9 +133,9 @@ def test_no_copy_is_under_way_when_the_slots_are_to_be_patched_otherwise(tiny_fl
     ring = model.swap.ring
     ring.forward(0)
     settled: list[Any] = []
-    monkeypatch.setattr(ring.stream, "settle", lambda: settled.append(list(ring.occupants)))
+    monkeypatch.setattr(ring.stream, "settle", lambda: settled.append(list(ring.slots.occupants)))
     model.swap.invalidate()
-    assert settled == [[0, 1]] and ring.occupants == [None, None]
+    assert settled == [[0, 1]] and ring.slots.occupants == [None, None]
 
 
 def test_the_last_swapped_clone_that_is_collected_ends_the_swap(tiny_flux: Any) -> None:
@@ -143,7 +143,7 @@ def test_the_last_swapped_clone_that_is_collected_ends_the_swap(tiny_flux: Any) 
     model = with_lora(swapped(tiny_flux))
     picture(model)
     mm.load_models_gpu([model])
-    slots = [weakref.ref(slot) for slot in model.swap.ring.slots]
+    slots = [weakref.ref(slot) for slot in model.swap.ring.slots.tensors]
     loaded = model.loaded_size()
     slot_bytes = model.swap.slot_bytes()
     del model
@@ -453,7 +453,7 @@ def test_hook_loras_change_by_prompt_and_step_and_never_reach_the_masters(
     assert torch.equal(picture(model), unhooked)
     assert torch.equal(hooked_picture(model, lora, both_prompts=both_prompts), want)
     after = tiny_flux.model.state_dict()
-    assert all(torch.equal(after[key], masters[key]) for key in masters if key in model.swap.keys)
+    assert all(torch.equal(after[key], masters[key]) for key in masters if key in model.swap.weights.keys)
     mm.unload_all_models()
     assert all(torch.equal(t, masters[key]) for key, t in tiny_flux.model.state_dict().items())
 
@@ -545,8 +545,8 @@ def test_an_error_in_mid_run_leaves_the_model_and_its_siblings_usable(
         picture(broken, steps=4)
     # At once, without an unload in between: nothing of a slot is left in the modules.
     assert all(
-        ref.tensor().untyped_storage().data_ptr() not in {s.untyped_storage().data_ptr() for s in model.swap.ring.slots}
-        for refs in model.swap.refs
+        ref.tensor().untyped_storage().data_ptr() not in {s.untyped_storage().data_ptr() for s in model.swap.ring.slots.tensors}
+        for refs in model.swap.weights.refs
         for ref in refs
     )
     assert torch.equal(picture(model), want)
@@ -598,7 +598,7 @@ def test_saving_gives_the_files_and_names_of_the_unswapped_model(tmp_path: Path,
     model = swapped(base, "double_blocks.1", "single_blocks.0", "single_blocks.1")
     picture(model)
     assert_same(saved(model, tmp_path), want)  # loaded
-    inside = [key for key in bare if key in model.swap.keys]
+    inside = [key for key in bare if key in model.swap.weights.keys]
     for state in (model.model.state_dict(), model.model_state_dict()):
         assert list(state) == list(bare)
         assert inside and all(torch.equal(state[key], bare[key]) for key in inside)
@@ -642,7 +642,7 @@ def test_clones_on_another_model_swap_the_blocks_of_that_model(tiny_files: dict[
     assert type(model.clone(disable_dynamic=True)) is SwapPatcher
     other = model.clone(force_deepcopy=True)
     assert other.model is not model.model and other.swap is not model.swap
-    assert {id(b) for b in other.swap.blocks.values()}.isdisjoint({id(b) for b in model.swap.blocks.values()})
+    assert {id(b) for b in other.swap.weights.blocks.values()}.isdisjoint({id(b) for b in model.swap.weights.blocks.values()})
     assert torch.equal(picture(other), want)
     assert torch.equal(picture(model), want)
 
@@ -670,12 +670,12 @@ def test_stored_formats_stream_as_stored(tmp_path: Path, name: str) -> None:
     home = parts_of(plain.model.get_submodule(QKV).weight)[0].untyped_storage().data_ptr()
     with torch.inference_mode():
         mm.load_models_gpu([model])
-    for j, (weights, slots) in enumerate(zip(model.swap._unpatched, model.swap._slots, strict=True)):
+    for j, (weights, slots) in enumerate(zip(model.swap.tensors.originals, model.swap.tensors.over_slots, strict=True)):
         model.swap.ring.forward(j)
         for weight, slot in zip(weights, slots, strict=True):
             for part, slot_part in zip(parts_of(weight), parts_of(slot), strict=True):
                 assert torch.equal(part.float(), slot_part.float())
-                assert slot_part.untyped_storage().data_ptr() == model.swap.ring.slot_of(j).untyped_storage().data_ptr()
+                assert slot_part.untyped_storage().data_ptr() == model.swap.ring.slots.tensor(j).untyped_storage().data_ptr()
     assert torch.equal(picture(with_lora(model, 0.1)), want)
     unload()
     assert torch.equal(picture(with_lora(model, 0.1)), want)
@@ -683,8 +683,8 @@ def test_stored_formats_stream_as_stored(tmp_path: Path, name: str) -> None:
     assert parts_of(plain.model.get_submodule(QKV).weight)[0].untyped_storage().data_ptr() == home
     assert not torch.equal(bare, want) and want.isfinite().all()
     # A slot takes what is stored, and what aligning each tensor costs.
-    tensors = max(len(layout.fields) for layout in model.swap.layouts)
-    assert stored * 0.95 <= model.swap.ring.slot_bytes <= stored + 256 * tensors
+    tensors = max(len(layout.fields) for layout in model.swap.weights.layouts)
+    assert stored * 0.95 <= model.swap.ring.slots.size <= stored + 256 * tensors
     unload()
     assert torch.equal(picture(with_lora(plain, 0.1)), want)
     unload()

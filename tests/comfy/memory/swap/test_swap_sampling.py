@@ -114,4 +114,4 @@ def test_a_step_copies_each_swapped_block_once_at_most(count: int, prefetch: int
     # The first step brings all; after that those whose slot no other block has taken since are there.
     alone = sum(1 for slot in range(slots) if len(range(slot, count, slots)) == 1)
     assert ring.copies == count + 2 * (count - alone)
-    assert ring.bytes_copied <= 3 * sum(layout.size for layout in swapped.swap.layouts)
+    assert ring.bytes_copied <= 3 * sum(layout.size for layout in swapped.swap.weights.layouts)

@@ -46,7 +46,7 @@ def test_a_model_that_the_node_loads_samples_as_one_of_cores_loader(scaled: bool
     picture = sample(cores, "flux")
     assert torch.equal(sample(node_model, "flux"), picture)
     swapped = out.args[0]
-    assert list(swapped.swap.blocks) == ALL and torch.equal(sample(swapped, "flux"), picture)
+    assert list(swapped.swap.weights.blocks) == ALL and torch.equal(sample(swapped, "flux"), picture)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_file_saved_from_a_compiled_model_loads_as_the_model(inner, compiled, 
     for candidate in (whole, swapped):
         state = candidate.model.state_dict()
         assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in expected)
-    assert list(swapped.swap.blocks) == ALL
+    assert list(swapped.swap.weights.blocks) == ALL
     with pytest.raises(ValueError, match="blocks_to_swap is 5; this model has 4 blocks, so choose 0 to 4."):
         load(tmp_path / "compiled.safetensors", blocks_to_swap=5)
 
@@ -79,7 +79,7 @@ def test_such_a_file_of_no_model_is_named(load, tmp_path) -> None:
 def test_settings_of_the_loader_are_those_of_block_swap_and_travel_with_the_model(tiny_files, load) -> None:
     out = load(tiny_files["flux"], blocks_to_swap=3, prefetch_blocks=2, pin_memory="off")
     model = out.args[0]
-    assert list(model.swap.blocks) == ALL[1:] and model.swap.prefetch == 2
+    assert list(model.swap.weights.blocks) == ALL[1:] and model.swap.options.prefetch == 2
     assert swap_settings_of(model.clone()) == SwapSettings(3, 2, "off")
     (payload,) = out.ui["tessera"]
     assert payload["notes"][0].startswith("Block swap: 3 of 4 blocks stream; the model takes ")

@@ -91,7 +91,7 @@ def test_minus_one_chooses_how_many_are_copied_ahead_too(
         small.setattr(comfy.model_management, "get_free_memory", lambda *_, **__: free + reserved)
         small.setattr(comfy.model_management, "current_loaded_models", [])
         model, notes = swap(flux, SwapSettings(-1, prefetch))
-    assert model.swap.prefetch == expected and f" blocks stream from RAM, {expected} ahead" in notes[0]
+    assert model.swap.options.prefetch == expected and f" blocks stream from RAM, {expected} ahead" in notes[0]
     assert model.model_size() <= flux.model_size() - (needed - free)
     assert swap_settings_of(model) == SwapSettings(-1, prefetch)  # training chooses by what it measures
     assert torch.equal(sample(model, "flux"), want)
@@ -234,7 +234,7 @@ def test_a_prefetch_of_none_is_said_and_one_is_taken(flux: Any, monkeypatch: pyt
         out = TesseraBlockSwap.execute(flux, blocks, 0, "auto")
     swapped, notes = out.args[0], out.ui["tessera"][0]["notes"]
     assert notes[-1] == "prefetch_blocks is 0, but at least one block must be copied ahead, so 1 is used."
-    assert swapped.swap.prefetch == 1
+    assert swapped.swap.options.prefetch == 1
     if blocks == -1:
         assert swapped.model_size() <= flux.model_size() * 8 // 10
     assert torch.equal(sample(swapped, "flux"), picture)
