@@ -22,7 +22,7 @@ def compile_model(patcher: ModelPatcher, settings: CompileSettings) -> tuple[Mod
         clone.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, compiled_model.next_run)
     for sentence in (why_not, note):
         if sentence is not None:
-            compiled_model.note(sentence)
+            compiled_model.notes.add(sentence)
     clone.set_attachments(KEY, compiled_model)
     return clone, compiled_model
 

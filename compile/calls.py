@@ -11,6 +11,9 @@ from ..models.transformer_options import READ_OUTSIDE_BLOCKS, VOLATILE, carries_
 from .region import Region
 from .stack import BlockWiring
 
+# A module in its model: (its parent's `_modules`, its key there, the module).
+Entry = tuple[dict[str, nn.Module | None], str, nn.Module]
+
 
 def run_forward(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Body of a block's region: the class's forward, since the instance attribute calls the region."""
@@ -77,8 +80,8 @@ def _clone_outputs(region: Region, out: Any) -> Any:
     return out
 
 
-def entry_of(model: nn.Module, name: str) -> tuple[dict[str, nn.Module | None], str, nn.Module]:
-    """Locate a module: return (its parent's `_modules`, its key there, the module)."""
+def entry_of(model: nn.Module, name: str) -> Entry:
+    """Locate a module."""
     parent, _, key = name.rpartition(".")
     modules = model.get_submodule(parent)._modules
     module = modules[key]

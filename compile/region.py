@@ -4,7 +4,9 @@ A region is called with the block as an argument, so the number of graphs does n
 """
 
 import inspect
+import itertools
 import logging
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -280,6 +282,31 @@ class Region:
             self.note(f"{self.report.label} is compiled in pieces: {broken}")
             self._compile(fullgraph=False)
         return out
+
+
+class RegionTable(dict[tuple[str, CompileOptions], Region]):
+    """The regions of one model, by what they run and by their options."""
+
+    _numbers = itertools.count(1)
+
+    def __init__(self, notify: Notify, device: torch.device):
+        super().__init__()
+        self.notify, self.device = notify, device
+
+    def region(self, key: str, body: Callable[..., Any], options: CompileOptions) -> Region:
+        """Return the region of this key and these options, which is made at first."""
+        if (key, options) not in self:
+            label = self._label(key.partition(":")[0])
+            # The number distinguishes compiled models: torch remembers by name which sizes have varied, and would make
+            # the first graph of a new model dynamic at once.
+            name = re.sub(r"\W", "_", f"run_{label}_{next(self._numbers)}")
+            self[key, options] = Region(name, label, body, options, self.notify, self.device)
+        return self[key, options]
+
+    def _label(self, kind: str) -> str:
+        """Return a region's label in the report; several regions of one name are numbered."""
+        count = sum(region.report.label.partition(" ")[0] == kind for region in self.values())
+        return kind if not count else f"{kind} ({count + 1})"
 
 
 def signature(value: Any) -> Any:

@@ -176,7 +176,7 @@ class TesseraCompileModel(io.ComfyNode):
         compiled, compiled_model = compile_model(model, settings)
         node_id = getattr(cls.hidden, "unique_id", None)  # None if no server runs the node
         node_notes = NodeNotes(node_id, [*notes, *compiled_model.notes])
-        compiled_model.observer = node_notes.add
+        compiled_model.notes.watch(node_notes.add)
         # The list itself, not a copy: ComfyUI writes it into /history when the prompt has ended, so notes added while
         # the sampler runs are included.
         return io.NodeOutput(compiled, ui={"tessera": [{"notes": node_notes.notes}]})

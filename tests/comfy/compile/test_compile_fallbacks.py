@@ -131,7 +131,7 @@ def test_a_torch_that_refuses_to_compile_is_named_and_the_model_runs_eager(wan, 
 def test_over_the_limit_known_sizes_stay_compiled_and_others_run_eager(backend, flux):
     clone, compiled_model = compiled(flux, backend=backend, dynamic="false", cache_size_limit=1)
     notes: list[str] = []
-    compiled_model.observer = notes.append
+    compiled_model.notes.watch(notes.append)
     graphs = Graphs()
     for length in (9, 16, 9, 21, 9):
         call_counts = calls(compiled_model)

@@ -221,7 +221,7 @@ def streamed(session: Session) -> set[Any]:
     """For each block which of its layers are streamed, and which of these have a LoRA applied at each use."""
     layers = [
         (b.kind, [m for m in b.module.modules() if hasattr(m, "comfy_cast_weights")])
-        for b in session.compiled_model.blocks
+        for b in session.compiled_model.layout.blocks
     ]
     return {
         (kind, *((m.comfy_cast_weights, len(m.weight_function), len(m.bias_function)) for m in modules))
@@ -246,5 +246,5 @@ def test_partly_loaded_each_pattern_of_streamed_layers_is_compiled_once_whatever
                 assert session.graphs() == len(patterns)
             whole = whole or pictures
             assert all(torch.equal(*pair) for pair in zip(pictures, whole, strict=True))
-    assert KINDS[name] < session.graphs() <= 3 * len(session.compiled_model.blocks)
+    assert KINDS[name] < session.graphs() <= 3 * len(session.compiled_model.layout.blocks)
     assert session.compiled_model.notes == []
