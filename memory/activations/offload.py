@@ -26,31 +26,60 @@ class _Offloaded:
     def __init__(self, offload: "ActivationOffload", tensor: Tensor, turn: int):
         self.turn = turn
         layout = Layout.from_tensors([("", tensor)])
-        self.field = layout.fields[0]
-        self.device = tensor.device
-        self.size = layout.size
-        self.buffer = offload.buffer(layout.size)
+        self.field, self.device, self.size = layout.fields[0], tensor.device, layout.size
+        self.buffer = offload.pool.take(layout.size, pinned=offload.stream is not None)
         self.bytes = tensor.numel() * tensor.element_size()
         self.fetched: tuple[Tensor, Any] | None = None
-        weakref.finalize(self, offload.pool[layout.size].append, self.buffer).atexit = False
+        weakref.finalize(self, offload.pool.free[layout.size].append, self.buffer).atexit = False
+
+
+class HostPool:
+    """Host buffers, which are reused from step to step.
+
+    free: those that hold nothing, by their bytes.
+    buffers: the number allocated.
+    pageable: bytes of those that could not be page-locked as intended.
+    """
+
+    def __init__(self) -> None:
+        self.free: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self.buffers = self.pageable = 0
+        self.warned = False
+
+    def take(self, size: int, pinned: bool) -> Tensor:
+        """Return a buffer of `size` bytes. pinned: page-lock a new one."""
+        if self.free[size]:
+            return self.free[size].pop()
+        self.buffers += 1
+        buffer = empty_bytes(size, torch.device("cpu"), pinned=pinned)
+        self.pageable += size if pinned and not buffer.is_pinned() else 0
+        return buffer
+
+    def message(self) -> str | None:
+        """Return one sentence, once, if page-locked memory could not be allocated."""
+        if self.warned or not self.pageable:
+            return None
+        self.warned = True
+        return (
+            f"offload_activations: {self.pageable / 2**30:.2f} GB of RAM could not be page-locked, so copies from the "
+            "GPU slow each step down; free some RAM, or set offload_activations off."
+        )
 
 
 class ActivationOffload:
     """Wraps the functions that run blocks.
 
+    pool: the host memory.
     bytes_out, bytes_in: bytes copied to the host and back.
-    buffers: number of host buffers allocated.
-    pageable: bytes of those that could not be page-locked on a GPU's host.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.pool: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self.pool = HostPool()
         self.last: int | None = None
         self.turn = 0
-        self.bytes_out = self.bytes_in = self.buffers = self.pageable = 0
-        self.warned = False
+        self.bytes_out = self.bytes_in = 0
         self._offloaded: defaultdict[int, list[weakref.ref[_Offloaded]]] = defaultdict(list)
         self._storing: list[tuple[int, Tensor, Any]] = []
         self._fetching: dict[int, Tensor] = {}  # an aborted backward drops its references while copies still write
@@ -77,25 +106,6 @@ class ActivationOffload:
                 return run(block, *args)
 
         return run_offloaded
-
-    def buffer(self, size: int) -> Tensor:
-        """Take a host buffer of `size` bytes from the pool, which reuses those of the previous step."""
-        if self.pool[size]:
-            return self.pool[size].pop()
-        self.buffers += 1
-        new_buffer = empty_bytes(size, torch.device("cpu"), pinned=self.stream is not None)
-        self.pageable += 0 if self.stream is None or new_buffer.is_pinned() else size
-        return new_buffer
-
-    def message(self) -> str | None:
-        """Return one sentence, once, if page-locked memory could not be allocated."""
-        if self.warned or not self.pageable:
-            return None
-        self.warned = True
-        return (
-            f"offload_activations: {self.pageable / 2**30:.2f} GB of RAM could not be page-locked, so copies from the "
-            "GPU slow each step down; free some RAM, or set offload_activations off."
-        )
 
     def _release_until(self, turn: int) -> None:
         """Make the computation wait until the tensors of all turns up to `turn` are copied out, and free their memory.

@@ -159,7 +159,7 @@ class PlacedModel:
         if swap is not None and (refused := swap.ring.refused):
             swap.ring.refused = 0
             return unpinned_message(refused, len(swap.blocks))
-        return None if offload is None else offload.message()
+        return None if offload is None else offload.pool.message()
 
     def velocity(self, inputs: ModelInputs, rng_key: tuple[int | str, ...] | None) -> torch.Tensor:
         """Predict the velocity with the LoRA, (B, N, C·patch).
@@ -167,7 +167,7 @@ class PlacedModel:
         rng_key: (step, micro-batch, …), key of the dropout masks; None turns dropout off, in the same graphs.
         """
         self.check_forward(inputs)  # for validation, which may come before the first step
-        self.network.write_casts()
+        self.network.flat.write_casts()
         return self.weights.transformer.forward(self.execution.run_block(inputs, rng_key), inputs)
 
     def velocity_without(self, inputs: ModelInputs) -> torch.Tensor:

@@ -51,8 +51,8 @@ def test_offloaded_equals_kept_bit_for_bit_with_counted_bytes(deep_flux, tmp_pat
     offload = offloaded.placed.execution.runner.checkpointing.offload
     assert offload.bytes_out == offload.bytes_in == STEPS * 4 * a_block
     # Picture and text of a double block are a buffer each; the second step makes none.
-    assert offload.buffers == 2 * 2 + 2
-    assert sum(len(pool) for pool in offload.pool.values()) == offload.buffers
+    assert offload.pool.buffers == 2 * 2 + 2
+    assert sum(map(len, offload.pool.free.values())) == offload.pool.buffers
 
 
 def test_what_is_wanted_back_is_asked_for_one_block_ahead(deep_flux: Path, tmp_path: Path, monkeypatch) -> None:
