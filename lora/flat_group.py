@@ -112,3 +112,26 @@ class FlatGroup:
             weight.grad = None
         self.master.grad = None
         self.gradient.zero_()
+
+
+class FlatGroups(list[FlatGroup]):
+    """The flat groups of a network; none until its learner has made them."""
+
+    def casts(self) -> dict[int, nn.Parameter]:
+        """Return the casts by the identity of their master weights."""
+        return {id(weight): cast for group in self for weight, cast in zip(group.weights, group.casts, strict=False)}
+
+    def write_casts(self) -> None:
+        """Write the casts that a forward reads; called before each one."""
+        for group in self:
+            group.write_casts()
+
+    def gather(self) -> None:
+        """Move the gradients of a backward into the flat ones."""
+        for group in self:
+            group.gather()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        for group in self:
+            group.zero_grad()

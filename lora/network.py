@@ -15,7 +15,7 @@ from ..models.family import Block, ModelInputs, Transformer
 from ..models.layers.lora_linear import LoraLayer
 from .dropout import sample_masks
 from .files.lora_model import LoraModel
-from .flat_group import FlatGroup
+from .flat_group import FlatGroup, FlatGroups
 from .options import NetworkOptions
 from .plan import adapter_specs
 
@@ -42,7 +42,7 @@ class LoraNetwork:
         """blocks_run_once: false if a forward may run a block several times."""
         self.options, self.blocks_run_once = options, blocks_run_once
         self.adapters: dict[str, Adapter] = {}
-        self.flat: list[FlatGroup] = []
+        self.flat = FlatGroups()
         for name, spec in adapter_specs(options, targets).items():
             linear = linears[name]
             adapter = make_adapter(spec, linear.shape, linear.kernel)
@@ -59,32 +59,17 @@ class LoraNetwork:
         read = self.blocks_run_once and all(adapter.reads_casts for adapter in self.adapters.values())
         return dtype if read and dtype != torch.float32 else None
 
-    def flatten(self, groups: Sequence[Sequence[nn.Parameter]], dtype: torch.dtype) -> list[FlatGroup]:
+    def flatten(self, groups: Sequence[Sequence[nn.Parameter]], dtype: torch.dtype) -> FlatGroups:
         """Move the master weights into one tensor for each group; the parameters become views of it.
 
         dtype: of the forward, for which casts are stored if it can read them.
         """
-        self.flat = [FlatGroup(group, self.casts_in(dtype)) for group in groups]
-        casts = {id(w): c for group in self.flat for w, c in zip(group.weights, group.casts, strict=False)}
+        self.flat = FlatGroups(FlatGroup(group, self.casts_in(dtype)) for group in groups)
+        casts = self.flat.casts()
         for adapter in self.adapters.values():
             named_weights = adapter.named_parameters()
             adapter.casts = {name: casts[id(weight)] for name, weight in named_weights if id(weight) in casts}
         return self.flat
-
-    def write_casts(self) -> None:
-        """Write the casts that a forward reads; called before each one."""
-        for group in self.flat:
-            group.write_casts()
-
-    def gather(self) -> None:
-        """Move the gradients of a backward into the flat ones, if there are any."""
-        for group in self.flat:
-            group.gather()
-
-    def zero_grad(self) -> None:
-        """Drop the gradients of flat groups."""
-        for group in self.flat:
-            group.zero_grad()
 
     def attach(self, linears: Mapping[str, LoraLayer]) -> None:
         """Attach the adapters to these Linears."""
@@ -139,11 +124,11 @@ class LoraNetwork:
         saved = [p.clone() for p in weights]
         try:
             torch._foreach_zero_(weights)
-            self.write_casts()
+            self.flat.write_casts()
             yield
         finally:
             torch._foreach_copy_(weights, saved)
-            self.write_casts()
+            self.flat.write_casts()
 
     def snapshot(self) -> LoraModel:
         """Copy the LoRA to the CPU, in kohya's names."""

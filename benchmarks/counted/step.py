@@ -39,15 +39,15 @@ def count_step(shapes: Sequence[tuple[str, tuple[int, int]]], rank: int, dtype: 
         }
         lora = network.LoraNetwork(options.NetworkOptions(rank=rank), list(linears), linears, 0)
         lora_learner = learner.Learner(lora, optimizer.OptimizerOptions(), 2, dtype, "cuda")
+        # A tree to compare with may do this in the network itself.
+        flat = lora.flat if hasattr(lora.flat, "write_casts") else lora
         for _ in range(2):  # the first step makes the optimizer's state
             with ManyTensors() as step:
-                if hasattr(lora, "write_casts"):
-                    lora.write_casts()
+                flat.write_casts()
             for parameter in given_gradients(lora):
                 parameter.grad = torch.empty_like(parameter)
             with step:
-                if hasattr(lora, "gather"):
-                    lora.gather()
+                flat.gather()
                 lora_learner.clip()
                 lora_learner.step()
                 lora_learner.zero_grad()

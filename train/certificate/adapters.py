@@ -48,11 +48,11 @@ def perturbed(placed: PlacedModel, names: Sequence[str] | None = None) -> Iterat
                 elif not weight.any():
                     noise = PERTURBED * torch.randn(weight.shape, generator=generator)
                     weight.copy_(noise.to(weight.dtype))
-        network.write_casts()
+        network.flat.write_casts()
         yield
     finally:
         torch._foreach_copy_(weights, saved)
-        network.write_casts()
+        network.flat.write_casts()
 
 
 class CorePatch(nn.Module):

@@ -52,7 +52,7 @@ def check_execution(placed: PlacedModel, inputs: ModelInputs) -> tuple[str | Non
                 )
         return as_run(block, *args)
 
-    placed.network.write_casts()
+    placed.network.flat.write_casts()
     try:
         with placed.training():
             placed.weights.transformer.forward(run, inputs)

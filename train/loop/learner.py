@@ -69,12 +69,12 @@ class Learner:
     def zero_grad(self) -> None:
         """Free the gradients."""
         self.optimizer.zero_grad(set_to_none=True)
-        self.network.zero_grad()
+        self.network.flat.zero_grad()
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of a loss, scaled in fp16."""
         self.scaler.scale(loss).backward()
-        self.network.gather()
+        self.network.flat.gather()
 
     def clip(self) -> Tensor:
         """Clip the gradients and return their norm before clipping, as a scalar on the device.

@@ -98,7 +98,7 @@ def train(learner: Any, dtype: torch.dtype, steps: range, micro_batches: int = 2
     for step in steps:
         learner.zero_grad()
         for micro in range(micro_batches):
-            learner.network.write_casts()
+            learner.network.flat.write_casts()
             learner.backward(loss_of(learner.network, dtype, (step, micro), omitted if step % 3 == 1 else ""))
         norms.append(learner.clip().item())
         learner.step()
@@ -272,7 +272,7 @@ def counted(learner: Any) -> dict[str, dict[str, int]]:
     network, counts = learner.network, {}
     for weight in (c for group in network.flat for c in group.casts) if network.flat else network.parameters():
         weight.grad = torch.empty_like(weight)
-    parts = (network.write_casts, network.gather, learner.clip, learner.step, learner.zero_grad)
+    parts = (network.flat.write_casts, network.flat.gather, learner.clip, learner.step, learner.zero_grad)
     for part in parts:
         with Kernels() as kernels:
             part()
@@ -312,7 +312,7 @@ def test_a_backward_that_broke_off_leaves_nothing_behind(dtype: torch.dtype) -> 
     def began(network: LoraNetwork) -> Learner:
         learner = Learner(network, OptimizerOptions(**RUN), TOTAL, dtype, "cpu")
         learner.zero_grad()
-        network.write_casts()
+        network.flat.write_casts()
         return learner
 
     def out_of_memory(_: Tensor) -> None:
@@ -326,7 +326,7 @@ def test_a_backward_that_broke_off_leaves_nothing_behind(dtype: torch.dtype) -> 
         learner.backward(loss_of(network, dtype, (0, 0)))
     hook.remove()
     learner.zero_grad()
-    network.write_casts()
+    network.flat.write_casts()
     learner.backward(loss_of(network, dtype, (0, 0)))
     reference = network_of()
     began(reference).backward(loss_of(reference, dtype, (0, 0)))
@@ -345,7 +345,7 @@ def test_no_casts_are_kept_where_a_block_runs_several_times() -> None:
 def test_casts_are_the_master_weights_again_behind_a_forward_without_the_lora() -> None:
     network = network_of()
     Learner(network, OptimizerOptions(**RUN), TOTAL, BF16, "cpu")
-    network.write_casts()
+    network.flat.write_casts()
     initial = [cast.detach().clone() for cast in network.flat[0].casts]
     with network.switched_off():
         assert not any(cast.any() for cast in network.flat[0].casts)

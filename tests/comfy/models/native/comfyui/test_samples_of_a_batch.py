@@ -40,7 +40,7 @@ def velocities(trainer: Any, samples: list[tuple[Any, float]]) -> tuple[torch.Te
     """The output of each sample, and the gradients of the sum of their squares."""
     read = [(sample, sample.load(), level) for sample, level in samples]
     batch = fixed_batch(trainer.context.patcher, trainer.context.family, read, 1.0, trainer.device, 0)
-    trainer.network.zero_grad()
+    trainer.network.flat.zero_grad()
     with trainer.placed.training():
         out = trainer.placed.velocity(batch.inputs, (0, 0))
         out.float().square().sum().backward()
