@@ -68,12 +68,48 @@ class Column:
     nodes: list[list[Node]] = field(default_factory=lambda: [[]])
 
 
+class NodeInfo:
+    """What a server's `/object_info` says of the inputs and outputs of nodes.
+
+    nodes: its entries by the kind of node.
+    """
+
+    def __init__(self, object_info: Mapping[str, Any]):
+        self.nodes = object_info
+
+    def inputs(self, kind: str) -> list[tuple[str, list[Any]]]:
+        """List all inputs but those that grow: the frontend adds their slots itself."""
+        inputs = self.nodes[kind]["input"]
+        listed = [*inputs.get("required", {}).items(), *inputs.get("optional", {}).items()]
+        return [(name, spec) for name, spec in listed if spec[0] != "COMFY_AUTOGROW_V3"]
+
+    def is_widget(self, spec: Sequence[Any]) -> bool:
+        options = spec[1] if len(spec) > 1 else {}
+        # An input of several types is the widget of one of them.
+        kind = options.get("widgetType", spec[0])
+        return (isinstance(kind, list) or kind in WIDGETS) and not options.get("forceInput")
+
+    def type_of(self, output: Output) -> str:
+        return self.nodes[output[0].kind]["output"][output[1]]
+
+    def value(self, node: Node, name: str, spec: Sequence[Any]) -> Any:
+        if name in node.inputs:
+            return node.inputs[name]
+        options = spec[1] if len(spec) > 1 else {}
+        choices = spec[0] if isinstance(spec[0], list) else options.get("options", [])
+        first = choices[0]["key"] if choices and isinstance(choices[0], dict) else choices[0] if choices else None
+        value = options.get(
+            "default", first if choices else {"BOOLEAN": False, "INT": 0, "FLOAT": 0}.get(str(spec[0]), "")
+        )
+        return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 class Graph:
     """`note` writes above the first column, `column` begins one, `beside` a further row of nodes in it (of another
     width if one is given), `node` puts a node below the last one."""
 
     def __init__(self, name: str, object_info: Mapping[str, Any]):
-        self.name, self.info = name, object_info
+        self.name, self.info = name, NodeInfo(object_info)
         self.columns: list[Column] = []
         self.text, self.text_height = "", 0
         self._last = 1  # the note's
@@ -104,7 +140,7 @@ class Graph:
         seed_after: str = "fixed",
         **inputs: Any,
     ) -> Node:
-        names = {name for name, _ in self._inputs(kind)}
+        names = {name for name, _ in self.info.inputs(kind)}
         assert inputs.keys() <= names, (kind, inputs.keys() - names)
         self._last += 1
         node = Node(self._last, kind, inputs, title, tall, seed_after, tuple(files))
@@ -117,43 +153,17 @@ class Graph:
     def _nodes(self) -> list[Node]:
         return [node for column in self.columns for row in column.nodes for node in row]
 
-    def _inputs(self, kind: str) -> list[tuple[str, list[Any]]]:
-        """All inputs but those that grow: the frontend adds their places itself."""
-        inputs = self.info[kind]["input"]
-        listed = [*inputs.get("required", {}).items(), *inputs.get("optional", {}).items()]
-        return [(name, spec) for name, spec in listed if spec[0] != "COMFY_AUTOGROW_V3"]
-
-    def _is_widget(self, spec: Sequence[Any]) -> bool:
-        options = spec[1] if len(spec) > 1 else {}
-        # An input of several types is the widget of one of them.
-        kind = options.get("widgetType", spec[0])
-        return (isinstance(kind, list) or kind in WIDGETS) and not options.get("forceInput")
-
-    def _kind(self, output: Output) -> str:
-        return self.info[output[0].kind]["output"][output[1]]
-
-    def _value(self, node: Node, name: str, spec: Sequence[Any]) -> Any:
-        if name in node.inputs:
-            return node.inputs[name]
-        options = spec[1] if len(spec) > 1 else {}
-        choices = spec[0] if isinstance(spec[0], list) else options.get("options", [])
-        first = choices[0]["key"] if choices and isinstance(choices[0], dict) else choices[0] if choices else None
-        value = options.get(
-            "default", first if choices else {"BOOLEAN": False, "INT": 0, "FLOAT": 0}.get(str(spec[0]), "")
-        )
-        return int(value) if isinstance(value, float) and value.is_integer() else value
-
     def api(self) -> dict[str, Any]:
         """Return the API form, which is posted to `/prompt`."""
         prompt = {}
         for node in self._nodes():
             inputs: dict[str, Any] = {}
-            for name, spec in self._inputs(node.kind):
+            for name, spec in self.info.inputs(node.kind):
                 if isinstance(link := node.inputs.get(name), tuple):
                     inputs[name] = [str(link[0].id), link[1]]
-                elif self._is_widget(spec):
-                    inputs[name] = self._value(node, name, spec)
-            title = self.info[node.kind].get("display_name") or node.kind
+                elif self.info.is_widget(spec):
+                    inputs[name] = self.info.value(node, name, spec)
+            title = self.info.nodes[node.kind].get("display_name") or node.kind
             prompt[str(node.id)] = {"inputs": inputs, "class_type": node.kind, "_meta": {"title": node.title or title}}
         return prompt
 
@@ -199,27 +209,27 @@ class Graph:
         }
 
     def _draw(self, node: Node, x: int, y: int, width: int, links: list[list[Any]]) -> dict[str, Any]:
-        info = self.info[node.kind]
+        info = self.info.nodes[node.kind]
         optional = info["input"].get("optional", {})
         inputs: list[dict[str, Any]] = []
         values: list[Any] = []
         rows, has_hidden = 0, False
-        specs = self._inputs(node.kind)
+        specs = self.info.inputs(node.kind)
         # The frontend puts what can only be linked first.
-        for name, spec in sorted(specs, key=lambda item: self._is_widget(item[1])):
-            is_widget = self._is_widget(spec)
+        for name, spec in sorted(specs, key=lambda item: self.info.is_widget(item[1])):
+            is_widget = self.info.is_widget(spec)
             kind = "COMBO" if isinstance(spec[0], list) else spec[0]
             slot: dict[str, Any] = {"localized_name": name, "name": name}
             slot |= {"shape": 7} if name in optional else {}
             slot |= {"type": kind} | ({"widget": {"name": name}} if is_widget else {}) | {"link": None}
             if isinstance(link := node.inputs.get(name), tuple):
-                links.append([len(links) + 1, link[0].id, link[1], node.id, len(inputs), self._kind(link)])
+                links.append([len(links) + 1, link[0].id, link[1], node.id, len(inputs), self.info.type_of(link)])
                 slot["link"] = len(links)
             inputs.append(slot)
             if is_widget:
                 options = spec[1] if len(spec) > 1 else {}
                 linked = isinstance(node.inputs.get(name), tuple)
-                values.append(options.get("default") if linked else self._value(node, name, spec))
+                values.append(options.get("default") if linked else self.info.value(node, name, spec))
                 widget_rows = 1 if not options.get("multiline") else MULTILINE
                 if name in ("seed", "noise_seed") and options.get("control_after_generate"):
                     values.append(node.seed_after)
