@@ -76,7 +76,7 @@ def parameter_count(spec: AdapterSpec, size: Size) -> int:
 def network_notes(options: NetworkOptions, family: Family, model: Any, targets: Sequence[str]) -> list[str]:
     """Return notes for the user about these options on this model, one sentence each."""
     specs, shapes = adapter_specs(options, targets), layer_shapes(model)
-    lists = tuple(f"{name}." for name in family.block_lists(model))
+    lists = tuple(f"{name}." for name in family.forward.block_lists(model))
     outside = [name for name in targets if not name.startswith(lists)]
     notes = []
     kinds = [kind for kind in ("dropout", "rank_dropout", "module_dropout") if getattr(options, kind)]
@@ -153,7 +153,7 @@ def _full_matrices(specs: Mapping[str, AdapterSpec], shapes: Mapping[str, Size])
 def _block_kinds(family: Family, model: Any, layer_values: Mapping[str, Any]) -> int:
     """Count the kinds of blocks, which differ in the values of their layers."""
     kinds = set()
-    for name, length in family.block_lists(model).items():
+    for name, length in family.forward.block_lists(model).items():
         for index in range(length):
             prefix = f"{name}.{index}."
             layers = frozenset((n.removeprefix(prefix), v) for n, v in layer_values.items() if n.startswith(prefix))

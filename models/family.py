@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -195,9 +195,186 @@ class UsualSettings:
 UNET = UsualSettings(prompt_tokens=77, cfg=7.0)  # CLIP's length
 
 
+@dataclass(frozen=True)
+class SamplingFacts:
+    """Latents and noise levels of the models. The defaults are those of a flow matching model.
+
+    policy: of the latents.
+    usual_shift: timestep shift of training.
+    resolution_shifts: resolution-dependent schedules of the sampler: value of timestep_sampling -> shift for a token
+        count.
+    """
+
+    policy: LatentPolicy
+    usual_shift: float = 1.0
+    resolution_shifts: Mapping[str, Callable[[int], float]] = field(default_factory=dict)
+
+    def latents(self, model: Any) -> LatentPolicy:
+        """Return the latent policy of this model's VAE."""
+        return self.policy
+
+    def shift(self, model: Any, tokens: int) -> float:
+        """Return the default timestep shift of training, as `objective.shift_sigma` applies it, for a sample of
+        `tokens` tokens (without references)."""
+        return self.usual_shift
+
+    def objective(self, patcher: ModelPatcher) -> Objective:
+        """Return the noise levels, noising and target: flow matching, whose level is the model's sigma."""
+        return FlowMatching()
+
+    def expert_boundary(self, model: Any) -> float | None:
+        """Return the sigma below which a second expert takes over from this model; None for models without one."""
+        return None
+
+
+@dataclass(frozen=True)
+class ConditioningFacts(ABC):
+    """Inputs of the models beside the noisy latent. The defaults are those of a model without pooled text, guidance and
+    CLIP vision.
+
+    text: the text encoders; None for a model whose captions keep their encoded length.
+    """
+
+    text: TextPolicy | None = None
+
+    @abstractmethod
+    def text_width(self, model: Any) -> int:
+        """Return the features per token of the model's text input; 0 if only its forward shows them."""
+
+    def pooled_width(self, model: Any) -> int:
+        """Return the features of the model's pooled text input; 0 if it takes none."""
+        return 0
+
+    def vision_width(self, model: Any) -> int:
+        """Return the features of CLIP vision's output for a start picture; 0 if the model takes none."""
+        return 0
+
+    def text_length(self, model: Any, length: int) -> int:
+        """Return the length of a caption of `length` encoded tokens in the model's sequence."""
+        return length if self.text is None else self.text.model_length(length)
+
+    def takes_guidance(self, model: Any) -> bool:
+        """Return whether guidance was distilled into the model, so that it is an input."""
+        return False
+
+
+@dataclass(frozen=True)
+class TrainingForward(ABC):
+    """The forward that training runs over a model's frozen weights, and its batches.
+
+    title: of the family, for messages.
+    swap_order: the lists of blocks in the order in which they are swapped.
+    """
+
+    title: str
+    swap_order: tuple[str, ...]
+
+    def block_lists(self, model: Any) -> dict[str, int]:
+        """Return the lists of blocks in the order of the forward, with their lengths."""
+        return {name: len(getattr(model.diffusion_model, name)) for name in self.swap_order}
+
+    @abstractmethod
+    def build(
+        self,
+        patcher: ModelPatcher,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        attention: str,
+        on_host: frozenset[str] = frozenset(),
+        quantize: str = AS_STORED,
+        in_zeros: bool = False,
+    ) -> Transformer:
+        """Build the training forward over the patcher's frozen weights; those of the blocks in `on_host` stay on the
+        host.
+
+        quantize: format of the blocks' Linears, one of `memory.low_bit.quantize.QUANTIZE`.
+        in_zeros: fill those that are converted to it with zeros, for measurements.
+        """
+
+    def training(self, transformer: Transformer) -> AbstractContextManager[None]:
+        """Return the context of a training step, forward and backward."""
+        return nullcontext()
+
+    @abstractmethod
+    def patchify(self, latent: Tensor, keep: int) -> Patches:
+        """Cut a latent, (C, H, W) or (C, T, H, W), into its first `keep` tokens."""
+
+    @abstractmethod
+    def inputs(
+        self, patcher: ModelPatcher, samples: Sequence[NoisySample], sigma: Tensor, guidance: float
+    ) -> ModelInputs:
+        """Collate the batch as the transformer takes it, on the device of sigma, (B,) fp32, and of the latents.
+
+        sigma: the model's own sigmas, `noise_level` of the family's objective.
+
+        Training builds it on the host, where reading a number needs no sync, and moves it as a whole. Raises ValueError
+        for a conditioning that this forward does not run.
+        """
+
+    def as_core_takes(self, sample: NoisySample) -> NoisySample:
+        """Return the sample as ComfyUI's own forward takes it, with the text as its encoder outputs it."""
+        return sample
+
+
+@dataclass(frozen=True)
+class OwnForward(TrainingForward):
+    """A forward of our own over ComfyUI's weights.
+
+    text: the text encoders.
+    ragged: whether attention masks the pads of captions, so that `transformer` takes a RaggedAttention.
+    """
+
+    text: TextPolicy
+    ragged: bool = False
+
+    def build(
+        self,
+        patcher: ModelPatcher,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        attention: str,
+        on_host: frozenset[str] = frozenset(),
+        quantize: str = AS_STORED,
+        in_zeros: bool = False,
+    ) -> Transformer:
+        lists = self.block_lists(patcher.model)
+        blocks = frozenset(f"{name}.{i}" for name, length in lists.items() for i in range(length))
+        weights = FrozenWeights(patcher, device, compute_dtype, on_host, quantize, blocks, in_zeros)
+        choose = ragged_attention_function if self.ragged else attention_function
+        return self.transformer(patcher.model, weights, choose(attention, device, compute_dtype))
+
+    @abstractmethod
+    def transformer(self, model: Any, weights: FrozenWeights, attention: Any) -> Transformer:
+        """Build the training forward. attention: an Attention, or a RaggedAttention if the forward is `ragged`."""
+
+
+class ForwardChecks:
+    """Checks of a training forward that runs ComfyUI's modules. A forward of our own needs none of them: its tests and
+    `train/verify/` compare it with ComfyUI's."""
+
+    def check_forward(
+        self, transformer: Transformer, on_device: RunBlock, inputs: ModelInputs, small: ModelInputs | None
+    ) -> dict[str, str]:
+        """Compare the training forward with ComfyUI's on this batch and a small one in fp32. Returns the blocks that
+        must not be compiled, with the reasons. Raises ValueError if they differ."""
+        return {}
+
+    def check_batch(self, transformer: Transformer, on_device: RunBlock, inputs: ModelInputs) -> str | None:
+        """Run samples separately from now on if those of one batch influence each other. Returns a sentence about it,
+        or None."""
+        return None
+
+    def kernel_notes(self) -> Iterable[str]:
+        """Name the kernels of ComfyUI's that training can't use, as `check_forward` saw the model call them."""
+        return ()
+
+    def check_outside(self, transformer: Transformer, on_device: RunBlock, inputs: ModelInputs) -> None:
+        """Raise ValueError if the model reads tensors of a swapped block outside of it."""
+        raise AssertionError("our own forwards read none")
+
+
 class Family(ABC):
-    """One model architecture: its tokens, its forward, its LoRA targets and names. Each method has the default of an
-    image model without pooled text, guidance and CLIP vision; a family overrides the rest.
+    """One model architecture: how a model of it is recognised and named, what samples it takes, and its parts.
 
     `model` is always a ComfyUI BaseModel of the family.
 
@@ -211,14 +388,14 @@ class Family(ABC):
     default_targets: patterns of the Linears that a LoRA trains.
     never_trained: patterns of the Linears that no LoRA trains, whatever its targets; `linears()` of the transformer
         lacks them.
-    swap_order: the lists of blocks in the order in which they are swapped.
-    ragged: whether attention masks the pads of captions, so that `transformer` takes a RaggedAttention.
     tested_by_name: whether tests cover the model by name.
     own_forward: False if training runs ComfyUI's forward, the one that patches of other nodes are meant for.
     whole_grids: whether the forward takes whole grids only, no ragged edge.
     usual: learning rate of a LoRA, and prompt and guidance of a sample.
-    resolution_shifts: resolution-dependent schedules of the sampler: value of timestep_sampling -> shift for a token
-        count.
+    sampling: latents and noise levels.
+    conditioning: inputs beside the noisy latent.
+    forward: the forward that training runs.
+    checks: of a forward that runs ComfyUI's modules.
     """
 
     name: str
@@ -230,13 +407,14 @@ class Family(ABC):
     names: NameTable
     default_targets: tuple[str, ...]
     never_trained: tuple[str, ...] = ()
-    swap_order: tuple[str, ...]
-    ragged: bool = False
     own_forward: bool = True
     tested_by_name: bool = True
     whole_grids: bool = False
     usual: UsualSettings = UsualSettings()
-    resolution_shifts: Mapping[str, Callable[[int], float]] = {}
+    sampling: SamplingFacts
+    conditioning: ConditioningFacts
+    forward: TrainingForward
+    checks: ForwardChecks = ForwardChecks()
 
     @property
     def pictures_only(self) -> bool:
@@ -262,43 +440,6 @@ class Family(ABC):
     @abstractmethod
     def origin(self, model: Any) -> Origin: ...
 
-    def latents(self, model: Any) -> LatentPolicy:
-        """Return the latent policy of this model's VAE."""
-        return self.text.latents[0]
-
-    def shift(self, model: Any, tokens: int) -> float:
-        """Return the default timestep shift of training, as `objective.shift_sigma` applies it, for a sample of
-        `tokens` tokens (without references)."""
-        return 1.0
-
-    def objective(self, patcher: ModelPatcher) -> Objective:
-        """Return the noise levels, noising and target: flow matching, whose level is the model's sigma."""
-        return FlowMatching()
-
-    def expert_boundary(self, model: Any) -> float | None:
-        """Return the sigma below which a second expert takes over from this model; None for models without one."""
-        return None
-
-    def takes_guidance(self, model: Any) -> bool:
-        """Return whether guidance was distilled into the model, so that it is an input."""
-        return False
-
-    @abstractmethod
-    def text_width(self, model: Any) -> int:
-        """Return the features per token of the model's text input; 0 if only its forward shows them."""
-
-    def pooled_width(self, model: Any) -> int:
-        """Return the features of the model's pooled text input; 0 if it takes none."""
-        return 0
-
-    def vision_width(self, model: Any) -> int:
-        """Return the features of CLIP vision's output for a start picture; 0 if the model takes none."""
-        return 0
-
-    def text_length(self, model: Any, length: int) -> int:
-        """Return the length of a caption of `length` encoded tokens in the model's sequence."""
-        return self.text.model_length(length)
-
     def check(self, model: Any, sample: SampleFacts) -> None:
         """Raise ValueError, with the fix, for a sample that this model can't train on."""
         if sample.frames > 1 and self.pictures_only:
@@ -312,77 +453,3 @@ class Family(ABC):
         """Return remarks on the model's distillation and how to preserve it, a sentence each; for a run that does
         nothing about it."""
         return []
-
-    def build(
-        self,
-        patcher: ModelPatcher,
-        device: torch.device,
-        compute_dtype: torch.dtype,
-        attention: str,
-        on_host: frozenset[str] = frozenset(),
-        quantize: str = AS_STORED,
-        in_zeros: bool = False,
-    ) -> Transformer:
-        """Build the training forward over the patcher's frozen weights; those of the blocks in `on_host` stay on the
-        host.
-
-        quantize: format of the blocks' Linears, one of `memory.low_bit.quantize.QUANTIZE`.
-        in_zeros: fill those that are converted to it with zeros, for measurements.
-        """
-        lists = self.block_lists(patcher.model)
-        blocks = frozenset(f"{name}.{i}" for name, length in lists.items() for i in range(length))
-        weights = FrozenWeights(patcher, device, compute_dtype, on_host, quantize, blocks, in_zeros)
-        choose = ragged_attention_function if self.ragged else attention_function
-        return self.transformer(patcher.model, weights, choose(attention, device, compute_dtype))
-
-    def training(self, transformer: Transformer) -> AbstractContextManager[None]:
-        """Return the context of a training step, forward and backward."""
-        return nullcontext()
-
-    def as_core_takes(self, sample: NoisySample) -> NoisySample:
-        """Return the sample as ComfyUI's own forward takes it, with the text as its encoder outputs it."""
-        return sample
-
-    def check_forward(
-        self, transformer: Transformer, on_device: RunBlock, inputs: ModelInputs, small: ModelInputs | None
-    ) -> dict[str, str]:
-        """Compare the training forward with ComfyUI's on this batch and a small one in fp32, if it runs ComfyUI's
-        modules. Returns the blocks that must not be compiled, with the reasons. Raises ValueError if they differ."""
-        return {}
-
-    def check_batch(self, transformer: Transformer, on_device: RunBlock, inputs: ModelInputs) -> str | None:
-        """Run samples separately from now on if those of one batch influence each other. Returns a sentence about it,
-        or None."""
-        return None
-
-    def kernel_notes(self) -> Iterable[str]:
-        """Name the kernels of ComfyUI's that training can't use, as `check_forward` saw the model call them."""
-        return ()
-
-    def check_outside(self, transformer: Transformer, on_device: RunBlock, inputs: ModelInputs) -> None:
-        """Raise ValueError if the model reads tensors of a swapped block outside of it."""
-        raise AssertionError("our own forwards read none")
-
-    @abstractmethod
-    def transformer(self, model: Any, weights: FrozenWeights, attention: Any) -> Transformer:
-        """Build the training forward. attention: an Attention, or a RaggedAttention if the family is `ragged`."""
-
-    def block_lists(self, model: Any) -> dict[str, int]:
-        """Return the lists of blocks in the order of the forward, with their lengths."""
-        return {name: len(getattr(model.diffusion_model, name)) for name in self.swap_order}
-
-    @abstractmethod
-    def patchify(self, latent: Tensor, keep: int) -> Patches:
-        """Cut a latent, (C, H, W) or (C, T, H, W), into its first `keep` tokens."""
-
-    @abstractmethod
-    def inputs(
-        self, patcher: ModelPatcher, samples: Sequence[NoisySample], sigma: Tensor, guidance: float
-    ) -> ModelInputs:
-        """Collate the batch as the transformer takes it, on the device of sigma, (B,) fp32, and of the latents.
-
-        sigma: the model's own sigmas, `noise_level` of the family's objective.
-
-        Training builds it on the host, where reading a number needs no sync, and moves it as a whole. Raises ValueError
-        for a conditioning that this forward does not run.
-        """

@@ -192,4 +192,4 @@ def table_of(modules: Mapping[str, Shape | None], name: str = "") -> NameTable |
 
 def resolution_shifts() -> dict[str, Callable[[int], float]]:
     """Return the resolution-dependent shifts of all families' samplers, by the value of timestep_sampling."""
-    return {value: shift for family in FAMILIES for value, shift in family.resolution_shifts.items()}
+    return {value: shift for family in FAMILIES for value, shift in family.sampling.resolution_shifts.items()}

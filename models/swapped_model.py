@@ -54,7 +54,7 @@ def swap_order(patcher: ModelPatcher, blocks: Sequence[BlockOfModel]) -> list[st
     first."""
     for family in FAMILIES:
         if family.matches(patcher.model):
-            return list(family.swap_order)
+            return list(family.forward.swap_order)
     size = {name: 0 for name in lists_of(blocks)}
     for block in blocks:
         size[list_of(block)] += sum(p.numel() * p.element_size() for p in block.module.parameters())

@@ -49,7 +49,7 @@ def make_trainer(spec: dict[str, Any], patcher: Any, data: Any, folder: Path) ->
         family = registry.family_of(patcher)
     include = ("*",) if spec["targets"] == "all" else ()
     network = network_options.NetworkOptions(rank=spec["rank"], alpha=float(spec["rank"]), include=include)
-    blocks = swapped_blocks(spec["swap"], sum(family.block_lists(patcher.model).values()))
+    blocks = swapped_blocks(spec["swap"], sum(family.forward.block_lists(patcher.model).values()))
     settings = run.TrainSettings(
         output_name="benchmark",
         steps=ENDLESS,

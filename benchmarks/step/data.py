@@ -17,7 +17,7 @@ def random_data(patcher: Any, picture: Picture, count: int) -> Any:
 
 def _sample(family: Any, model: Any, picture: Picture, name: str, generator: torch.Generator) -> Any:
     data = import_module("tessera.data.samples")
-    policy = family.latents(model)
+    policy = family.sampling.latents(model)
     clips = model.latent_format.latent_dimensions == 3
     frames = (picture.frames - 1) // policy.frames_per_latent + 1 if clips else 1
     height, width = (side // policy.pixels_per_latent for side in (picture.height, picture.width))
@@ -26,8 +26,8 @@ def _sample(family: Any, model: Any, picture: Picture, name: str, generator: tor
         return torch.randn(shape, generator=generator)
 
     latent = normal(policy.channels, *((frames,) if clips else ()), height, width)
-    text = normal(1, picture.length, family.text_width(model))
-    pooled = family.pooled_width(model)
+    text = normal(1, picture.length, family.conditioning.text_width(model))
+    pooled = family.conditioning.pooled_width(model)
     conditioning = {"pooled_output": normal(1, pooled)} if pooled else {}
     tensors = data.SampleTensors(latent, text, conditioning)
     grid = (frames, height // policy.patch, width // policy.patch)
@@ -35,7 +35,7 @@ def _sample(family: Any, model: Any, picture: Picture, name: str, generator: tor
         name,
         grid,
         grid[0] * grid[1] * grid[2],
-        family.text_length(model, picture.length),
+        family.conditioning.text_length(model, picture.length),
         lambda *_: tensors,
         conditioning=frozenset(conditioning),
     )

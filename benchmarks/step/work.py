@@ -52,7 +52,7 @@ class CountedStep:
         self.patcher = model.load(file, "meta", dtype)
         self.family = import_module("tessera.models.registry").family_of(self.patcher)
         compute = self.patcher.model.get_dtype_inference()
-        self.transformer = self.family.build(self.patcher, torch.device("meta"), compute, "auto")
+        self.transformer = self.family.forward.build(self.patcher, torch.device("meta"), compute, "auto")
         (self.sample,) = random_data(self.patcher, picture, 1).samples
 
     def count(self, rank: int, include: tuple[str, ...]) -> Work:
@@ -115,15 +115,15 @@ class CountedStep:
         conditioning = {name: value.to("meta") for name, value in tensors.conditioning.items()}
         latent, text = tensors.latent.to("meta"), tensors.text.to("meta")
         sample = noisy(latent, text, conditioning, self.sample.tokens, self.sample.text_length)
-        return self.family.inputs(self.patcher, [sample] * batch, torch.empty(batch, device="meta"), 1.0)
+        return self.family.forward.inputs(self.patcher, [sample] * batch, torch.empty(batch, device="meta"), 1.0)
 
     def count_swap(self, percent: float, prefetch: int) -> SwapWork:
         """Run the engine's own ring over blocks without bytes."""
         selection, ring = import_module("tessera.memory.swap.selection"), import_module("tessera.memory.swap.slot_ring")
-        lists = self.family.block_lists(self.patcher.model)
+        lists = self.family.forward.block_lists(self.patcher.model)
         total = sum(lists.values())
         count = swapped_blocks(percent, total)
-        swapped = selection.choose_blocks(count, lists, self.family.swap_order)
+        swapped = selection.choose_blocks(count, lists, self.family.forward.swap_order)
         if not swapped:
             return SwapWork(0, total, 0, 0)
         masters = [_master(block) for name, block in self.transformer.blocks() if name in swapped]

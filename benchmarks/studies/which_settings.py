@@ -161,7 +161,7 @@ def block_costs(
 
 def rows_for(pack: Any, card: int, args: argparse.Namespace, training: bool) -> list[Sequence[str]]:
     plan, cost = pack("memory.swap.plan"), pack("memory.swap.block_cost")
-    order = pack("models.flux.family").Flux.swap_order
+    order = pack("models.flux.family").Flux.forward.swap_order
     tokens = (args.side // 16) ** 2
     rows = []
     for name, outside in STORED.items():

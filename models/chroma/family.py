@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from ...memory.weights.frozen import FrozenWeights
 from ..conditioning import model_conditioning
-from ..family import NoisySample, Origin, SampleFacts, UsualSettings
-from ..flux.family import FluxFamily
+from ..family import NoisySample, Origin, SampleFacts, SamplingFacts, UsualSettings
+from ..flux.family import SWAP_ORDER, FluxConditioning, FluxFamily, FluxForward
 from .names import CHROMA_NAMES
 from .text import ChromaText
 from .transformer import APPROXIMATOR, ChromaInputs, ChromaTransformer
@@ -22,25 +22,8 @@ from .transformer import APPROXIMATOR, ChromaInputs, ChromaTransformer
 TEXT_LENGTH = 512  # the maximum of diffusers' ChromaPipeline
 
 
-class Chroma(FluxFamily):
-    """Chroma takes T5's text only, each caption in its own length, and guidance 0 by default. Radiance, which works on
-    pixels, has its own class in ComfyUI and is another family."""
-
-    name = "chroma"
-    title = "Chroma"
-    releases = "HD, Base, Flash"
-    model_class = comfy.model_base.Chroma
-    transformer_class = comfy.ldm.chroma.model.Chroma
-    text = ChromaText()
-    names = CHROMA_NAMES
-    usual = UsualSettings(file_names="chroma", pictures_only=True)  # learning rate: ai-toolkit's examples
-    axes = 3
-    ragged = True
-    never_trained = (f"{APPROXIMATOR}.*",)
-
-    def origin(self, model: Any) -> Origin:
-        """Return the origin as kohya's sd-scripts writes it (library/sai_model_spec.py, library/flux_utils.py)."""
-        return Origin("chroma", "https://huggingface.co/lodestones/Chroma", "chroma", "networks.lora_flux")
+class ChromaConditioning(FluxConditioning):
+    """Guidance is no input of a distilled model, and there is no pooled text."""
 
     def takes_guidance(self, model: Any) -> bool:
         return False
@@ -48,19 +31,9 @@ class Chroma(FluxFamily):
     def pooled_width(self, model: Any) -> int:
         return 0
 
-    def check(self, model: Any, sample: SampleFacts) -> None:
-        super().check(model, sample)
-        if sample.references:
-            raise ValueError(
-                f"{sample.name} has reference pictures, which Chroma can't use; prepare the data without "
-                "control_folder, or connect FLUX.1 Kontext."
-            )
 
-    def notes(self, model: Any, samples: Sequence[SampleFacts]) -> list[str]:
-        long = sum(sample.text_length > TEXT_LENGTH for sample in samples)
-        if not long:
-            return []
-        return [f"{long} captions have more than {TEXT_LENGTH} tokens, the most that Chroma is made for; shorten them."]
+class ChromaForward(FluxForward):
+    """Forward of Chroma, which masks the pads of captions."""
 
     def transformer(self, model: Any, weights: FrozenWeights, attention: Any) -> ChromaTransformer:
         return ChromaTransformer(weights, model.diffusion_model, attention)
@@ -103,6 +76,42 @@ class Chroma(FluxFamily):
             timestep=patcher.model.process_timestep(timestep),
             guidance=torch.cat(guidances),
         )
+
+
+class Chroma(FluxFamily):
+    """Chroma takes T5's text only, each caption in its own length, and guidance 0 by default. Radiance, which works on
+    pixels, has its own class in ComfyUI and is another family."""
+
+    name = "chroma"
+    title = "Chroma"
+    releases = "HD, Base, Flash"
+    model_class = comfy.model_base.Chroma
+    transformer_class = comfy.ldm.chroma.model.Chroma
+    text = ChromaText()
+    names = CHROMA_NAMES
+    usual = UsualSettings(file_names="chroma", pictures_only=True)  # learning rate: ai-toolkit's examples
+    sampling = SamplingFacts(text.latents[0])
+    conditioning = ChromaConditioning(text)
+    forward = ChromaForward(title, SWAP_ORDER, text, ragged=True, axes=3)
+    never_trained = (f"{APPROXIMATOR}.*",)
+
+    def origin(self, model: Any) -> Origin:
+        """Return the origin as kohya's sd-scripts writes it (library/sai_model_spec.py, library/flux_utils.py)."""
+        return Origin("chroma", "https://huggingface.co/lodestones/Chroma", "chroma", "networks.lora_flux")
+
+    def check(self, model: Any, sample: SampleFacts) -> None:
+        super().check(model, sample)
+        if sample.references:
+            raise ValueError(
+                f"{sample.name} has reference pictures, which Chroma can't use; prepare the data without "
+                "control_folder, or connect FLUX.1 Kontext."
+            )
+
+    def notes(self, model: Any, samples: Sequence[SampleFacts]) -> list[str]:
+        long = sum(sample.text_length > TEXT_LENGTH for sample in samples)
+        if not long:
+            return []
+        return [f"{long} captions have more than {TEXT_LENGTH} tokens, the most that Chroma is made for; shorten them."]
 
 
 FAMILIES = (Chroma(),)

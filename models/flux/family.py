@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import comfy.ldm.flux.model
 import comfy.model_base
@@ -12,7 +13,18 @@ from torch import Tensor
 
 from ...memory.weights.frozen import FrozenWeights
 from ..conditioning import model_conditioning, padded_texts
-from ..family import Family, ModelInputs, NoisySample, Origin, Patches, SampleFacts, UsualSettings
+from ..family import (
+    ConditioningFacts,
+    Family,
+    ModelInputs,
+    NoisySample,
+    Origin,
+    OwnForward,
+    Patches,
+    SampleFacts,
+    SamplingFacts,
+    UsualSettings,
+)
 from ..text import uncut_note
 from .names import FLUX1_NAMES, FLUX2_NAMES
 from .patchify import TIMESTEP_ZERO, patchify_image, patchify_references
@@ -44,23 +56,13 @@ def flux2_resolution_shift(tokens: int) -> float:
     return math.exp(at_200 if tokens > 4300 else at_200 + (at_10 - at_200) * (200 - 50) / (200 - 10))
 
 
-class FluxFamily(Family):
-    """Base of FLUX.1 and FLUX.2. An image's tokens are followed by those of its reference images."""
+# A single block runs all tokens through all of its weights, a double block the few text tokens through half of them: a
+# single block computes longer per byte to copy in the meantime.
+SWAP_ORDER = ("single_blocks", "double_blocks")
 
-    axes: ClassVar[int]
-    # Attention and MLP of every block, without modulation, like musubi-tuner (networks/lora_flux.py and lora_flux_2.py:
-    # exclude_patterns).
-    default_targets = (
-        "double_blocks.*.img_attn.*",
-        "double_blocks.*.txt_attn.*",
-        "double_blocks.*.img_mlp.*",
-        "double_blocks.*.txt_mlp.*",
-        "single_blocks.*.linear1",
-        "single_blocks.*.linear2",
-    )
-    # A single block runs all tokens through all of its weights, a double block the few text tokens through half of
-    # them: a single block computes longer per byte to copy in the meantime.
-    swap_order = ("single_blocks", "double_blocks")
+
+class FluxConditioning(ConditioningFacts):
+    """Widths are those of the model's own layers."""
 
     def takes_guidance(self, model: Any) -> bool:
         return bool(model.diffusion_model.params.guidance_embed)
@@ -74,20 +76,15 @@ class FluxFamily(Family):
         vector_in = model.diffusion_model.vector_in
         return 0 if vector_in is None else vector_in.in_layer.in_features
 
-    def check(self, model: Any, sample: SampleFacts) -> None:
-        super().check(model, sample)
-        params = model.diffusion_model.params
-        if sample.references and params.in_channels != params.out_channels:
-            raise ValueError(
-                f"{sample.name} has reference pictures, which this model (Fill, Canny or Depth) has no place for; "
-                "connect FLUX.1 Kontext, or prepare the data without control_folder."
-            )
-        if params.in_channels != params.out_channels and "concat_latent_image" not in sample.conditioning:
-            raise ValueError(
-                f"{sample.name} has no control picture, without which this model (Fill, Canny or Depth) would be "
-                "trained blind; put it on the conditioning with core's InpaintModelConditioning or "
-                "InstructPixToPixConditioning and take Latents to Training Data, or connect FLUX.1 dev."
-            )
+
+@dataclass(frozen=True, kw_only=True)
+class FluxForward(OwnForward):
+    """Forward of FLUX.1 and FLUX.2. An image's tokens are followed by those of its reference images.
+
+    axes: of the positions.
+    """
+
+    axes: int
 
     def block_lists(self, model: Any) -> dict[str, int]:
         flux = model.diffusion_model
@@ -158,6 +155,69 @@ class FluxFamily(Family):
         return torch.where(zero, 0 * timestep, timestep)
 
 
+class Flux1Forward(FluxForward):
+    """Forward of FLUX.1, whose references have the timestep of their sample."""
+
+    def reference_method(self, method: str) -> str:
+        if method == TIMESTEP_ZERO:
+            raise ValueError(
+                f"reference_latents_method is {TIMESTEP_ZERO}, which ComfyUI cannot run on FLUX.1; set it to offset, "
+                "Kontext's own, on Edit Model Reference Method."
+            )
+        return method
+
+    def reference_timestep(self, timestep: Tensor, methods: Sequence[str]) -> Tensor | None:
+        return None
+
+    def transformer(self, model: Any, weights: FrozenWeights, attention: Any) -> FluxTransformer:
+        return FluxTransformer(weights, model.diffusion_model, attention)
+
+
+class Flux2Forward(FluxForward):
+    """Forward of FLUX.2."""
+
+    def transformer(self, model: Any, weights: FrozenWeights, attention: Any) -> Flux2Transformer:
+        return Flux2Transformer(weights, model.diffusion_model, attention)
+
+
+class Flux2Sampling(SamplingFacts):
+    def shift(self, model: Any, tokens: int) -> float:
+        """Return musubi-tuner's shift: docs/flux_2.md trains with `--timestep_sampling flux2_shift`, which is exp(mu)
+        of FLUX.1's sampler at FLUX.2's token count; FLUX.2's own sampler matches that line at 200 steps
+        (black-forest-labs/flux2, src/flux2/sampling.py, compute_empirical_mu)."""
+        return resolution_shift(tokens)
+
+
+class FluxFamily(Family):
+    """Base of FLUX.1 and FLUX.2, and of Chroma, whose blocks are theirs."""
+
+    # Attention and MLP of every block, without modulation, like musubi-tuner (networks/lora_flux.py and lora_flux_2.py:
+    # exclude_patterns).
+    default_targets = (
+        "double_blocks.*.img_attn.*",
+        "double_blocks.*.txt_attn.*",
+        "double_blocks.*.img_mlp.*",
+        "double_blocks.*.txt_mlp.*",
+        "single_blocks.*.linear1",
+        "single_blocks.*.linear2",
+    )
+
+    def check(self, model: Any, sample: SampleFacts) -> None:
+        super().check(model, sample)
+        params = model.diffusion_model.params
+        if sample.references and params.in_channels != params.out_channels:
+            raise ValueError(
+                f"{sample.name} has reference pictures, which this model (Fill, Canny or Depth) has no place for; "
+                "connect FLUX.1 Kontext, or prepare the data without control_folder."
+            )
+        if params.in_channels != params.out_channels and "concat_latent_image" not in sample.conditioning:
+            raise ValueError(
+                f"{sample.name} has no control picture, without which this model (Fill, Canny or Depth) would be "
+                "trained blind; put it on the conditioning with core's InpaintModelConditioning or "
+                "InstructPixToPixConditioning and take Latents to Training Data, or connect FLUX.1 dev."
+            )
+
+
 class Flux(FluxFamily):
     """FLUX.1: dev, schnell, and every checkpoint of that shape. Kontext is one of them, trained to see reference
     pictures; its weights don't distinguish it from dev."""
@@ -171,8 +231,9 @@ class Flux(FluxFamily):
     names = FLUX1_NAMES
     # Learning rate: ai-toolkit's examples.
     usual = UsualSettings(file_names=r"flux(?![ ._-]?[23]([^0-9]|$))", pictures_only=True, cfg=1.0)
-    axes = 3
-    resolution_shifts = {"resolution_shifted": resolution_shift}
+    sampling = SamplingFacts(text.latents[0], resolution_shifts={"resolution_shifted": resolution_shift})
+    conditioning = FluxConditioning(text)
+    forward = Flux1Forward(title, SWAP_ORDER, text, axes=3)
 
     def matches(self, model: Any) -> bool:
         """Return whether this is ComfyUI's FLUX.1; FLUX.2 and other models that subclass it run another forward."""
@@ -213,20 +274,6 @@ class Flux(FluxFamily):
             "Network."
         ]
 
-    def reference_method(self, method: str) -> str:
-        if method == TIMESTEP_ZERO:
-            raise ValueError(
-                f"reference_latents_method is {TIMESTEP_ZERO}, which ComfyUI cannot run on FLUX.1; set it to offset, "
-                "Kontext's own, on Edit Model Reference Method."
-            )
-        return method
-
-    def reference_timestep(self, timestep: Tensor, methods: Sequence[str]) -> Tensor | None:
-        return None
-
-    def transformer(self, model: Any, weights: FrozenWeights, attention: Any) -> FluxTransformer:
-        return FluxTransformer(weights, model.diffusion_model, attention)
-
 
 class Flux2(FluxFamily):
     """FLUX.2: dev, klein and klein base. All of them see reference pictures."""
@@ -242,8 +289,9 @@ class Flux2(FluxFamily):
     usual = UsualSettings(
         file_names=r"flux[ ._-]?2([^0-9]|$)", pictures_only=True, prompt_tokens=FLUX2_TEXT_LENGTH, cfg=1.0
     )
-    axes = 4
-    resolution_shifts = {"resolution_flux2": flux2_resolution_shift}
+    sampling = Flux2Sampling(text.latents[0], resolution_shifts={"resolution_flux2": flux2_resolution_shift})
+    conditioning = FluxConditioning(text)
+    forward = Flux2Forward(title, SWAP_ORDER, text, axes=4)
 
     def matches(self, model: Any) -> bool:
         if not super().matches(model):
@@ -262,12 +310,6 @@ class Flux2(FluxFamily):
         variant, url = self.variant(model), "https://github.com/black-forest-labs/flux2"
         return Origin(f"Flux.2-{variant}", url, f"flux_2_{variant.replace('-', '_')}", "networks.lora_flux_2")
 
-    def shift(self, model: Any, tokens: int) -> float:
-        """Return musubi-tuner's shift: docs/flux_2.md trains with `--timestep_sampling flux2_shift`, which is exp(mu)
-        of FLUX.1's sampler at FLUX.2's token count; FLUX.2's own sampler matches that line at 200 steps
-        (black-forest-labs/flux2, src/flux2/sampling.py, compute_empirical_mu)."""
-        return resolution_shift(tokens)
-
     def notes(self, model: Any, samples: Sequence[SampleFacts]) -> list[str]:
         long = sum(sample.text_length > FLUX2_TEXT_LENGTH for sample in samples)
         return [uncut_note(long, FLUX2_TEXT_LENGTH, self.title)] if long else []
@@ -279,9 +321,6 @@ class Flux2(FluxFamily):
             "If this is FLUX.2 klein and not klein base: it's distilled, and plain training undoes that; train on "
             "klein base and look at the LoRA on klein (model of Training Preview)."
         ]
-
-    def transformer(self, model: Any, weights: FrozenWeights, attention: Any) -> Flux2Transformer:
-        return Flux2Transformer(weights, model.diffusion_model, attention)
 
 
 def _pooled(conds: Sequence[dict[str, Tensor]]) -> Tensor | None:

@@ -1,9 +1,9 @@
 """ComfyUI's own forward as a transformer of the trainer: ComfyUI owns the loop, and hooks run its blocks in the
 trainer."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,36 +17,46 @@ from ..blocks import BlockOfModel, list_of
 from ..family import ModelInputs, RunBlock
 from ..layers.attention import Attention
 from ..layers.lora_linear import LoraLayer
-from ..transformer_options import steady
-from .blocks import NativeBlock, flatten, varying_attributes
+from .blocks import NativeBlock, varying_attributes
+from .comfyui.calls import BlockCalls, RunCall
 from .comfyui.entries import entries_of, hook_block
 from .comfyui.refusals import OF_CORE, cause_of, is_of_core, refusal
-from .gradients import check_gradients
 from .inputs import NativeGroup, NativeInputs, patchify
 from .kernels import kernel_that_raised, training_kernels
 from .shadow import Shadow, restore
-from .verify.outside import Unloaded
-from .verify.precision import cast_buffers, dtype_told, run_in
-from .writes.out_of_place import OutOfPlace
-
-# The largest influence of a sample on another of its batch. Independent samples are bit-identical; experts that a
-# router gives other tokens add in another order.
-INFLUENCE = 1e-5
-
-OnDevice = Callable[..., Any]
+from .verify.precision import cast_buffers, dtype_told
 
 
 @dataclass
-class Batching:
-    """apart: True if the samples of a batch run one by one, since they influence each other."""
+class ForwardRecord:
+    """Facts that the forwards of a run have shown. A rebuilt transformer shares it, so that it matches its graphs.
 
+    results: the structure of a method's return value, by block and method.
+    streams: indices of the tensors that come from the previous block, by structure.
+    apart: whether the samples of a batch run one by one, since they influence each other.
+    """
+
+    results: dict[tuple[str, str], Any] = field(default_factory=dict)
+    streams: dict[str, set[int]] = field(default_factory=dict)
     apart: bool = False
+
+    def separate(self) -> None:
+        """Run the samples of a batch one by one from here on."""
+        self.apart = True
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Run the samples of a batch in one forward within the context."""
+        apart, self.apart = self.apart, False
+        try:
+            yield
+        finally:
+            self.apart = apart
 
 
 class NativeTransformer:
-    """title: of the model, for messages; blocks: of the MODEL, by their swap names; streams: indices of the tensors
-    that come from the previous block, by structure, shared so that a rebuilt transformer matches its graphs; batching:
-    whether samples share a forward, shared with a rebuilt transformer too."""
+    """title: of the model, for messages; blocks: of the MODEL, by their swap names; record: of the run; calls: the
+    blocks, as ComfyUI's forward calls them."""
 
     def __init__(
         self,
@@ -55,48 +65,22 @@ class NativeTransformer:
         blocks: Mapping[str, BlockOfModel],
         attention: Attention,
         dtype: torch.dtype,
-        results: dict[tuple[str, str], Any],
-        streams: dict[str, set[int]],
-        batching: Batching,
+        record: ForwardRecord,
     ):
-        self.title = title
-        self.shadow = shadow
-        self.attention = attention
-        self.dtype = dtype
-        self.batching = batching
+        self.title, self.shadow, self.attention, self.dtype = title, shadow, attention, dtype
+        self.record = record
+        self.calls = _hooked(shadow, blocks, record)
         self._compute_dtype = dtype  # another dtype during a check
-        cores = {name: shadow.diffusion_model.get_submodule(block.name) for name, block in blocks.items()}
-        by_kind: dict[str, list[str]] = {}
-        for name, block in blocks.items():
-            by_kind.setdefault(block.kind, []).append(name)
-        varying = {
-            name: text
-            for names in by_kind.values()
-            for name, text in zip(names, varying_attributes([cores[n] for n in names]), strict=True)
-        }
-        self._blocks: dict[str, NativeBlock] = {}
-        for name, block in blocks.items():
-            tensors = [t for path, t in shadow.tensors.items() if f"{path}.".startswith(f"{block.name}.")]
-            inner = hook_block(cores[name], partial(self._enter, name))
-            self._blocks[name] = NativeBlock(block, inner, tensors, varying[name], results)
-        lists: dict[str, set[str]] = {}
-        for name, native_block in self._blocks.items():
-            lists.setdefault(native_block.structure(), set()).add(list_of(blocks[name]))
-        for native_block in self._blocks.values():
-            # Lists of one kind of block, such as refiners and layers, may see different lengths; each method is a
-            # graph.
-            entries = entries_of(type(native_block.core), shadow.diffusion_model)
-            native_block.shapes = len(lists[native_block.structure()]) * len(entries)
-        self._run: Callable[[NativeBlock, list[Tensor], Any], Any] | None = None
-        self._samples, self._ran = 1, False
-        self._mode: OutOfPlace | None = None
-        self._running: str | None = None  # name of the block that the model has called
-        self._streams = streams
-        self._previous_ids: dict[str, tuple[int, ...]] = {}
+        self._ran = False
         self._clean = shadow.state()
 
+    @property
+    def is_in_fp32(self) -> bool:
+        """Return whether it runs `in_fp32`, and the run in another dtype."""
+        return self._compute_dtype != self.dtype
+
     def blocks(self) -> list[tuple[str, NativeBlock]]:
-        return list(self._blocks.items())
+        return list(self.calls.blocks.items())
 
     def linears(self) -> dict[str, LoraLayer]:
         return dict(self.shadow.layers)
@@ -119,65 +103,18 @@ class NativeTransformer:
             finally:
                 block.call = None  # else it would hold the step's graph until the next call
             if not block.has_run(call.method):  # a measured step gets another block's output
-                alike, ran = block.structure(), (b for b in self._blocks.values() if b.has_run(call.method))
+                alike, ran = block.structure(), (b for _, b in self.blocks() if b.has_run(call.method))
                 block.take_result(next(b for b in ran if b.structure() == alike), call.method)
             return block.result(out, call.method)
 
         with self.training():
-            raw = self._forward(run_block, inputs, outer=True)
+            raw = self.outputs(run_block, inputs, out_of_place=True)
         return _tokens(raw, self._groups(inputs), inputs.tokens.shape[1])
-
-    def difference(self, on_device: OnDevice, inputs: ModelInputs) -> float:
-        """Compute the relative difference between this forward and ComfyUI's own with its own kernels, both without
-        gradients.
-
-        on_device: calls a function on a block and its arguments with the block's weights on the device. Raises
-        ValueError for a block with an operation that has no gradient, or whose tensors are read outside of it while it
-        is swapped.
-        """
-
-        def run_block(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
-            return block.result(on_device(_run_with_backward, block, *tensors, call, {}), call.method)
-
-        with torch.no_grad():
-            with self.training():
-                actual = self._forward(run_block, inputs, outer=True)
-            return relative(actual, self._core_output(on_device, inputs))
-
-    def precise_difference(self, on_device: OnDevice, inputs: ModelInputs) -> tuple[float, float]:
-        """Compute `difference` in fp32 on the stored weights, and that of ComfyUI's own forward in the run's dtype: its
-        rounding error."""
-
-        def run_block(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
-            return block.result(on_device(partial(run_in, torch.float32, _run), block, *tensors, call, {}), call.method)
-
-        with torch.no_grad():
-            rounded = self._core_output(on_device, inputs)
-            with self.in_fp32():
-                with self.training():
-                    actual = self._forward(run_block, inputs, outer=True)
-                expected = self._core_output(on_device, inputs)
-            return relative(actual, expected), relative(rounded, expected)
-
-    def check_outside(self, on_device: OnDevice, inputs: ModelInputs) -> None:
-        """Run ComfyUI's forward. Raises ValueError if it reads tensors of a swapped block outside of it."""
-        with torch.no_grad():
-            self._core_output(on_device, inputs)
-
-    def _core_output(self, on_device: OnDevice, inputs: ModelInputs) -> list[Tensor]:
-        def core(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
-            function = _run_core if self._compute_dtype == self.dtype else partial(run_in, torch.float32, _run_core)
-            with unloaded.loaded(block):
-                return block.result(on_device(function, block, *tensors, call), call.method)
-
-        # Both sides of a comparison would read the same slots.
-        with Unloaded([block for block in self._blocks.values() if block.name in self.shadow.swapped]) as unloaded:
-            return self._forward(core, inputs, outer=False)
 
     @contextmanager
     def in_fp32(self) -> Iterator[None]:
         """Run the modules outside the blocks in fp32."""
-        inside = [f"{block.name}." for block in self._blocks.values()]
+        inside = [f"{block.name}." for block in self.calls.blocks.values()]
         modules = self.shadow.tensors.items()
         outside = [module for name, module in modules if not f"{name}.".startswith(tuple(inside))]
         clean, self._compute_dtype = self._clean, torch.float32
@@ -190,57 +127,30 @@ class NativeTransformer:
         finally:
             self._clean, self._compute_dtype = clean, self.dtype
 
-    def influence(self, on_device: OnDevice, inputs: ModelInputs) -> float:
-        """Compute the relative change that one sample of a batch makes to the output of another; 0 if they are
-        independent.
+    def outputs(self, run: RunCall, inputs: ModelInputs, out_of_place: bool) -> list[Tensor]:
+        """Return the raw output of each group.
 
-        Two samples of one shape run together, and each with a copy of itself, so that no kernel adds in another order.
+        run: runs a call of a block. out_of_place: in-place writes are made out of place, as autograd needs.
         """
-        assert isinstance(inputs, NativeInputs)
-
-        def core(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
-            return block.result(on_device(_run_core, block, *tensors, call), call.method)
-
-        apart, self.batching.apart = self.batching.apart, False
-        try:
-            with torch.no_grad():
-                groups = inputs.groups[0].paired()
-                first, mixed, other = self._forward(core, replace(inputs, groups=groups), outer=False)
-        finally:
-            self.batching.apart = apart
-        pairs = (mixed[0].float(), first[0].float()), (mixed[1].float(), other[1].float())
-        return max(float((together - alone).norm() / alone.norm()) for together, alone in pairs)
+        outputs = []
+        with self.calls.handled_by(run):
+            for group in self._groups(inputs):
+                restore(self._clean)
+                self.calls.begin(len(group.rows))
+                if self.is_in_fp32:
+                    group = group.cast(self._compute_dtype)
+                if out_of_place:
+                    model_name = type(self.shadow.diffusion_model).__name__
+                    outputs.append(self.calls.out_of_place(model_name, partial(self._call, group)))
+                else:
+                    outputs.append(self._call(group.copied()))
+        return outputs
 
     def _groups(self, inputs: ModelInputs) -> Sequence[NativeGroup]:
         assert isinstance(inputs, NativeInputs)
-        if not self.batching.apart:
+        if not self.record.apart:
             return inputs.groups
         return [single for group in inputs.groups for single in group.split()]
-
-    def _forward(self, run: Callable[..., Any], inputs: ModelInputs, outer: bool) -> list[Tensor]:
-        """Return the raw output of each group."""
-        outputs = []
-        self._run = run
-        try:
-            for group in self._groups(inputs):
-                restore(self._clean)
-                self._samples = len(group.rows)
-                self._previous_ids.clear()
-                if self._compute_dtype != self.dtype:
-                    group = group.cast(self._compute_dtype)
-                outputs.append(self._out_of_place(group) if outer else self._call(group.copied()))
-        finally:
-            self._run = None
-        return outputs
-
-    def _out_of_place(self, group: NativeGroup) -> Tensor:
-        self._mode = OutOfPlace(type(self.shadow.diffusion_model).__name__)
-        try:
-            with self._mode:
-                out = self._call(group)
-            return self._mode.current(out)
-        finally:
-            self._mode = None
 
     def _call(self, group: NativeGroup) -> Tensor:
         options = group.sampler_options()
@@ -265,96 +175,34 @@ class NativeTransformer:
     def _refine_text(self, text: Tensor, options: Mapping[str, Any]) -> Tensor:
         """Run the model's text adapter, (b, L, D), on each sample separately like ComfyUI's sampler."""
         refine: Any = self.shadow.diffusion_model.preprocess_text_embeds
-        samples, self._samples = self._samples, 1
-        try:
+        with self.calls.sample_by_sample():
             return torch.cat([refine(row, **options) for row in text.split(1)])
-        finally:
-            self._samples = samples
-
-    def _enter(self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method of a block that the model has called."""
-        block, mode = self._blocks[name], self._mode
-        tensors, call = flatten(args, kwargs, self._samples, method)
-        if block.running.depth or not tensors:  # called from within the block, or no computation
-            return getattr(type(block.core), method)(block.core, *args, **kwargs)
-        assert self._run is not None, block.name
-        if self._running is not None:
-            raise ValueError(
-                f"model can't be trained: its block {block.name} runs inside its block {self._running}; choose another "
-                "model."
-            )
-        self._running = block.name
-        try:
-            if mode is None:
-                return self._run(block, tensors, call)
-            args, kwargs = mode.current(args), mode.current(kwargs)
-            mode.__exit__(None, None, None)  # a block has its own mode, which the compiler sees
-            try:
-                tensors, call = flatten(_steady(args), _steady(kwargs), self._samples, method)
-                return self._run(block, self._alike(block, tensors, method), call)
-            finally:
-                mode.__enter__()
-        finally:
-            self._running = None
-
-    def _alike(self, block: NativeBlock, tensors: list[Tensor], method: str) -> list[Tensor]:
-        """Make the first block of a kind look like the others to the compiler: tensors from the previous block are
-        contiguous and require a gradient."""
-        structure = f"{method} {block.structure()}"
-        ids = tuple(map(id, tensors))
-        previous_ids = self._previous_ids.get(structure)
-        streams = self._streams.setdefault(structure, set())
-        if previous_ids is not None and len(previous_ids) == len(ids):
-            streams |= {number for number in range(len(ids)) if ids[number] != previous_ids[number]}
-        self._previous_ids[structure] = ids
-        tensors = list(tensors)
-        for number in streams:
-            if number < len(tensors) and tensors[number].is_floating_point():
-                tensor = _in_row_order(tensors[number])
-                if torch.is_grad_enabled() and not tensor.requires_grad:
-                    tensor = tensor.detach().requires_grad_()
-                tensors[number] = tensor
-        trained = any(linear.adapter is not None for linear in block.linears().values())
-        if trained and torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in tensors):
-            # Block swap reloads a block for its backward by the gradient of its inputs.
-            floating = [number for number, tensor in enumerate(tensors) if tensor.is_floating_point()]
-            for number in floating[:1]:
-                tensors[number] = tensors[number].detach().requires_grad_()
-        return tensors
 
 
-def _in_row_order(tensor: Tensor) -> Tensor:
-    """Return the tensor with the strides of a new one: torch calls it contiguous even if axes of length 1 have other
-    strides, the compiler does not."""
-    return tensor.reshape(-1).view(tensor.shape)
-
-
-def _run_with_backward(block: NativeBlock, *args: Any) -> Any:
-    return check_gradients(block.name, block, *args)
-
-
-def _run(block: NativeBlock, *args: Any) -> Any:
-    return block(*args)
-
-
-def _run_core(block: NativeBlock, *args: Any) -> Any:
-    return block.run_core(*args[:-1], call=args[-1])
-
-
-def _steady(value: Any) -> Any:
-    """Drop entries that change from call to call from the options that ComfyUI passes down."""
-    if type(value) is tuple:
-        return tuple(map(_steady, value))
-    if type(value) is dict:
-        entries = {name: _steady(inner) if name == "transformer_options" else inner for name, inner in value.items()}
-        return steady(entries)
-    return value
-
-
-def relative(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Compute ‖actual − expected‖ / ‖expected‖ over all tensors."""
-    difference = sum(((a.float() - b.float()) ** 2).sum() for a, b in zip(actual, expected, strict=True))
-    return float((difference / sum((b.float() ** 2).sum() for b in expected)) ** 0.5)
+def _hooked(shadow: Shadow, blocks: Mapping[str, BlockOfModel], record: ForwardRecord) -> BlockCalls:
+    """Make the trainer's blocks, to which each call of the shadow's blocks goes."""
+    calls = BlockCalls(record.streams)
+    cores = {name: shadow.diffusion_model.get_submodule(block.name) for name, block in blocks.items()}
+    by_kind: dict[str, list[str]] = {}
+    for name, block in blocks.items():
+        by_kind.setdefault(block.kind, []).append(name)
+    varying = {
+        name: text
+        for names in by_kind.values()
+        for name, text in zip(names, varying_attributes([cores[n] for n in names]), strict=True)
+    }
+    for name, block in blocks.items():
+        tensors = [t for path, t in shadow.tensors.items() if f"{path}.".startswith(f"{block.name}.")]
+        inner = hook_block(cores[name], partial(calls.enter, name))
+        calls.add(name, NativeBlock(block, inner, tensors, varying[name], record.results))
+    lists: dict[str, set[str]] = {}
+    for name, native_block in calls.blocks.items():
+        lists.setdefault(native_block.structure(), set()).add(list_of(blocks[name]))
+    for native_block in calls.blocks.values():
+        # Lists of one kind of block, such as refiners and layers, may see different lengths; each method is a graph.
+        entries = entries_of(type(native_block.core), shadow.diffusion_model)
+        native_block.shapes = len(lists[native_block.structure()]) * len(entries)
+    return calls
 
 
 def _tokens(raw: Sequence[Tensor], groups: Sequence[NativeGroup], count: int) -> Tensor:

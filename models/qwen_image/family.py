@@ -16,7 +16,17 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from ...memory.weights.frozen import FrozenWeights
-from ..family import Family, NoisySample, Origin, Patches, SampleFacts, UsualSettings
+from ..family import (
+    ConditioningFacts,
+    Family,
+    NoisySample,
+    Origin,
+    OwnForward,
+    Patches,
+    SampleFacts,
+    SamplingFacts,
+    UsualSettings,
+)
 from .names import QWEN_IMAGE_NAMES
 from .patchify import first, own_conditioning, own_text, patchify_image, sample_parts
 from .text import QwenImageText
@@ -29,71 +39,13 @@ def qwen_resolution_shift(tokens: int) -> float:
     return math.exp(0.5 + (0.9 - 0.5) * (tokens - 256) / (8192 - 256))
 
 
-class QwenImage(Family):
-    """The Qwen-Image family: Qwen-Image, Edit, Edit-2509, Edit-2511 and their fine-tunes."""
-
-    name = "qwen-image"
-    title = "Qwen-Image"
-    releases = "with Edit"
-    model_class = comfy.model_base.QwenImage
-    transformer_class = comfy.ldm.qwen_image.model.QwenImageTransformer2DModel
-    text = QwenImageText()
-    names = QWEN_IMAGE_NAMES
-    # Learning rate: musubi-tuner, docs/qwen_image.md.
-    usual = UsualSettings(
-        learning_rate=5e-5,
-        file_names="qwen[ _-]?image",
-        pictures_only=True,
-        prompt_tokens=128,
-        negative_tokens=8,
-    )
-    ragged = True
-    resolution_shifts = {"resolution_qwen": qwen_resolution_shift}
-    # Every Linear of a block except the modulation, which musubi-tuner excludes too (networks/lora_qwen_image.py:
-    # exclude_patterns `.*(_mod_).*`).
-    default_targets = (
-        "transformer_blocks.*.attn.*",
-        "transformer_blocks.*.img_mlp.*",
-        "transformer_blocks.*.txt_mlp.*",
-    )
-    swap_order = ("transformer_blocks",)
-
-    def variant(self, model: Any) -> str:
-        """Return the release. Edit and Edit-2509 can't be distinguished from Qwen-Image by their weights."""
-        timestep_zero = model.diffusion_model.default_ref_method == "index_timestep_zero"
-        return "qwen-image-edit-2511" if timestep_zero else "qwen-image"
-
-    def origin(self, model: Any) -> Origin:
-        """Return the origin as musubi-tuner writes it (utils/sai_model_spec.py, dataset/architectures.py)."""
-        url, module = "https://github.com/QwenLM/Qwen-Image", "networks.lora_qwen_image"
-        if self.variant(model) == "qwen-image":
-            return Origin("Qwen-Image", url, "qwen_image", module)
-        return Origin("Qwen-Image-Edit-2511", url, "qwen_image_edit", module)
-
-    def shift(self, model: Any, tokens: int) -> float:
-        """Return musubi-tuner's shift: docs/qwen_image.md trains with `--timestep_sampling shift --discrete_flow_shift
-        2.2`."""
-        return 2.2
-
+class QwenConditioning(ConditioningFacts):
     def text_width(self, model: Any) -> int:
         return model.diffusion_model.txt_in.in_features
 
-    def check(self, model: Any, sample: SampleFacts) -> None:
-        if model.diffusion_model.time_text_embed.use_additional_t_cond:
-            raise ValueError(
-                "model is Qwen-Image-Layered, which Train LoRA cannot train; connect Qwen-Image or one of its Edit "
-                "models."
-            )
-        super().check(model, sample)
 
-    def notes(self, model: Any, samples: Sequence[SampleFacts]) -> list[str]:
-        alone = sum(not sample.references for sample in samples)
-        if self.variant(model) == "qwen-image" or not alone:
-            return []
-        return [
-            f"{alone} of {len(samples)} samples have no reference picture, and the model is Qwen-Image-Edit-2511, "
-            "which was trained to edit; give control pictures, or connect Qwen-Image to train on pictures alone."
-        ]
+class QwenForward(OwnForward):
+    """Forward of Qwen-Image, which masks the pads of captions."""
 
     def transformer(self, model: Any, weights: FrozenWeights, attention: Any) -> QwenTransformer:
         return QwenTransformer(weights, model.diffusion_model, attention)
@@ -123,6 +75,66 @@ class QwenImage(Family):
             # samples' method.
             reference_timestep=torch.where(zero, 0 * timestep, timestep) if references else None,
         )
+
+
+class QwenImage(Family):
+    """The Qwen-Image family: Qwen-Image, Edit, Edit-2509, Edit-2511 and their fine-tunes."""
+
+    name = "qwen-image"
+    title = "Qwen-Image"
+    releases = "with Edit"
+    model_class = comfy.model_base.QwenImage
+    transformer_class = comfy.ldm.qwen_image.model.QwenImageTransformer2DModel
+    text = QwenImageText()
+    names = QWEN_IMAGE_NAMES
+    # Learning rate: musubi-tuner, docs/qwen_image.md.
+    usual = UsualSettings(
+        learning_rate=5e-5,
+        file_names="qwen[ _-]?image",
+        pictures_only=True,
+        prompt_tokens=128,
+        negative_tokens=8,
+    )
+    # Shift: musubi-tuner's docs/qwen_image.md trains with `--timestep_sampling shift --discrete_flow_shift 2.2`.
+    sampling = SamplingFacts(text.latents[0], 2.2, {"resolution_qwen": qwen_resolution_shift})
+    conditioning = QwenConditioning(text)
+    forward = QwenForward(title, ("transformer_blocks",), text, ragged=True)
+    # Every Linear of a block except the modulation, which musubi-tuner excludes too (networks/lora_qwen_image.py:
+    # exclude_patterns `.*(_mod_).*`).
+    default_targets = (
+        "transformer_blocks.*.attn.*",
+        "transformer_blocks.*.img_mlp.*",
+        "transformer_blocks.*.txt_mlp.*",
+    )
+
+    def variant(self, model: Any) -> str:
+        """Return the release. Edit and Edit-2509 can't be distinguished from Qwen-Image by their weights."""
+        timestep_zero = model.diffusion_model.default_ref_method == "index_timestep_zero"
+        return "qwen-image-edit-2511" if timestep_zero else "qwen-image"
+
+    def origin(self, model: Any) -> Origin:
+        """Return the origin as musubi-tuner writes it (utils/sai_model_spec.py, dataset/architectures.py)."""
+        url, module = "https://github.com/QwenLM/Qwen-Image", "networks.lora_qwen_image"
+        if self.variant(model) == "qwen-image":
+            return Origin("Qwen-Image", url, "qwen_image", module)
+        return Origin("Qwen-Image-Edit-2511", url, "qwen_image_edit", module)
+
+    def check(self, model: Any, sample: SampleFacts) -> None:
+        if model.diffusion_model.time_text_embed.use_additional_t_cond:
+            raise ValueError(
+                "model is Qwen-Image-Layered, which Train LoRA cannot train; connect Qwen-Image or one of its Edit "
+                "models."
+            )
+        super().check(model, sample)
+
+    def notes(self, model: Any, samples: Sequence[SampleFacts]) -> list[str]:
+        alone = sum(not sample.references for sample in samples)
+        if self.variant(model) == "qwen-image" or not alone:
+            return []
+        return [
+            f"{alone} of {len(samples)} samples have no reference picture, and the model is Qwen-Image-Edit-2511, "
+            "which was trained to edit; give control pictures, or connect Qwen-Image to train on pictures alone."
+        ]
 
 
 FAMILIES = (QwenImage(),)

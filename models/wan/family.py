@@ -13,7 +13,17 @@ from torch.nn import functional as F
 
 from ...memory.weights.frozen import FrozenWeights
 from ..conditioning import model_conditioning, padded_texts
-from ..family import Family, NoisySample, Origin, Patches, SampleFacts, UsualSettings
+from ..family import (
+    ConditioningFacts,
+    Family,
+    NoisySample,
+    Origin,
+    OwnForward,
+    Patches,
+    SampleFacts,
+    SamplingFacts,
+    UsualSettings,
+)
 from ..latents import WAN21, WAN22, LatentPolicy
 from ..text import uncut_note
 from .layers import PATCH
@@ -48,51 +58,22 @@ def _variant(model: Any) -> str | None:
     return _VARIANTS.get((type(model), core.in_dim, core.img_emb is not None)) if usual else None
 
 
-class Wan(Family):
-    """Wan 2.1 and 2.2. Models with more inputs than a start picture (VACE, Fun-Control, S2V, Animate) run another
-    forward and are other families."""
+def _is_5b(model: Any) -> bool:
+    return type(model) is comfy.model_base.WAN22
 
-    name = "wan"
-    title = "Wan 2.1 and 2.2"
-    releases = "text and image to video, 5B"
-    model_class = comfy.model_base.WAN21
-    transformer_class = comfy.ldm.wan.model.WanModel
-    text = WanText()
-    names = WAN_NAMES
-    # Learning rate: musubi-tuner, docs/wan.md.
-    usual = UsualSettings(learning_rate=2e-4, file_names=r"(^|[^a-z])wan", prompt_tokens=TEXT_LENGTH, cfg=5.0)
-    # Attention and MLP of every block, like musubi-tuner's networks/lora_wan.py.
-    default_targets = ("blocks.*.self_attn.*", "blocks.*.cross_attn.*", "blocks.*.ffn.*")
-    swap_order = ("blocks",)
 
-    def matches(self, model: Any) -> bool:
-        return _variant(model) is not None
-
-    def variant(self, model: Any) -> str:
-        """Return `2.1-t2v`, `2.1-i2v`, `2.2-i2v-14b` or `2.2-5b`. The experts of Wan 2.2 T2V have the shapes of Wan 2.1
-        T2V, and nothing in a file distinguishes them: they are `2.1-t2v` too."""
-        variant = _variant(model)
-        assert variant is not None, type(model)
-        return variant
-
-    def origin(self, model: Any) -> Origin:
-        """Return the origin as musubi-tuner names it (utils/sai_model_spec.py), which uses wan2.1 for the 14B models of
-        2.2 too and does not train the 5B."""
-        version = "2.2" if self._is_5b(model) else "2.1"
-        return Origin(f"wan{version}", f"https://github.com/Wan-Video/Wan{version}", "wan", "networks.lora_wan")
+class WanSampling(SamplingFacts):
+    """Latents of the 5B are those of Wan 2.2's VAE; the 14B models of 2.2 are pairs of experts."""
 
     def latents(self, model: Any) -> LatentPolicy:
-        return WAN22 if self._is_5b(model) else WAN21
-
-    def shift(self, model: Any, tokens: int) -> float:
-        """Return the shift of musubi-tuner's docs/wan.md: `--timestep_sampling shift --discrete_flow_shift 3.0`, which
-        shifts sigmas of a logistic normal, as here."""
-        return 3.0
+        return WAN22 if _is_5b(model) else WAN21
 
     def expert_boundary(self, model: Any) -> float | None:
         """Return `boundary` of Wan-Video/Wan2.2, wan/configs/wan_t2v_A14B.py and wan_i2v_A14B.py."""
-        return {"2.1-t2v": 0.875, "2.2-i2v-14b": 0.9}.get(self.variant(model))
+        return {"2.1-t2v": 0.875, "2.2-i2v-14b": 0.9}.get(_variant(model) or "")
 
+
+class WanConditioning(ConditioningFacts):
     def text_width(self, model: Any) -> int:
         return model.diffusion_model.text_embedding[0].in_features
 
@@ -100,48 +81,12 @@ class Wan(Family):
         image = model.diffusion_model.img_emb
         return 0 if image is None else image.proj[0].normalized_shape[0]
 
-    def check(self, model: Any, sample: SampleFacts) -> None:
-        variant = self.variant(model)
-        name = sample.name
-        title = TITLES[variant]
-        conditioning = sample.conditioning
-        if sample.references or "reference_latents" in conditioning:
-            raise ValueError(f"{name} has reference pictures, which {title} does not take; prepare the data without.")
-        if variant.endswith("t2v") or variant == "2.2-5b":
-            if START_PICTURE in conditioning:
-                raise ValueError(
-                    f"{name} has a start picture, which {title} has no input for; prepare the data with image_to_video "
-                    "switched off and the model's own VAE, or connect an image-to-video model."
-                )
-        elif START_PICTURE not in conditioning:
-            raise ValueError(
-                f"{name} has no start picture and {title} never runs without one; switch image_to_video on in Prepare "
-                "Dataset, or connect a text-to-video model."
-            )
-        if variant == "2.1-i2v" and "clip_vision_output" not in conditioning:
-            raise ValueError(
-                f"{name} has no CLIP vision output, without which {title} would read the caption as a picture; connect "
-                "clip_vision to Prepare Dataset (Load CLIP Vision, clip_vision_h.safetensors)."
-            )
-        if sample.clean_frames and variant != "2.2-5b":
-            raise ValueError(
-                f"{name} gives its first frame without noise, which only Wan 2.2 5B is shown, not {title}; prepare the "
-                "data with the model's own VAE."
-            )
 
-    def notes(self, model: Any, samples: Sequence[SampleFacts]) -> list[str]:
-        notes = []
-        if long := sum(sample.text_length > TEXT_LENGTH for sample in samples):
-            notes.append(uncut_note(long, TEXT_LENGTH, "Wan"))
-        if not self.vision_width(model) and any("clip_vision_output" in sample.conditioning for sample in samples):
-            notes.append(
-                f"{TITLES[self.variant(model)]} takes no CLIP vision output, and what the samples have is left out; "
-                "clip_vision is for Wan 2.1 image to video."
-            )
-        return notes
+class WanForward(OwnForward):
+    """Forward of Wan, whose start picture is concatenated to the latent, or its first frame without noise."""
 
     def transformer(self, model: Any, weights: FrozenWeights, attention: Any) -> WanTransformer:
-        return WanTransformer(weights, model.diffusion_model, attention, self._is_5b(model))
+        return WanTransformer(weights, model.diffusion_model, attention, _is_5b(model))
 
     def inputs(
         self, patcher: ModelPatcher, samples: Sequence[NoisySample], sigma: Tensor, guidance: float
@@ -164,7 +109,7 @@ class Wan(Family):
         positions = torch.stack([p.positions for p in patches])
         timestep = patcher.get_model_object("model_sampling").timestep(sigma).float()[:, None]
         clean = None
-        if self._is_5b(model):
+        if _is_5b(model):
             # Always both timesteps, so that samples with and without clean frames share one graph.
             frames = torch.tensor([sample.clean_frames for sample in samples], device=device)
             clean = positions[..., :1] < frames[:, None, None]
@@ -205,8 +150,83 @@ class Wan(Family):
         grid = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).float()
         return Patches(tokens, grid.reshape(frames, h * w, 3)[:, :tokens_per_frame].reshape(keep, 3))
 
-    def _is_5b(self, model: Any) -> bool:
-        return type(model) is comfy.model_base.WAN22
+
+class Wan(Family):
+    """Wan 2.1 and 2.2. Models with more inputs than a start picture (VACE, Fun-Control, S2V, Animate) run another
+    forward and are other families."""
+
+    name = "wan"
+    title = "Wan 2.1 and 2.2"
+    releases = "text and image to video, 5B"
+    model_class = comfy.model_base.WAN21
+    transformer_class = comfy.ldm.wan.model.WanModel
+    text = WanText()
+    names = WAN_NAMES
+    # Learning rate: musubi-tuner, docs/wan.md.
+    usual = UsualSettings(learning_rate=2e-4, file_names=r"(^|[^a-z])wan", prompt_tokens=TEXT_LENGTH, cfg=5.0)
+    # Attention and MLP of every block, like musubi-tuner's networks/lora_wan.py.
+    default_targets = ("blocks.*.self_attn.*", "blocks.*.cross_attn.*", "blocks.*.ffn.*")
+    # Shift: musubi-tuner's docs/wan.md trains with `--timestep_sampling shift --discrete_flow_shift 3.0`, which shifts
+    # sigmas of a logistic normal, as here.
+    sampling = WanSampling(WAN21, 3.0)
+    conditioning = WanConditioning(text)
+    forward = WanForward(title, ("blocks",), text)
+
+    def matches(self, model: Any) -> bool:
+        return _variant(model) is not None
+
+    def variant(self, model: Any) -> str:
+        """Return `2.1-t2v`, `2.1-i2v`, `2.2-i2v-14b` or `2.2-5b`. The experts of Wan 2.2 T2V have the shapes of Wan 2.1
+        T2V, and nothing in a file distinguishes them: they are `2.1-t2v` too."""
+        variant = _variant(model)
+        assert variant is not None, type(model)
+        return variant
+
+    def origin(self, model: Any) -> Origin:
+        """Return the origin as musubi-tuner names it (utils/sai_model_spec.py), which uses wan2.1 for the 14B models of
+        2.2 too and does not train the 5B."""
+        version = "2.2" if _is_5b(model) else "2.1"
+        return Origin(f"wan{version}", f"https://github.com/Wan-Video/Wan{version}", "wan", "networks.lora_wan")
+
+    def check(self, model: Any, sample: SampleFacts) -> None:
+        variant = self.variant(model)
+        name, title, conditioning = sample.name, TITLES[variant], sample.conditioning
+        if sample.references or "reference_latents" in conditioning:
+            raise ValueError(f"{name} has reference pictures, which {title} does not take; prepare the data without.")
+        if variant.endswith("t2v") or variant == "2.2-5b":
+            if START_PICTURE in conditioning:
+                raise ValueError(
+                    f"{name} has a start picture, which {title} has no input for; prepare the data with image_to_video "
+                    "switched off and the model's own VAE, or connect an image-to-video model."
+                )
+        elif START_PICTURE not in conditioning:
+            raise ValueError(
+                f"{name} has no start picture and {title} never runs without one; switch image_to_video on in Prepare "
+                "Dataset, or connect a text-to-video model."
+            )
+        if variant == "2.1-i2v" and "clip_vision_output" not in conditioning:
+            raise ValueError(
+                f"{name} has no CLIP vision output, without which {title} would read the caption as a picture; connect "
+                "clip_vision to Prepare Dataset (Load CLIP Vision, clip_vision_h.safetensors)."
+            )
+        if sample.clean_frames and variant != "2.2-5b":
+            raise ValueError(
+                f"{name} gives its first frame without noise, which only Wan 2.2 5B is shown, not {title}; prepare the "
+                "data with the model's own VAE."
+            )
+
+    def notes(self, model: Any, samples: Sequence[SampleFacts]) -> list[str]:
+        notes = []
+        if long := sum(sample.text_length > TEXT_LENGTH for sample in samples):
+            notes.append(uncut_note(long, TEXT_LENGTH, "Wan"))
+        if not self.conditioning.vision_width(model) and any(
+            "clip_vision_output" in sample.conditioning for sample in samples
+        ):
+            notes.append(
+                f"{TITLES[self.variant(model)]} takes no CLIP vision output, and what the samples have is left out; "
+                "clip_vision is for Wan 2.1 image to video."
+            )
+        return notes
 
 
 FAMILIES = (Wan(),)

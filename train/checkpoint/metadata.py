@@ -198,7 +198,7 @@ def collect_facts(
 ) -> RunFacts:
     """Collect the facts of a run before its first step."""
     _, height, width = data.samples[0].grid
-    pixels = family.latents(patcher.model).pixels_per_token
+    pixels = family.sampling.latents(patcher.model).pixels_per_token
     return RunFacts(
         output_name=settings.output_name,
         family=family.name,

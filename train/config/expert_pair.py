@@ -23,7 +23,7 @@ def meeting_sigma(high: ModelPatcher, low: ModelPatcher) -> float:
             f"model is {family.title} ({family.variant(high.model)}) and model_low_noise is {other.title} "
             f"({other.variant(low.model)}); connect the two experts of one Wan 2.2 model."
         )
-    if (boundary := family.expert_boundary(high.model)) is None:
+    if (boundary := family.sampling.expert_boundary(high.model)) is None:
         raise ValueError(
             f"model_low_noise is for Wan 2.2's second expert, and model is {family.title} "
             f"({family.variant(high.model)}), which has none; disconnect it."

@@ -88,7 +88,7 @@ def make_batch(
     for place, (sample, tensors) in enumerate(samples, start=part[0] * len(samples)):
         size = sample.tokens // sample.grid[0]  # tokens of one frame: resolution-dependent shifts are defined on these
         latent = model_space(patcher, family, tensors)
-        shift = family.shift(patcher.model, size)
+        shift = family.sampling.shift(patcher.model, size)
         number = rng_key[1] * len(samples) * part[1] + place
         stratum = sample_stratum(objective, seed, rng_key[0], number, strata) if strata else None
         sigma = sample_sigma(objective, generator(seed, "sigma", *rng_key, place), size, shift, stratum)
@@ -144,7 +144,7 @@ class _NoisedSample(NamedTuple):
 
 
 def _assemble(patcher: ModelPatcher, family: Family, noised: Sequence[_NoisedSample], guidance: float) -> Batch:
-    objective = family.objective(patcher)
+    objective = family.sampling.objective(patcher)
     noisy: list[NoisySample] = []
     targets: list[Tensor] = []
     sigmas = [objective.noise_level(entry.level) for entry in noised]
@@ -155,10 +155,10 @@ def _assemble(patcher: ModelPatcher, family: Family, noised: Sequence[_NoisedSam
         noisy.append(
             NoisySample(x_t, tensors.text, tensors.conditioning, sample.tokens, sample.text_length, sample.clean_frames)
         )
-        targets.append(family.patchify(objective.target(latent, noise, sigma), sample.tokens).tokens)
+        targets.append(family.forward.patchify(objective.target(latent, noise, sigma), sample.tokens).tokens)
     levels = torch.tensor([entry.level for entry in noised], dtype=torch.float32)
     model_sigmas = torch.tensor(sigmas, dtype=torch.float32)
-    inputs = family.inputs(patcher, noisy, model_sigmas, guidance)
+    inputs = family.forward.inputs(patcher, noisy, model_sigmas, guidance)
     samples = [(entry.sample, entry.tensors) for entry in noised]
     preserved: PreservationInputs | None = None
     if any(tensors.class_prompt for _, tensors in samples):
@@ -168,11 +168,11 @@ def _assemble(patcher: ModelPatcher, family: Family, noised: Sequence[_NoisedSam
         has_class_caption = torch.tensor([float(tensors.class_prompt is not None) for _, tensors in samples])
         token_weights = _weights([(sample, replace(tensors, weights=None)) for sample, tensors in samples])
         preserved = PreservationInputs(
-            family.inputs(patcher, class_inputs, model_sigmas, guidance), has_class_caption, token_weights
+            family.forward.inputs(patcher, class_inputs, model_sigmas, guidance), has_class_caption, token_weights
         )
     unconditional: ModelInputs | None = None
     if any(tensors.empty_prompt for _, tensors in samples):
-        unconditional = family.inputs(patcher, _with_empty_prompts(noisy, samples), model_sigmas, guidance)
+        unconditional = family.forward.inputs(patcher, _with_empty_prompts(noisy, samples), model_sigmas, guidance)
     weights, loss_weights = _weights(samples), _loss_weights([sample for sample, _ in samples])
     signal = _signal(objective, sigmas)
     return Batch(

@@ -264,9 +264,9 @@ def measure(
     machine = Hardware(
         free_memory(patcher), link_bandwidth(device), available // processes, place=memory_place(device.type)
     )
-    lists = family.block_lists(patcher.model)
+    lists = family.forward.block_lists(patcher.model)
     on_host = frozenset(f"{name}.{i}" for name, length in lists.items() for i in range(length))
-    transformer = family.build(
+    transformer = family.forward.build(
         patcher, device, dtype, settings.memory.attention, on_host, settings.memory.quantize, in_zeros=True
     )
     LowBitPolicy(settings.memory.low_bit_matmul, device, dtype, None, compile_settings).set(transformer.blocks())

@@ -46,7 +46,7 @@ class MemoryChoice:
         )
         previous_choice = auto.chosen_before(context.environment, self.user_options)
         self.automatic, reason = self.sharing.plan(
-            self.user_options, measured, context.family.swap_order, previous_choice
+            self.user_options, measured, context.family.forward.swap_order, previous_choice
         )
         if reason:
             self.observer.note(f"shard is not used: {reason}.")

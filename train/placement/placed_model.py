@@ -182,7 +182,7 @@ class PlacedModel:
 
     def training(self) -> AbstractContextManager[None]:
         """Return the context of a forward and its backward."""
-        return self.family.training(self.weights.transformer)
+        return self.family.forward.training(self.weights.transformer)
 
     def check_forward(self, inputs: ModelInputs) -> None:
         """Compare the training forward with ComfyUI's, once. Raises ValueError if they differ.

@@ -50,9 +50,9 @@ class PlacedWeights:
         """
         self.host = None
         swapped = choose_blocks(
-            memory.blocks_to_swap, self.family.block_lists(self.patcher.model), self.family.swap_order
+            memory.blocks_to_swap, self.family.forward.block_lists(self.patcher.model), self.family.forward.swap_order
         )
-        transformer = self.family.build(
+        transformer = self.family.forward.build(
             self.patcher, self.device, self.dtype, memory.attention, swapped, memory.quantize
         )
         self.low_bit.set(transformer.blocks())

@@ -62,7 +62,7 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
     beneath_notes = apply_base_lora(patcher, settings.network, family)
     beneath_notes += apply_training_adapter(patcher, settings.network, family)
     start, start_notes = read_warm_start(settings.network, family, patcher.model, targets)
-    is_flow = family.objective(patcher).is_flow
+    is_flow = family.sampling.objective(patcher).is_flow
     schedule_notes = () if is_flow else check_schedule_options(settings.objective, family.title)
     lr_factor(settings.optimizer, settings.steps)
     optimizer_notes = check_optimizer(settings.optimizer, patcher.load_device, settings.network)
@@ -79,7 +79,7 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
         measured = _with_text_lengths(family, patcher, measured)
     _check_data(family, patcher, data)
     for size in sorted({sample.tokens // sample.grid[0] for sample in data.samples}):
-        check_range(settings.objective, size, family.shift(patcher.model, size))
+        check_range(settings.objective, size, family.sampling.shift(patcher.model, size))
     strata = strata_sizes(settings.samples_per_step, data.samples)
     notes = (
         *patch_notes,
@@ -88,7 +88,7 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
             settings.objective,
             data.samples,
             family.title,
-            family.takes_guidance(patcher.model),
+            family.conditioning.takes_guidance(patcher.model),
             settings.network.training_adapter.name if settings.network.training_adapter else "",
         ),
         *optimizer_notes,
@@ -119,7 +119,7 @@ def _with_text_lengths(family: Family, patcher: ModelPatcher, data: TrainingData
     """Replace the caption lengths by the text lengths of this model's sequence, padding included."""
 
     def length(encoded: int) -> int:
-        return family.text_length(patcher.model, encoded)
+        return family.conditioning.text_length(patcher.model, encoded)
 
     samples = (
         replace(
@@ -158,25 +158,28 @@ def _check_data(family: Family, patcher: ModelPatcher, data: TrainingData) -> No
         family.check(patcher.model, sample.facts())
     first = data.samples[0]
     tensors = first.load(SampleVariant(empty_caption=True)) if first.empty_length else first.load()
-    channels = family.latents(patcher.model).channels
+    channels = family.sampling.latents(patcher.model).channels
     if tensors.latent.shape[0] != channels:
         raise ValueError(
             f"data has latents of {tensors.latent.shape[0]} channels, but the model takes {channels}; prepare the "
             "data with the model's own VAE."
         )
-    pooled, width = tensors.conditioning.get("pooled_output"), family.pooled_width(patcher.model)
+    pooled, width = tensors.conditioning.get("pooled_output"), family.conditioning.pooled_width(patcher.model)
     if pooled is not None and pooled.shape[-1] < width:
         raise ValueError(
             f"data has pooled text of width {pooled.shape[-1]} but the model takes {width}; prepare the data with the "
             "model's own text encoders."
         )
-    vision_output, width = tensors.conditioning.get("clip_vision_output"), family.vision_width(patcher.model)
+    vision_output, width = (
+        tensors.conditioning.get("clip_vision_output"),
+        family.conditioning.vision_width(patcher.model),
+    )
     if vision_output is not None and width and hidden_states(vision_output).shape[-1] != width:
         raise ValueError(
             f"data has CLIP vision output of width {hidden_states(vision_output).shape[-1]} but the model takes "
             f"{width}; prepare the data with clip_vision_h.safetensors as the CLIP vision model."
         )
-    text_width = family.text_width(patcher.model)
+    text_width = family.conditioning.text_width(patcher.model)
     if text_width and tensors.empty_prompt is not None and (other := tensors.empty_prompt.text.shape[-1]) != text_width:
         raise ValueError(
             f"empty has text of width {other} but the model takes {text_width}; encode the empty caption with the "

@@ -84,7 +84,7 @@ def masked_text_notes(attention: str, family: Family, samples: Sequence[Sample])
 
 
 def guidance_notes(family: Family, model: Any, options: ObjectiveOptions, samples: Sequence[Sample]) -> Iterator[str]:
-    if not family.takes_guidance(model):
+    if not family.conditioning.takes_guidance(model):
         return
     carries = next((sample for sample in samples if "guidance" in sample.conditioning), None)
     data_guidance = None if carries is None else _number(carries.load().conditioning["guidance"])

@@ -158,7 +158,7 @@ def _check(stages: Stages, samplings: Sequence[Sampling]) -> None:
     for number, sampling in enumerate(samplings, 1):
         check_fits(sampling, stages.model)
         if family is not None:
-            check_text(sampling, family.text_width(stages.model.model), number)
+            check_text(sampling, family.conditioning.text_width(stages.model.model), number)
         if stages.switch_step >= sampling.steps:
             raise ValueError(
                 f"switch_step is {stages.switch_step}, and prompt {number} has {sampling.steps} steps, which leaves "

@@ -78,16 +78,16 @@ class FirstChecks:
         if not self.forward_done:
             eager = check_forward(self.family, patcher, transformer, on_device, inputs, self.samples, self.guidance)
             self.forward_done = True
-            for sentence in self.family.kernel_notes():
+            for sentence in self.family.checks.kernel_notes():
                 note(sentence)
         elif self._outside_due:
             try:
-                self.family.check_outside(transformer, on_device, inputs)
+                self.family.checks.check_outside(transformer, on_device, inputs)
             except ValueError as error:
                 raise CannotContinue(str(error).rstrip(".")) from error
         self._outside_due = False
         if self._batch_due(inputs):
-            if (text := self.family.check_batch(transformer, on_device, inputs)) is not None:
+            if (text := self.family.checks.check_batch(transformer, on_device, inputs)) is not None:
                 note(text)
             self._batch_done = True
         return eager
@@ -113,7 +113,7 @@ def check_forward(
         _check_own_forward(family, patcher, transformer, on_device, samples, guidance)
         return {}
     small = small_inputs(family, patcher, samples, guidance)
-    return family.check_forward(transformer, on_device, inputs, small)
+    return family.checks.check_forward(transformer, on_device, inputs, small)
 
 
 def small_inputs(

@@ -23,14 +23,14 @@ def check_sample(family: Family, patcher: ModelPatcher, sample: Sample) -> tuple
     """Add noise at `LEVEL` to a sample, as a whole grid. Returns it and the model's sigma."""
     tensors = sample.load()
     latent = model_space(patcher, family, tensors)
-    objective = family.objective(patcher)
+    objective = family.sampling.objective(patcher)
     sigma = objective.noise_level(LEVEL)
     noise = sample_noise(latent.shape, generator(0, "check"))
     noisy = objective.add_noise(latent, noise, sigma)
     clean = sample.clean_frames
     if clean:
         noisy[:, :clean] = latent[:, :clean]
-    length = family.text_length(patcher.model, tensors.text.shape[1])
+    length = family.conditioning.text_length(patcher.model, tensors.text.shape[1])
     tokens = math.prod(sample.grid)
     return NoisySample(noisy, tensors.text, tensors.conditioning, tokens, length, clean), sigma
 
@@ -61,7 +61,7 @@ def smallest(samples: Sequence[Sample]) -> Sample:
 
 def inputs_of(family: Family, patcher: ModelPatcher, sample: NoisySample, sigma: float, guidance: float) -> ModelInputs:
     """Make the model inputs of one sample: on the host, like a training batch, and then copied."""
-    return family.inputs(patcher, [sample], sigmas(sigma), guidance).to(patcher.load_device)
+    return family.forward.inputs(patcher, [sample], sigmas(sigma), guidance).to(patcher.load_device)
 
 
 def sigmas(sigma: float) -> Tensor:

@@ -123,7 +123,9 @@ def check_previews(previews: Sequence[Preview], family: Family, model: ModelPatc
         sampled_family = family if sampled is model else known_family(sampled.model)
         try:
             check_text(
-                preview.sampling, 0 if sampled_family is None else sampled_family.text_width(sampled.model), number
+                preview.sampling,
+                0 if sampled_family is None else sampled_family.conditioning.text_width(sampled.model),
+                number,
             )
             check_fits(preview.sampling, sampled)
         except ValueError as error:
@@ -158,7 +160,7 @@ class Previewer:
         self.model = model
         self.partner = partner
         self.texts = texts or {}
-        self.boundary = None if partner is None else partner.boundary or family.expert_boundary(model.model)
+        self.boundary = None if partner is None else partner.boundary or family.sampling.expert_boundary(model.model)
         self.own_models = [model] if partner is None else [model, partner.model]
         # Each once, by identity: previews of a chain may share one.
         self.other_models = list({id(p.model): p.model for p in previews if p.model is not None}.values())

@@ -45,7 +45,7 @@ class CoreForward:
         self, transformer: Transformer, sample: NoisySample, sigma: Tensor, guidance: float, dtype: torch.dtype
     ) -> Tensor:
         """Run the same sample by our own forward. The adapters have to be disabled."""
-        inputs = self.family.inputs(self.patcher, [sample], sigma, guidance).to(self.device)
+        inputs = self.family.forward.inputs(self.patcher, [sample], sigma, guidance).to(self.device)
         if dtype == self.dtype:
             return transformer.forward(lambda block, *args: self._on_device(_run, block, *args, {}), inputs)
         with computing_in(dtype, transformer):
@@ -60,8 +60,8 @@ class CoreForward:
 
         sample, sigma: on the host, sigma (1,), the model's own.
         """
-        distilled = guidance if self.family.takes_guidance(self.patcher.model) else None
-        inputs = native_inputs(self.patcher, [self.family.as_core_takes(sample)], sigma, distilled)
+        distilled = guidance if self.family.conditioning.takes_guidance(self.patcher.model) else None
+        inputs = native_inputs(self.patcher, [self.family.forward.as_core_takes(sample)], sigma, distilled)
         (group,) = inputs.to(self.device).groups
         restore(self._clean)
         modules: list[Any] = [m for m in self.shadow.tensors.values() if isinstance(m, SharedTensors)]
@@ -71,7 +71,7 @@ class CoreForward:
                 stack.enter_context(dtype_told(dtype, self.shadow.base))
             out = self._call(group.copied(), dtype)
         restore(self._clean)
-        return self.family.patchify(out[0].float(), sample.tokens).tokens[None]
+        return self.family.forward.patchify(out[0].float(), sample.tokens).tokens[None]
 
     def _call(self, group: NativeGroup, dtype: torch.dtype) -> Tensor:
         # Both forwards start from x rounded to the dtype of the run.

@@ -176,7 +176,7 @@ def test_the_flat_weights_are_never_written_and_stay_the_models_own(case_file, t
     assert initial.keys() == after.keys() and all(torch.equal(initial[key], after[key]) for key in initial)
     # The host holds the weights once: each parameter of ComfyUI's blocks lies in the flat weights.
     storages = {flat.untyped_storage().data_ptr() for flat in trainer.placed.weights.swap.ring.flat_weights}
-    for name in family_of(model).block_lists(model.model):
+    for name in family_of(model).forward.block_lists(model.model):
         for parameter, tensor in getattr(model.model.diffusion_model, name)[1].named_parameters():
             assert tensor.untyped_storage().data_ptr() in storages, f"{name}.1.{parameter}"
 

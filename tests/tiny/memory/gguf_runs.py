@@ -86,8 +86,8 @@ def both_forwards(model: Any) -> tuple[Tensor, Tensor, Any]:
     patcher, _ = trainable_model(model)
     unload()
     family = Flux()
-    transformer = family.build(patcher, patcher.load_device, torch.float32, "auto")
-    cut = [family.patchify(latent, HEIGHT * WIDTH) for latent in x]
+    transformer = family.forward.build(patcher, patcher.load_device, torch.float32, "auto")
+    cut = [family.forward.patchify(latent, HEIGHT * WIDTH) for latent in x]
     inputs = FluxInputs(
         tokens=torch.stack([c.tokens for c in cut]),
         positions=torch.stack([c.positions for c in cut]),
@@ -99,7 +99,7 @@ def both_forwards(model: Any) -> tuple[Tensor, Tensor, Any]:
     with torch.no_grad():
         our_output = transformer.forward(lambda block, *rest: block(*rest, {}), inputs)
     return (
-        torch.stack([family.patchify(latent, HEIGHT * WIDTH).tokens for latent in reference]),
+        torch.stack([family.forward.patchify(latent, HEIGHT * WIDTH).tokens for latent in reference]),
         our_output,
         transformer,
     )

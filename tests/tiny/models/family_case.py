@@ -274,7 +274,7 @@ def computing_in(model: Any, dtype: torch.dtype) -> Any:
 def block_count(model: Any) -> int:
     from tessera.models.registry import family_of
 
-    return sum(family_of(model).block_lists(model.model).values())
+    return sum(family_of(model).forward.block_lists(model.model).values())
 
 
 def our_velocity(model: Any, samples: list[Any], sigmas: list[float], guidance: float = 1.0) -> Tensor:
@@ -288,10 +288,10 @@ def our_velocity(model: Any, samples: list[Any], sigmas: list[float], guidance: 
     family = family_of(model)
     device = patcher.load_device
     dtype = patcher.model.get_dtype_inference()
-    transformer = family.build(patcher, device, dtype, "auto")
+    transformer = family.forward.build(patcher, device, dtype, "auto")
     with torch.no_grad():
         levels = torch.tensor(sigmas, device=device)
-        inputs = family.inputs(patcher, [noisy(sample) for sample in samples], levels, guidance)
+        inputs = family.forward.inputs(patcher, [noisy(sample) for sample in samples], levels, guidance)
         assert inputs.timestep.dtype == torch.float32
         return transformer.forward(lambda block, *rest: block(*rest, {}), inputs).cpu()
 

@@ -41,7 +41,7 @@ def guidance_of(trainer: Any) -> float | None:
     core."""
     return (
         trainer.settings.objective.guidance
-        if trainer.context.family.takes_guidance(trainer.context.patcher.model)
+        if trainer.context.family.conditioning.takes_guidance(trainer.context.patcher.model)
         else None
     )
 

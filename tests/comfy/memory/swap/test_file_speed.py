@@ -96,7 +96,7 @@ def test_a_runs_plan_reckons_with_the_file(tiny_files, tmp_path, monkeypatch) ->
         whole = measured.other_bytes + sum(block.weights + block.saved for block in blocks)
         machine = replace(measured.machine, free=whole - max(block.weights for block in blocks) // 2)
         step_cost = StepCost(tuple(blocks), measured.other_bytes, machine)
-        plans[name] = AutomaticMemory(memory, step_cost, trainer.context.family.swap_order).plan
+        plans[name] = AutomaticMemory(memory, step_cost, trainer.context.family.forward.swap_order).plan
         trainer.close()
     for name in ("memory", "file"):
         assert plans[name].checkpointing == "none"

@@ -53,7 +53,7 @@ def build_transformer(model, dtype=None):
     patcher, _ = trainable_model(model)
     unload()
     device = patcher.load_device
-    return Flux().build(patcher, device, dtype or patcher.model.get_dtype_inference(), "auto")
+    return Flux().forward.build(patcher, device, dtype or patcher.model.get_dtype_inference(), "auto")
 
 
 def core_parts(model, name):
@@ -74,7 +74,7 @@ def test_the_forward_of_every_stored_dtype_is_comfyuis_own(stored):
         denoised = model.model.apply_model(x, sigma, **args)
         reference = (x - denoised) / sigma.view(-1, 1, 1, 1)
         family, transformer = Flux(), build_transformer(model)
-        cut = [family.patchify(latent, TOKENS) for latent in x.to(dtype)]
+        cut = [family.forward.patchify(latent, TOKENS) for latent in x.to(dtype)]
         inputs = FluxInputs(
             tokens=torch.stack([c.tokens for c in cut]),
             positions=torch.stack([c.positions for c in cut]),
@@ -84,7 +84,7 @@ def test_the_forward_of_every_stored_dtype_is_comfyuis_own(stored):
             guidance=guidance.to(dtype),
         )
         result = transformer.forward(lambda block, *rest: block(*rest, {}), inputs)
-    expected = torch.stack([family.patchify(latent, TOKENS).tokens for latent in reference])
+    expected = torch.stack([family.forward.patchify(latent, TOKENS).tokens for latent in reference])
     error = ((result - expected).norm() / expected.norm()).item()
     # Another order of the same sums: fp32 to its last digits, 16-bit within a few of its roundings (2^-8, 2^-11).
     assert error < {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype], error

@@ -66,11 +66,11 @@ def test_captions_of_more_than_512_tokens_are_told(model):
 def inputs(model, *conditionings):
     read = chroma_sample("one", 4, 6, 9).load()
     samples = [NoisySample(read.latent, read.text, c, 24, 128) for c in conditionings]
-    return FAMILY.inputs(model, samples, torch.full((len(samples),), 0.5), 1.0)
+    return FAMILY.forward.inputs(model, samples, torch.full((len(samples),), 0.5), 1.0)
 
 
 def test_guidance_is_0_unless_the_conditioning_gives_it(model):
-    assert not FAMILY.takes_guidance(model.model)
+    assert not FAMILY.conditioning.takes_guidance(model.model)
     batch = inputs(model, {}, {"guidance": None}, {"guidance": 3.5}, {"guidance": torch.tensor([1.0])})
     assert batch.guidance.tolist() == [0.0, 0.0, 3.5, 1.0]
 
@@ -89,9 +89,9 @@ def test_a_caption_takes_the_ladders_length_and_its_pads_are_counted_out(model):
     lengths = [1, 9, 128]
     reads = [chroma_sample(f"{n}", 4, 6, n).load() for n in lengths]
     samples = [NoisySample(r.latent, r.text, r.conditioning, 24, 128) for r in reads]
-    batch = FAMILY.inputs(model, samples, torch.full((3,), 0.5), 1.0)
+    batch = FAMILY.forward.inputs(model, samples, torch.full((3,), 0.5), 1.0)
     assert batch.text.shape[:2] == (3, 128) and batch.lengths.tolist() == [24 + n for n in lengths]
-    assert [FAMILY.text_length(model.model, n) for n in (1, 128, 129, 513)] == [128, 128, 256, 768]
+    assert [FAMILY.conditioning.text_length(model.model, n) for n in (1, 128, 129, 513)] == [128, 128, 256, 768]
 
 
 def core_node(clip, text):

@@ -39,7 +39,7 @@ def make_trainer(file: Path, folder: Path, **settings: Any) -> Any:
 def inputs_of(trainer: Any, length: int = 128) -> Any:
     read = [sample.load() for sample in trainer.context.data.samples]
     samples = [NoisySample(r.latent, r.text, r.conditioning, 24, length) for r in read]
-    return trainer.context.family.inputs(trainer.context.patcher, samples, SIGMAS, 1.0)
+    return trainer.context.family.forward.inputs(trainer.context.patcher, samples, SIGMAS, 1.0)
 
 
 def direction() -> Tensor:

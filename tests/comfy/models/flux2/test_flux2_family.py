@@ -43,7 +43,7 @@ def test_captions_are_padded_left_to_512_and_longer_ones_to_a_step_of_the_ladder
     model = loaded(case_file, "dev")
     family = family_of(model)
     assert isinstance(family, Flux2)
-    assert [family.text_length(model.model, length) for length in (3, 512, 700)] == [512, 512, 768]
+    assert [family.conditioning.text_length(model.model, length) for length in (3, 512, 700)] == [512, 512, 768]
     assert family.notes(model.model, captions(512, 40)) == []
     (note,) = family.notes(model.model, captions(512, 513, 700))
     assert "2 captions have more than 512 tokens" in note
@@ -67,7 +67,7 @@ def test_the_shift_is_the_line_that_flux2s_own_sampler_comes_to():
     from comfy_extras.nodes_flux import compute_empirical_mu
 
     for tokens in (1024, 4096, 8100):
-        assert log(Flux2().shift(None, tokens)) == pytest.approx(compute_empirical_mu(tokens, 200), abs=1e-4)
+        assert log(Flux2().sampling.shift(None, tokens)) == pytest.approx(compute_empirical_mu(tokens, 200), abs=1e-4)
 
 
 def test_clips_and_data_of_flux1_are_refused(case_file, tmp_path):

@@ -16,7 +16,7 @@ import comfy.utils
 import pytest
 import torch
 from comfy.ldm.modules.attention import optimized_attention
-from tessera.models.native.transformer import NativeTransformer
+from tessera.models.native.verify.comparison import ForwardComparison
 from tessera.train.config.settings import MemoryOptions
 from tessera.train.report.errors import CannotContinue
 from tiny.models.sampling import sample_prompts
@@ -334,7 +334,7 @@ def test_a_tensor_of_a_swapped_block_that_is_read_outside_of_it_is_refused(part,
 
 def test_swap_that_begins_in_mid_run_compares_no_forward_again(tmp_path, monkeypatch):
     trainer, _, _ = step(tmp_path)
-    monkeypatch.setattr(NativeTransformer, "difference", None)
+    monkeypatch.setattr(ForwardComparison, "difference", None)
     for blocks_to_swap in (1, 2):
         trainer.placed.memory.options = replace(trainer.placed.memory.options, blocks_to_swap=blocks_to_swap)
         trainer.placed.rebuild(1)

@@ -43,7 +43,7 @@ def single_gradients(
     samples = [NoisySample(r.latent, r.text, r.conditioning, 24, text_length) for r in read]
     sigma = torch.tensor([0.2, 0.5, 0.9])[list(batch)]
     velocity = trainer.placed.velocity(
-        trainer.context.family.inputs(trainer.context.patcher, samples, sigma, 1.0), (0, 0)
+        trainer.context.family.forward.inputs(trainer.context.patcher, samples, sigma, 1.0), (0, 0)
     )
     trainer.learner.zero_grad()
     (velocity[place] * direction[place]).sum().backward()

@@ -56,7 +56,7 @@ def inputs(model, mask, length=6):
     read = qwen_sample("masked", 4, 6, length).load()
     conditioning = {} if mask is None else {"attention_mask": mask}
     noisy = NoisySample(read.latent, read.text, conditioning, 24, 128)
-    return FAMILY.inputs(model, [noisy], torch.tensor([0.5]), 1.0)
+    return FAMILY.forward.inputs(model, [noisy], torch.tensor([0.5]), 1.0)
 
 
 LOWEST = torch.finfo(torch.float32).min
@@ -100,9 +100,9 @@ def test_a_masked_caption_gives_what_core_gives_with_the_mask(model):
     x, sigma = read.latent[None], torch.tensor([0.5])
     with torch.no_grad():
         denoised = model.model.apply_model(x, sigma, c_crossattn=read.text, attention_mask=mask)
-    expected = FAMILY.patchify(((x - denoised) / sigma)[0], 24).tokens
+    expected = FAMILY.forward.patchify(((x - denoised) / sigma)[0], 24).tokens
     unload()
-    transformer = FAMILY.build(model, model.load_device, torch.float32, "auto")
+    transformer = FAMILY.forward.build(model, model.load_device, torch.float32, "auto")
     with torch.no_grad():
         actual = transformer.forward(lambda block, *rest: block(*rest, {}), inputs(model, mask))[0]
         unmasked = transformer.forward(lambda block, *rest: block(*rest, {}), inputs(model, None))[0]
@@ -117,4 +117,4 @@ def test_what_files_say_of_their_model_is_what_musubi_tuner_writes(model, tmp_pa
     edit = tiny.load_qwen_image(tiny.write_qwen_image(tmp_path / "2511.safetensors", timestep_zero=True)).model
     assert FAMILY.origin(edit).architecture == "Qwen-Image-Edit-2511"
     assert FAMILY.origin(edit).kohya_version == "qwen_image_edit"
-    assert FAMILY.shift(model.model, 4096) == 2.2
+    assert FAMILY.sampling.shift(model.model, 4096) == 2.2

@@ -45,7 +45,7 @@ def test_a_block_keeps_no_row_for_each_token(case_file):
     """Beside what one timestep for all frames keeps: the mask, a byte a token, and the second row of six."""
     patcher, _ = trainable_model(CASES["wan-2.2-5b"].load(case_file(CASES["wan-2.2-5b"])))
     unload()
-    block = family_of(patcher).build(patcher, torch.device("cpu"), torch.float32, "auto").blocks()[0][1]
+    block = family_of(patcher).forward.build(patcher, torch.device("cpu"), torch.float32, "auto").blocks()[0][1]
     x = torch.randn(B, N, D, requires_grad=True)
     e = torch.randn(B, 2, 6, D)
     pe = torch.randn(B, N, 1, 64, 2)

@@ -20,13 +20,13 @@ def test_captions_take_512_tokens_and_longer_ones_are_whole(case_file):
     case = CASES["wan-2.1-t2v"]
     model = case.load(case_file(case))
     family = family_of(model)
-    assert [family.text_length(model.model, length) for length in (3, 512, 700)] == [512, 512, 768]
+    assert [family.conditioning.text_length(model.model, length) for length in (3, 512, 700)] == [512, 512, 768]
     assert family.notes(model.model, captions(512, 40)) == []
     (note,) = family.notes(model.model, captions(512, 513, 700))
     assert "2 captions have more than 512 tokens" in note
     samples = [tiny.wan_sample(f"{length}", (1, 2, 2), text=length, text_length=768) for length in (5, 600)]
     patcher, _ = trainable_model(model)
-    batch = family.inputs(patcher, [noisy(s) for s in samples], torch.tensor([0.5, 0.5]), 1.0)
+    batch = family.forward.inputs(patcher, [noisy(s) for s in samples], torch.tensor([0.5, 0.5]), 1.0)
     assert batch.text.shape[:2] == (2, 768) and batch.text[0, 5:].abs().max() == 0
     assert torch.equal(batch.text[1, :600], samples[1].load().text[0])
     assert batch.text_mask.sum(dim=1).tolist() == [512, 600]

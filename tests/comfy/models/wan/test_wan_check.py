@@ -132,4 +132,4 @@ def inputs(patcher, sample, extra):
 
     read = sample.load()
     noisy = NoisySample(read.latent, read.text, {**read.conditioning, **extra}, sample.tokens, sample.text_length)
-    return family_of(patcher).inputs(patcher, [noisy], torch.tensor([0.5]), 1.0)
+    return family_of(patcher).forward.inputs(patcher, [noisy], torch.tensor([0.5]), 1.0)

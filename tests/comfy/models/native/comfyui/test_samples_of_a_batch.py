@@ -56,7 +56,7 @@ def test_each_sample_of_a_batch_has_what_it_has_alone(row, tmp_path, monkeypatch
     notes: list[str] = []
     monkeypatch.setattr(trainer.placed.observer, "note", notes.append)
     together, gradients = velocities(trainer, samples)
-    apart = trainer.placed.weights.transformer.batching.apart or not trainer.context.family.facts.batches
+    apart = trainer.placed.weights.transformer.record.apart or not trainer.context.family.facts.batches
     assert apart == (row.name in APART)
     expected_notes = [
         f"Samples of one batch change each other in {trainer.context.family.title}, so each runs by itself."
@@ -80,9 +80,9 @@ def test_a_batch_of_one_that_comes_first_leaves_the_check_of_samples_to_the_next
     notes: list[str] = []
     monkeypatch.setattr(trainer.placed.observer, "note", notes.append)
     velocities(trainer, samples[:1])
-    assert trainer.placed.checks.forward_done and not trainer.placed.weights.transformer.batching.apart
+    assert trainer.placed.checks.forward_done and not trainer.placed.weights.transformer.record.apart
     velocities(trainer, samples)
-    assert trainer.placed.weights.transformer.batching.apart and len(notes) == 1
+    assert trainer.placed.weights.transformer.record.apart and len(notes) == 1
     velocities(trainer, samples)
     assert len(notes) == 1
     trainer.close()
