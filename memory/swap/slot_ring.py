@@ -223,6 +223,11 @@ class SlotRing:
             self.stream = CopyStream(self.device)
             self.slots.forget_copies()
 
+    def take_refused(self) -> int:
+        """Return the number of flat weights that could not be locked, once."""
+        refused, self.refused = self.refused, 0
+        return refused
+
     def _bring(self, j: int, ahead: Iterable[int]) -> None:
         if self.locking is not None and self.locking.is_done():
             self.end_locking()

@@ -28,6 +28,8 @@ FILES = sorted(file for layer in BELOW for file in (ROOT / layer).rglob("*.py"))
 # ComfyUI's node API and its server.
 OF_THE_NODES = {"comfy_api", "comfy_execution", "execution", "folder_paths", "nodes", "server"}
 MOST_MODULES, MOST_LINES = 12, 500
+MOST_METHODS, MOST_ATTRIBUTES = 15, 12
+FRAMEWORKS = {"comfy", "torch"}  # a subclass of one of their classes has its methods
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,81 @@ def test_folders_and_files_are_small():
     full = [f"{folder.relative_to(ROOT)}: {n} modules" for folder, n in modules.items() if n > MOST_MODULES]
     full += [f"{file.relative_to(ROOT)}: {n} lines" for file, n in long.items() if n > MOST_LINES]
     assert not full, "\n".join(full)
+
+
+def taken_of_frameworks(tree: ast.Module) -> set[str]:
+    """The names by which a module knows ComfyUI and torch and what is in them."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules = [(alias.name, alias.asname or alias.name.partition(".")[0]) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            modules = [(node.module or "", alias.asname or alias.name) for alias in node.names]
+        else:
+            continue
+        names |= {name for module, name in modules if module.partition(".")[0] in FRAMEWORKS}
+    return names
+
+
+def classes_of_frameworks(trees: list[ast.Module]) -> set[str]:
+    """The classes that derive from one of ComfyUI's or torch's, directly or through classes of the pack."""
+    bases: dict[str, set[str]] = {}
+    for tree in trees:
+        taken = taken_of_frameworks(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                names = {ast.unparse(base).partition("[")[0].partition(".")[0] for base in node.bases}
+                bases[node.name] = {"" if name in taken else name for name in names}  # empty: a framework's
+    derived = {""}
+    while more := {name for name, names in bases.items() if names & derived} - derived:
+        derived |= more
+    return derived - {""}
+
+
+def overrides(method: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether it calls the method of its own name of `super()`: the base class has it, and asks for it."""
+    calls = (node for node in ast.walk(method) if isinstance(node, ast.Attribute))
+    return any(ast.unparse(call) == f"super().{method.name}" for call in calls)
+
+
+def sizes_of_class(node: ast.ClassDef, of_framework: bool) -> tuple[int, int]:
+    """The methods of a class, without overrides of those of ComfyUI and torch, and the attributes that it sets."""
+    methods = [each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+    attributes = {
+        each.attr
+        for each in ast.walk(node)
+        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and ast.unparse(each.value) == "self"
+    }
+    return sum(not (of_framework and overrides(method)) for method in methods), len(attributes)
+
+
+def test_classes_are_small():
+    derived = classes_of_frameworks([tree_of(file) for file in FILES])
+    assert {"SwapPatcher", "Block", "NativeBlock"} <= derived and not derived & {"Family", "Notes", "SwappedBlocks"}
+    wide = []
+    for file in FILES:
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, ast.ClassDef):
+                methods, attributes = sizes_of_class(node, node.name in derived)
+                if methods > MOST_METHODS or attributes > MOST_ATTRIBUTES:
+                    place = f"{file.relative_to(ROOT)}:{node.lineno} {node.name}"
+                    wide.append(f"{place}: {methods} methods, {attributes} attributes")
+    assert not wide, "\n".join(wide)
+
+
+def test_only_overrides_of_a_framework_are_not_counted():
+    methods = "\n".join(f"    def f{n}(self):\n        return super().f{n}()" for n in range(3))
+    texts = {
+        "from torch import nn\nclass A(nn.Module):\n": (0, 0),
+        "class A(Own):\n": (3, 0),
+        "from torch import nn\nclass A(nn.Module):\n    def g(self):\n        self.a, self.b = 1, super().f0()\n": (
+            1,
+            2,
+        ),
+    }
+    for text, sizes in texts.items():
+        tree = ast.parse(text + methods)
+        assert sizes_of_class(tree.body[-1], "A" in classes_of_frameworks([tree])) == sizes
 
 
 def test_folders_of_tests_and_benchmarks_have_rooms():

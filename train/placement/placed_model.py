@@ -156,8 +156,7 @@ class PlacedModel:
     def message(self) -> str | None:
         """Return one sentence, once, on a problem with pinned memory that only a step shows."""
         swap, offload = self.weights.swap, self.execution.runner.checkpointing.offload
-        if swap is not None and (refused := swap.ring.refused):
-            swap.ring.refused = 0
+        if swap is not None and (refused := swap.ring.take_refused()):
             return unpinned_message(refused, len(swap.blocks))
         return None if offload is None else offload.pool.message()
 
