@@ -28,7 +28,10 @@ class CodePlacement:
     """
 
     def __init__(self, settings: CompileSettings, device: torch.device, notes: Notes, regions: RegionTable):
-        self.settings, self.device, self.notes, self.regions = settings, device, notes, regions
+        self.settings = settings
+        self.device = device
+        self.notes = notes
+        self.regions = regions
         self._wiring: dict[str, BlockWiring | str] = {}  # of each list; or why it has none, as the end of a sentence
 
     def forget_wiring(self) -> None:

@@ -26,7 +26,9 @@ class _Offloaded:
     def __init__(self, offload: "ActivationOffload", tensor: Tensor, turn: int):
         self.turn = turn
         layout = Layout.from_tensors([("", tensor)])
-        self.field, self.device, self.size = layout.fields[0], tensor.device, layout.size
+        self.field = layout.fields[0]
+        self.device = tensor.device
+        self.size = layout.size
         self.buffer = offload.pool.take(layout.size, pinned=offload.stream is not None)
         self.bytes = tensor.numel() * tensor.element_size()
         self.fetched: tuple[Tensor, Any] | None = None

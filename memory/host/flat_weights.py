@@ -260,7 +260,9 @@ class HostBuffers:
     """
 
     def __init__(self, weights: BlockWeights, pinned: bool, from_file: bool):
-        self.weights, self.pinned, self.from_file = weights, pinned, from_file
+        self.weights = weights
+        self.pinned = pinned
+        self.from_file = from_file
         self._in_place = False
 
     @contextmanager

@@ -71,7 +71,9 @@ class Slots:
     """
 
     def __init__(self, count: int, size: int, device: torch.device):
-        self.count, self.size, self.device = count, size, device
+        self.count = count
+        self.size = size
+        self.device = device
         self.tensors: list[Tensor] = []
         self.occupants: list[int | None] = []
         self._copied: list[Any] = []  # of the last copy into each slot: the argument of the stream's `wait`
@@ -140,7 +142,9 @@ class SlotRing:
     ):
         assert prefetch >= 1 and flat_weights
         self.flat_weights: list[Tensor | ScatteredBuffer] = list(flat_weights)
-        self.device, self.prefetch, self.finish = device, prefetch, finish
+        self.device = device
+        self.prefetch = prefetch
+        self.finish = finish
         largest = max(weights.numel() for weights in self.flat_weights)
         self.slots = Slots(min(prefetch + 1, len(self.flat_weights)), largest, device)
         staged = stream or staged_stream(flat_weights, device, finish is not None)

@@ -67,7 +67,10 @@ class NativeTransformer:
         dtype: torch.dtype,
         record: ForwardRecord,
     ):
-        self.title, self.shadow, self.attention, self.dtype = title, shadow, attention, dtype
+        self.title = title
+        self.shadow = shadow
+        self.attention = attention
+        self.dtype = dtype
         self.record = record
         self.calls = _hooked(shadow, blocks, record)
         self._compute_dtype = dtype  # another dtype during a check

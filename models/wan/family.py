@@ -190,7 +190,9 @@ class Wan(Family):
 
     def check(self, model: Any, sample: SampleFacts) -> None:
         variant = self.variant(model)
-        name, title, conditioning = sample.name, TITLES[variant], sample.conditioning
+        name = sample.name
+        title = TITLES[variant]
+        conditioning = sample.conditioning
         if sample.references or "reference_latents" in conditioning:
             raise ValueError(f"{name} has reference pictures, which {title} does not take; prepare the data without.")
         if variant.endswith("t2v") or variant == "2.2-5b":

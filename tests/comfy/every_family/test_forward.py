@@ -50,7 +50,9 @@ def test_what_the_trainer_runs_equals_core_too(case_file, tmp_path, case, batch)
     trainer = tiny.make_trainer(model, training_data(*samples), tmp_path)
     sigmas = torch.tensor(SIGMAS[: len(samples)])
     with torch.no_grad():
-        inputs = trainer.context.family.forward.inputs(trainer.context.patcher, [noisy(s) for s in samples], sigmas, GUIDANCE)
+        inputs = trainer.context.family.forward.inputs(
+            trainer.context.patcher, [noisy(s) for s in samples], sigmas, GUIDANCE
+        )
         actual = trainer.placed.velocity(inputs, (0, 0))
     assert torch.allclose(actual, expected, rtol=1e-4, atol=1e-5)
     trainer.close()

@@ -79,7 +79,11 @@ def assert_true_sizes(model: SwapPatcher) -> None:
     swap = model.swap
     inside = {key for key in model.model.state_dict() if key in swap.weights.keys}
     rest = sum(t.nbytes for key, t in model.model.state_dict().items() if key not in inside)
-    assert swap.held_bytes() == swap.slot_bytes() == swap.ring.slots.count * max(layout.size for layout in swap.weights.layouts)
+    assert (
+        swap.held_bytes()
+        == swap.slot_bytes()
+        == swap.ring.slots.count * max(layout.size for layout in swap.weights.layouts)
+    )
     assert model.loaded_size() == model.model_size() == rest + swap.slot_bytes()
     assert model.current_loaded_device() == model.load_device
 
@@ -545,7 +549,8 @@ def test_an_error_in_mid_run_leaves_the_model_and_its_siblings_usable(
         picture(broken, steps=4)
     # At once, without an unload in between: nothing of a slot is left in the modules.
     assert all(
-        ref.tensor().untyped_storage().data_ptr() not in {s.untyped_storage().data_ptr() for s in model.swap.ring.slots.tensors}
+        ref.tensor().untyped_storage().data_ptr()
+        not in {s.untyped_storage().data_ptr() for s in model.swap.ring.slots.tensors}
         for refs in model.swap.weights.refs
         for ref in refs
     )
@@ -642,7 +647,9 @@ def test_clones_on_another_model_swap_the_blocks_of_that_model(tiny_files: dict[
     assert type(model.clone(disable_dynamic=True)) is SwapPatcher
     other = model.clone(force_deepcopy=True)
     assert other.model is not model.model and other.swap is not model.swap
-    assert {id(b) for b in other.swap.weights.blocks.values()}.isdisjoint({id(b) for b in model.swap.weights.blocks.values()})
+    assert {id(b) for b in other.swap.weights.blocks.values()}.isdisjoint(
+        {id(b) for b in model.swap.weights.blocks.values()}
+    )
     assert torch.equal(picture(other), want)
     assert torch.equal(picture(model), want)
 
@@ -675,7 +682,10 @@ def test_stored_formats_stream_as_stored(tmp_path: Path, name: str) -> None:
         for weight, slot in zip(weights, slots, strict=True):
             for part, slot_part in zip(parts_of(weight), parts_of(slot), strict=True):
                 assert torch.equal(part.float(), slot_part.float())
-                assert slot_part.untyped_storage().data_ptr() == model.swap.ring.slots.tensor(j).untyped_storage().data_ptr()
+                assert (
+                    slot_part.untyped_storage().data_ptr()
+                    == model.swap.ring.slots.tensor(j).untyped_storage().data_ptr()
+                )
     assert torch.equal(picture(with_lora(model, 0.1)), want)
     unload()
     assert torch.equal(picture(with_lora(model, 0.1)), want)
