@@ -7,6 +7,7 @@ removes the distillation, so that the trained LoRA does not learn to.
 from comfy.model_patcher import ModelPatcher
 
 from ..common.text import shortlist
+from ..models.adapters.registry import algorithms_with
 from ..models.family import Family
 from ..models.registry import family_of
 from .files.comfyui_loader import read_otherwise
@@ -25,7 +26,7 @@ def apply_base_lora(patcher: ModelPatcher, options: NetworkOptions, family: Fami
         return []
     name = options.base_lora.name
     notes = [f"Trained on top of {name} at strength {options.base_strength:g}; the saved LoRA has only what is new."]
-    if options.algorithm in ("dora", "oft"):
+    if options.kind.multiplies_weight:
         notes.append(f"{options.algorithm} multiplies the weight: load {name} before the new LoRA when you use both.")
     return notes + _apply(patcher, options.base_lora, "base_lora", options.base_strength, family)
 
@@ -39,10 +40,10 @@ def apply_training_adapter(patcher: ModelPatcher, options: NetworkOptions, famil
     notes = [f"Trained with {name} at strength {strength:g} on the model; previews and the saved LoRA don't have it."]
     if options.training_adapter == options.base_lora:
         notes.append(f"{name} is also base_lora, so training would use it twice; set one of the two to none.")
-    if options.algorithm == "oft":
+    if options.kind.multiplies_weight:
         notes.append(
-            f"oft multiplies the weight, and {name} is part of it only while it trains; algorithm lora carries over "
-            "better."
+            f"{options.algorithm} multiplies the weight, and {name} is part of it only while it trains; algorithm "
+            f"{algorithms_with('fits_any')[0]} carries over better."
         )
     return notes + _apply(patcher, options.training_adapter, "training_adapter", strength, family)
 

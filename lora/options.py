@@ -5,8 +5,8 @@ from functools import cached_property
 from typing import Any
 
 from ..common.text import finite, one_of
-from ..models.adapters.base import DROPOUTS, INITS
-from ..models.adapters.registry import ADAPTERS
+from ..models.adapters.base import DROPOUTS, Adapter
+from ..models.adapters.registry import ADAPTERS, INITS, algorithms_with, kind_of
 from .patterns import RankPattern, parse_rank_patterns
 from .source import LoraSource
 
@@ -92,9 +92,9 @@ class NetworkOptions:
         return replace(self, **changes)
 
     @property
-    def file_ranks(self) -> int:
-        """Ranks of a file per rank of the network: 2 for PiSSA, whose file holds its initial weights too."""
-        return 2 if self.init == "pissa" else 1
+    def kind(self) -> type[Adapter]:
+        """The class of its adapters."""
+        return kind_of(self.algorithm, self.init)
 
     @cached_property
     def rank_lines(self) -> tuple[RankPattern, ...]:
@@ -123,16 +123,10 @@ class NetworkOptions:
             raise ValueError(
                 f"scale_weight_norms is {self.scale_weight_norms:g}; set it to 0 (off) or more (1 is usual)."
             )
-        if self.scale_weight_norms and not (kind := ADAPTERS[self.algorithm]).has_norm:
-            *with_norm, last = [name for name, other in ADAPTERS.items() if other.has_norm]
-            raise ValueError(
-                f"scale_weight_norms is {self.scale_weight_norms:g} and {kind.no_norm}, or algorithm to "
-                f"{', '.join(with_norm)} or {last}."
-            )
-        if self.lora_plus_ratio != 1 and self.algorithm not in ("lora", "dora"):
+        if self.lora_plus_ratio != 1 and not ADAPTERS[self.algorithm].has_pair:
             raise ValueError(
                 f"lora_plus_ratio is {self.lora_plus_ratio:g} and {self.algorithm} has no two matrices A and B; set "
-                "lora_plus_ratio to 1, or algorithm to lora."
+                f"lora_plus_ratio to 1, or algorithm to {algorithms_with('has_pair')[0]}."
             )
         for name in ("start_from_low_noise", *(f"{name}_low_noise" for name in _BENEATH)):
             if isinstance(choice := getattr(self, name), str):
@@ -147,37 +141,41 @@ class NetworkOptions:
             raise ValueError(f"constraint is {self.constraint:g}; set it to 0 (none) or above.")
 
         self._check_init()
+        self._check_norm()
+
+    def _check_norm(self) -> None:
+        if not self.scale_weight_norms or (kind := self.kind).has_norm:
+            return
+        *with_norm, last = algorithms_with("has_norm")
+        other = "" if kind.init else f", or algorithm to {', '.join(with_norm)} or {last}"
+        raise ValueError(f"scale_weight_norms is {self.scale_weight_norms:g} and {kind.no_norm}{other}.")
 
     def _check_beneath(self, name: str, strength: str) -> None:
         if not isinstance(source := getattr(self, name), LoraSource):
             return
         if getattr(self, strength) == 0:
             raise ValueError(f"{strength} is 0, at which {name} has no effect; set another, or {name} to none.")
-        if name.startswith("training_adapter") and self.algorithm == "dora":
+        if name.startswith("training_adapter") and (cause := ADAPTERS[self.algorithm].no_training_adapter):
             raise ValueError(
-                f"{name} is {source.name} and algorithm is dora, whose file would hold the lengths of weights with "
-                f"that adapter in them; set algorithm to lora, or {name} to none."
+                f"{name} is {source.name} and algorithm is {self.algorithm}, {cause}; set algorithm to "
+                f"{algorithms_with('fits_any')[0]}, or {name} to none."
             )
 
     def _check_init(self) -> None:
         one_of("init", self.init, INITS)
-        suits = {"kaiming": ALGORITHMS, "gaussian": ("lora", "dora"), "pissa": ("lora",)}[self.init]
-        if self.algorithm not in suits:
+        inits = ADAPTERS[self.algorithm].inits
+        if self.init not in inits:
+            suits = [name for name, kind in ADAPTERS.items() if self.init in kind.inits]
             raise ValueError(
                 f"init is {self.init}, which is for {' and '.join(suits)}, and algorithm is {self.algorithm}; set init "
-                "to kaiming."
+                f"to {inits[0]}."
             )
         for name in ("start_from", "start_from_low_noise"):
-            if self.init == "pissa" and isinstance(start := getattr(self, name), LoraSource):
+            if self.kind.starts_from_weights and isinstance(start := getattr(self, name), LoraSource):
                 raise ValueError(
-                    f"{name} is {start.name} and init is pissa, which begins from the model's own weights; set init to "
-                    f"kaiming, or {name} to none."
+                    f"{name} is {start.name} and init is {self.init}, which begins from the model's own weights; set "
+                    f"init to {inits[0]}, or {name} to none."
                 )
-        if self.init == "pissa" and self.scale_weight_norms:
-            raise ValueError(
-                f"scale_weight_norms is {self.scale_weight_norms:g} and init is pissa, whose matrices are not small; "
-                "set scale_weight_norms to 0, or init to kaiming."
-            )
 
     def _check_dropout(self, name: str, value: float) -> None:
         if not 0 <= value < 1:

@@ -1,16 +1,14 @@
 """Plan of a network: the adapter of each layer, determined before any weight is read."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
-from ..models.adapters.base import AdapterSpec, factorize
-from ..models.adapters.lokr import LokrAdapter
-from ..models.adapters.oft import block_size
-from ..models.adapters.registry import ADAPTERS, CONVOLUTIONS
+from ..models.adapters.base import AdapterSpec, Layers
+from ..models.adapters.registry import ADAPTERS, CONVOLUTIONS, adapter_kind
 from ..models.blocks import linear_shapes
 from ..models.convolutions import WeightShape, as_matrix, convolutions, layer_shapes, weight_shapes
 from ..models.family import Family
@@ -30,15 +28,19 @@ def choose_targets(family: Family, model: Any, options: NetworkOptions) -> list[
     shapes, convs = linear_shapes(model), convolutions(model.diffusion_model)
     trainable = [name for name in shapes if not any(fnmatchcase(name, pattern) for pattern in family.never_trained)]
     targets = match_targets(trainable, options.include or family.default_targets, options.exclude, list(convs))
-    if options.algorithm not in CONVOLUTIONS and (unsupported := [name for name in targets if name in convs]):
+    if options.kind not in CONVOLUTIONS and (unsupported := [name for name in targets if name in convs]):
+        others = [repr(name) for name, kind in ADAPTERS.items() if kind in CONVOLUTIONS]
         raise ValueError(
             f"algorithm is {options.algorithm}, which has no form for convolutions such as {unsupported[0]}; set it to "
-            f"'lora', or leave the {len(unsupported)} convolutions out in targets."
+            f"{' or '.join(others)}, or leave the {len(unsupported)} convolutions out in targets."
         )
-    specs = adapter_specs(options, targets)
-    if options.algorithm == "oft":
-        _check_oft(specs, shapes)
+    options.kind.check_layers(_layers(adapter_specs(options, targets), shapes))
     return targets
+
+
+def _layers(specs: Mapping[str, AdapterSpec], shapes: Mapping[str, Size]) -> Layers:
+    """List the layers whose shape is known."""
+    return [(name, spec, shapes[name]) for name, spec in specs.items() if name in shapes]
 
 
 def base_spec(options: NetworkOptions) -> AdapterSpec:
@@ -59,18 +61,9 @@ def adapter_specs(options: NetworkOptions, targets: Sequence[str]) -> dict[str, 
     return specs
 
 
-def _check_oft(specs: Mapping[str, AdapterSpec], shapes: Mapping[str, Size]) -> None:
-    for name, spec in specs.items():
-        if ADAPTERS["oft"].shapes(spec, *shapes[name])["oft_blocks"][1] == 1:
-            raise ValueError(
-                f"oft cannot cut {name}, whose output is {shapes[name][0]}, into blocks of at most rank {spec.rank}; "
-                "raise rank, or leave the layer out in targets."
-            )
-
-
 def parameter_count(spec: AdapterSpec, size: Size) -> int:
     """Count the trained parameters of an adapter on a layer (out, in)."""
-    return sum(prod(shape) for shape in ADAPTERS[spec.algorithm].shapes(spec, *size).values())
+    return sum(prod(shape) for shape in adapter_kind(spec).shapes(spec, *size).values())
 
 
 def network_notes(options: NetworkOptions, family: Family, model: Any, targets: Sequence[str]) -> list[str]:
@@ -85,7 +78,7 @@ def network_notes(options: NetworkOptions, family: Family, model: Any, targets: 
         notes.append(
             f"{' and '.join(kinds)} {works} only inside the blocks, so {len(outside)} trained layers outside have none."
         )
-    notes += _too_large(specs, shapes)
+    notes += options.kind.layer_notes(_layers(specs, shapes))
     if options.rank_patterns.strip():
         kinds_before = _block_kinds(family, model, dict.fromkeys(targets))
         if (kinds_now := _block_kinds(family, model, specs)) > kinds_before:
@@ -94,60 +87,6 @@ def network_notes(options: NetworkOptions, family: Family, model: Any, targets: 
                 f"{kinds_now} graphs for each token count and text length."
             )
     return notes
-
-
-def _too_large(specs: Mapping[str, AdapterSpec], shapes: Mapping[str, Size]) -> list[str]:
-    """Return notes about ranks that a layer cannot use."""
-    algorithm = next(iter(specs.values())).algorithm
-    if algorithm in ("lora", "dora"):
-        high = [n for n, spec in specs.items() if spec.rank > min(shapes[n])]
-        if high:
-            return [
-                f"rank {specs[high[0]].rank} is more than {len(high)} of the layers can use, such as {high[0]} of "
-                f"{shapes[high[0]][0]} × {shapes[high[0]][1]}."
-            ]
-    if algorithm == "loha":
-        high = [n for n, spec in specs.items() if spec.rank**2 > min(shapes[n])]
-        if high:
-            return [
-                f"loha of rank {specs[high[0]].rank} reaches rank {specs[high[0]].rank ** 2}, more than {len(high)} of "
-                f"the layers can use, such as {high[0]} of {shapes[high[0]][0]} × {shapes[high[0]][1]}; it takes the "
-                "time and the memory of a LoRA of that rank."
-            ]
-    if algorithm == "oft":
-        small = {n: size for n, spec in specs.items() if (size := block_size(shapes[n][0], spec.rank)) < spec.rank}
-        if small:
-            name, size = next(iter(small.items()))
-            return [
-                f"oft cuts {len(small)} of {len(specs)} layers into smaller blocks than rank {specs[name].rank}, such "
-                f"as {name} into blocks of {size}: the largest divisor of its {shapes[name][0]} outputs."
-            ]
-    if algorithm == "lokr":
-        return [*_other_factors(specs, shapes), *_full_matrices(specs, shapes)]
-    return []
-
-
-def _other_factors(specs: Mapping[str, AdapterSpec], shapes: Mapping[str, Size]) -> Iterator[str]:
-    """Yield a note about layers that LoKr's factor does not divide."""
-    cuts = {n: {factorize(size, spec.factor)[0] for size in shapes[n]} for n, spec in specs.items()}
-    other = {n: factors for n, spec in specs.items() if spec.factor > 0 and (factors := cuts[n] - {spec.factor})}
-    if other:
-        name, factors = next(iter(other.items()))
-        yield (
-            f"lokr cuts {len(other)} of {len(specs)} layers otherwise than by factor {specs[name].factor}, such as "
-            f"{name} of {shapes[name][0]} × {shapes[name][1]} by {' and '.join(map(str, sorted(factors)))}: the "
-            "largest divisor up to it."
-        )
-
-
-def _full_matrices(specs: Mapping[str, AdapterSpec], shapes: Mapping[str, Size]) -> Iterator[str]:
-    """Yield a note about layers whose second matrix LoKr keeps whole."""
-    whole = [n for n, spec in specs.items() if LokrAdapter.is_full_matrix(spec, *shapes[n])]
-    if whole:
-        yield (
-            f"lokr keeps its second matrix whole in {len(whole)} of {len(specs)} layers, as a pair of rank "
-            f"{specs[whole[0]].rank} would save little; rank and alpha are not used there."
-        )
 
 
 def _block_kinds(family: Family, model: Any, layer_values: Mapping[str, Any]) -> int:
@@ -188,7 +127,7 @@ def describe_network(options: NetworkOptions, family: Family, model: Any) -> str
     total = sum(parameter_count(specs[name], as_matrix(shapes[name])) for name in targets)
     head = (
         f"{options.algorithm} on {len(targets)} of {len(shapes)} layers of {family.title}: {total:,} trained numbers, "
-        f"{_size(4 * total * options.file_ranks)} as fp32, {_size(2 * total * options.file_ranks)} as bf16"
+        f"{_size(4 * total * options.kind.file_ranks)} as fp32, {_size(2 * total * options.kind.file_ranks)} as bf16"
     )
     notes = network_notes(options, family, model, targets)
     return "\n".join([head, "", *lines, *(["", *notes] if notes else [])])

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..common.rng import generator
 from ..models.adapters.base import Adapter, AdapterSpec
 from ..models.adapters.lora import LoraAdapter
-from ..models.adapters.registry import ADAPTERS
+from ..models.adapters.registry import ADAPTERS, adapter_kind, algorithms_with
 from ..models.convolutions import WeightShape, as_matrix, weight_shapes
 from ..models.family import Family
 from .files.coverage import check_finite, no_layer_met
@@ -174,7 +174,7 @@ def read_warm_start(
     for layer, patches in trained.items():
         _check_layer(name, layer, patches, lora.modules.get(layer), specs[layer], shapes[layer])
     modules = {layer: parts for layer in trained if (parts := lora.modules.get(layer)) is not None}
-    if options.algorithm == "lora":
+    if options.kind.fits_any:
         modules = {layer: parts for layer, parts in modules.items() if low_rank(parts) is not None}
     dense = {layer: patches for layer, patches in trained.items() if layer not in modules}
     if options.training_adapter is not None:
@@ -188,22 +188,22 @@ def _check_layer(
 ) -> None:
     """Raise ValueError if the adapter of a layer cannot start from these patches. name: of the LoRA, with the input.
     parts: their tensors, if they form one adapter. shape: of the layer's weight."""
-    kind = _form(patches)
-    if spec.algorithm != "lora" and (parts is None or kind != spec.algorithm):
+    form, fits_any = _form(patches), adapter_kind(spec).fits_any
+    if not fits_any and (parts is None or form != spec.algorithm):
         suffixes = ", ".join(sorted({suffix for patch in patches for suffix in patch.tensors()}))
-        algorithm = kind if kind in ADAPTERS and parts is not None else "lora"
+        algorithm = form if form in ADAPTERS and parts is not None else algorithms_with("fits_any")[0]
         raise ValueError(
-            f"{name} is a {kind} ({layer} has {suffixes}) and the network trains {spec.algorithm}; set "
+            f"{name} is a {form} ({layer} has {suffixes}) and the network trains {spec.algorithm}; set "
             f"algorithm to {algorithm}, or choose another LoRA."
         )
     try:
-        if spec.algorithm != "lora" and parts is not None:
+        if not fits_any and parts is not None:
             _check_same(spec, layer, parts, *as_matrix(shape))
         else:
             for patch in patches:
                 patch.check(layer, shape)
     except DoesNotFit as error:
-        instead = "" if spec.algorithm == "lora" else ", or set rank and alpha as it was trained with"
+        instead = "" if fits_any else ", or set rank and alpha as it was trained with"
         raise ValueError(
             f"{name} does not fit this model and network ({error}); choose a LoRA of this model{instead}."
         ) from error
@@ -267,11 +267,8 @@ def _form(patches: Sequence[Patch]) -> str:
 def _check_same(spec: AdapterSpec, layer: str, parts: Parts, rows: int, columns: int) -> None:
     """Raise DoesNotFit if the tensors are not those of an adapter of this size and alpha on a layer (rows, columns)."""
     with torch.device("meta"):
-        adapter = ADAPTERS[spec.algorithm](spec, rows, columns)
-    expected = adapter.tensors()
-    if {"lokr_w1", "lokr_w2"} <= parts.keys():
-        expected.pop(ALPHA, None)  # no reader uses it if both are full matrices
-        parts = {suffix: tensor for suffix, tensor in parts.items() if suffix != ALPHA}
+        adapter = adapter_kind(spec)(spec, rows, columns)
+    expected, parts = adapter.read_tensors(adapter.tensors()), adapter.read_tensors(parts)
     if expected.keys() != parts.keys():
         raise DoesNotFit(f"{layer}: {', '.join(sorted(parts))} there, {', '.join(sorted(expected))} here")
     for suffix, tensor in expected.items():

@@ -21,6 +21,7 @@ from comfy.weight_adapter.oft import OFTAdapter
 from torch import Tensor
 
 from ...models.adapters.pissa import largest_parts
+from ...models.adapters.registry import ADAPTERS, algorithm_of_file
 from .spellings import ALPHA, DORA, DOWN, UP
 
 Place = tuple[int, int, int]
@@ -80,18 +81,19 @@ class Patch:
         """Name of its algorithm, as in the network's options if they have it."""
         if isinstance(self.content, tuple):
             return _PLAIN.get(self.content[0], str(self.content[0]))
-        return "dora" if {DORA, DOWN} <= self.tensors().keys() else str(self.content.name)
+        return algorithm_of_file(str(self.content.name), self.tensors().keys())
 
     @property
     def form(self) -> str:
         """`kind`, with the features that the network's own adapter of that kind lacks."""
         tensors = self.tensors()
         lengths = tensors.get(DORA)
+        has_lengths = self.kind in ADAPTERS and ADAPTERS[self.kind].has_lengths
         features = {
             "with a middle": "lora_mid.weight" in tensors,
             "with cores": bool({"hada_t1", "lokr_t2"} & tensors.keys()),
-            "with dora_scale": lengths is not None and self.kind != "dora",
-            "by rows": lengths is not None and lengths.dim() == 2 and len(lengths) > 1 and self.kind == "dora",
+            "with dora_scale": lengths is not None and not has_lengths,
+            "by rows": lengths is not None and lengths.dim() == 2 and len(lengths) > 1 and has_lengths,
         }
         return " ".join([self.kind, *(text for text, present in features.items() if present)])
 

@@ -1,6 +1,6 @@
 """The interface of adapters: the trained update of a frozen Linear."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -11,7 +11,7 @@ from ...memory.weights.frozen_linear import FrozenLinear
 
 Shape = tuple[int, ...]
 ReadWeights = Callable[[], FrozenLinear]
-INITS = ("kaiming", "gaussian", "pissa")
+USUAL_INIT = "kaiming"
 DROPOUTS = ("dropout", "rank_dropout", "module_dropout")
 
 
@@ -23,7 +23,7 @@ class AdapterSpec:
     rank, alpha: the update is scaled by alpha / rank.
     factor: target factor of LoKr's factorisation; -1 factorises near the square root.
     constraint: OFT's norm limit; 0 for none.
-    init: initialisation of a LoRA's weights, one of INITS.
+    init: initialisation of the weights, one of the class's `inits`.
     """
 
     algorithm: str
@@ -31,7 +31,11 @@ class AdapterSpec:
     alpha: float
     factor: int = -1
     constraint: float = 0.0
-    init: str = "kaiming"
+    init: str = USUAL_INIT
+
+
+Layers = Sequence[tuple[str, AdapterSpec, tuple[int, int]]]
+"""Layers with an adapter: name, hyperparameters, and (out, in) of the weight."""
 
 
 class DropMask(NamedTuple):
@@ -65,6 +69,16 @@ class Adapter(nn.Module):
     strength_field: the hyperparameter that sets `strength`.
     unlike_matrices: names the master weights that are no matrices, for an optimizer that takes matrices only.
     no_norm: says for an adapter without `norm` why `scale_weight_norms` is not for it, and how to go on.
+    inits: names of the initialisations that it can have, the usual one first.
+    init: the one of them for which this class takes the place of its algorithm's; empty for the algorithm's own class.
+    starts_from_weights: true if it begins from the model's weights, so that it can't begin from a LoRA as well.
+    has_pair: true if it trains two matrices `down` and `up`, whose learning rates can differ (LoRA+).
+    fits_any: true if it can begin from an update of any form, as the nearest of its rank.
+    multiplies_weight: true if its update depends on the weight that it is loaded on.
+    no_training_adapter: says why a training adapter is not for it, if its file depends on the weights of the training.
+    file_ranks: ranks of its file for each rank that is trained.
+    in_kohya: true if kohya's scripts have it themselves; LyCORIS makes the others.
+    has_lengths: true if its file has `dora_scale`, one length for each column.
     casts: copies of the master weights in the compute dtype, by name, if any; their owner writes them before each
         forward and passes their gradients on to the master weights.
     """
@@ -78,6 +92,16 @@ class Adapter(nn.Module):
     strength_field: ClassVar[str] = "alpha"
     unlike_matrices: ClassVar[str] = "tensors that are no matrices"
     no_norm: ClassVar[str] = "the norm of this algorithm's update is not known; set scale_weight_norms to 0"
+    inits: ClassVar[tuple[str, ...]] = (USUAL_INIT,)
+    init: ClassVar[str] = ""
+    starts_from_weights: ClassVar[bool] = False
+    has_pair: ClassVar[bool] = False
+    fits_any: ClassVar[bool] = False
+    multiplies_weight: ClassVar[bool] = False
+    no_training_adapter: ClassVar[str] = ""
+    file_ranks: ClassVar[int] = 1
+    in_kohya: ClassVar[bool] = False
+    has_lengths: ClassVar[bool] = False
     casts: Mapping[str, nn.Parameter]
 
     def __init__(self, spec: AdapterSpec, out_features: int, in_features: int):
@@ -95,6 +119,25 @@ class Adapter(nn.Module):
     def shapes(cls, spec: AdapterSpec, out_features: int, in_features: int) -> dict[str, Shape]:
         """Return the shapes of the master weights by name, without reading a weight."""
         raise AssertionError(f"{cls.__name__} has no shapes")
+
+    @classmethod
+    def check_layers(cls, layers: Layers) -> None:
+        """Raise ValueError for a layer that it can't have."""
+
+    @classmethod
+    def layer_notes(cls, layers: Layers) -> list[str]:
+        """Return notes for the user on hyperparameters that some layers can't use, one sentence each."""
+        return []
+
+    @classmethod
+    def reads_as(cls, name: str, suffixes: Collection[str]) -> bool:
+        """Return True for its own file. name: of ComfyUI's reader of it. suffixes: of its tensors in kohya's names."""
+        return name == cls.algorithm
+
+    @classmethod
+    def read_tensors(cls, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of a file that say something: those that its readers use."""
+        return dict(tensors)
 
     @classmethod
     def network_args(cls, spec: AdapterSpec) -> dict[str, Any]:
@@ -153,6 +196,15 @@ class Adapter(nn.Module):
         """Return the key of the compiled graph: adapters of equal structure share one."""
         shapes = ",".join("x".join(map(str, p.shape)) for p in self.parameters())
         return f"{self.algorithm}({shapes})*{self.scale!r},{self.spec.constraint!r}"
+
+
+def above_rank(layers: Layers) -> list[str]:
+    """Return a note on layers whose rank is above the sides of their weight."""
+    high = [(name, spec, size) for name, spec, size in layers if spec.rank > min(size)]
+    if not high:
+        return []
+    name, spec, (rows, columns) = high[0]
+    return [f"rank {spec.rank} is more than {len(high)} of the layers can use, such as {name} of {rows} × {columns}."]
 
 
 def as_rows(x: Tensor) -> Tensor:

@@ -29,6 +29,12 @@ class DoraAdapter(LoraAdapter):
     """
 
     algorithm = "dora"
+    inits = ("kaiming", "gaussian")
+    fits_any = False
+    in_kohya = False
+    has_lengths = True
+    multiplies_weight = True
+    no_training_adapter = "whose file would hold the lengths of weights with that adapter in them"
     replaces_output = True
     shares_input = False  # its down is scaled by the lengths of this layer's adapted weight
     reads_casts = False  # down is scaled by the ratio of lengths in fp32

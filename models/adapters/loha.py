@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ...memory.weights.frozen_linear import FrozenLinear
-from .base import Adapter, AdapterSpec, DropMask, ReadWeights, Shape, add_product, as_rows, norm_of_product
+from .base import Adapter, AdapterSpec, DropMask, Layers, ReadWeights, Shape, add_product, as_rows, norm_of_product
 
 # A slice of delta W, in numbers: 16 MB in fp32.
 _SLICE = 2**22
@@ -34,6 +34,17 @@ class LohaAdapter(Adapter):
     def shapes(cls, spec: AdapterSpec, out_features: int, in_features: int) -> dict[str, Shape]:
         a, b = (out_features, spec.rank), (spec.rank, in_features)
         return {"hada_w1_a": a, "hada_w1_b": b, "hada_w2_a": a, "hada_w2_b": b}
+
+    @classmethod
+    def layer_notes(cls, layers: Layers) -> list[str]:
+        high = [(name, spec, size) for name, spec, size in layers if spec.rank**2 > min(size)]
+        if not high:
+            return []
+        name, spec, (rows, columns) = high[0]
+        return [
+            f"loha of rank {spec.rank} reaches rank {spec.rank**2}, more than {len(high)} of the layers can use, such "
+            f"as {name} of {rows} × {columns}; it takes the time and the memory of a LoRA of that rank."
+        ]
 
     @torch.no_grad()
     def start(self, source: torch.Generator, read: ReadWeights) -> None:

@@ -1,6 +1,7 @@
 """LoKr: the Kronecker product of a small matrix and a low-rank or full one (LyCORIS, arXiv 2309.14859; KronA, arXiv
 2212.10650)."""
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from .base import (
     Adapter,
     AdapterSpec,
     DropMask,
+    Layers,
     ReadWeights,
     Shape,
     add_product,
@@ -60,6 +62,26 @@ class LokrAdapter(Adapter):
         """Return whether w2 is not factorised: LyCORIS factorises it if rank is below half of its larger side."""
         return 2 * spec.rank >= max(factorize(out_features, spec.factor)[1], factorize(in_features, spec.factor)[1])
 
+    @classmethod
+    def layer_notes(cls, layers: Layers) -> list[str]:
+        return [*_other_factors(layers), *cls._full_matrices(layers)]
+
+    @classmethod
+    def _full_matrices(cls, layers: Layers) -> Iterator[str]:
+        """Yield a note about layers whose second matrix is kept whole."""
+        whole = [spec for _, spec, size in layers if cls.is_full_matrix(spec, *size)]
+        if whole:
+            yield (
+                f"lokr keeps its second matrix whole in {len(whole)} of {len(layers)} layers, as a pair of rank "
+                f"{whole[0].rank} would save little; rank and alpha are not used there."
+            )
+
+    @classmethod
+    def read_tensors(cls, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Leave alpha out, which no reader uses if both matrices are whole."""
+        whole = {"lokr_w1", "lokr_w2"} <= tensors.keys()
+        return {suffix: tensor for suffix, tensor in tensors.items() if not (whole and suffix == "alpha")}
+
     @torch.no_grad()
     def start(self, source: torch.Generator, read: ReadWeights) -> None:
         """Initialise as LyCORIS does: w1 and w2_a Kaiming uniform, w2_b or the full w2 at zero."""
@@ -95,6 +117,21 @@ class LokrAdapter(Adapter):
         # No reader scales a full w2; LyCORIS writes the rank as alpha then.
         alpha = float(self.spec.rank if self.full_matrix else self.spec.alpha)
         return {**dict(self.named_parameters()), "alpha": torch.tensor(alpha)}
+
+
+def _other_factors(layers: Layers) -> Iterator[str]:
+    """Yield a note about layers that the factor does not divide."""
+    other = []
+    for name, spec, size in layers:
+        factors = {factorize(side, spec.factor)[0] for side in size} - {spec.factor}
+        if spec.factor > 0 and factors:
+            other.append((name, spec, size, factors))
+    if other:
+        name, spec, (rows, columns), factors = other[0]
+        yield (
+            f"lokr cuts {len(other)} of {len(layers)} layers otherwise than by factor {spec.factor}, such as {name} of "
+            f"{rows} × {columns} by {' and '.join(map(str, sorted(factors)))}: the largest divisor up to it."
+        )
 
 
 def _mixed(rows: Tensor, w1: Tensor) -> Tensor:

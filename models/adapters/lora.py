@@ -1,7 +1,7 @@
 """LoRA (Hu et al. 2021, arXiv 2106.09685)."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -9,7 +9,19 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ...memory.weights.frozen_linear import FrozenLinear
-from .base import DROPOUTS, Adapter, AdapterSpec, DropMask, ReadWeights, Shape, add_product, as_rows, norm_of_product
+from .base import (
+    DROPOUTS,
+    Adapter,
+    AdapterSpec,
+    DropMask,
+    Layers,
+    ReadWeights,
+    Shape,
+    above_rank,
+    add_product,
+    as_rows,
+    norm_of_product,
+)
 
 
 class LoraAdapter(Adapter):
@@ -19,6 +31,10 @@ class LoraAdapter(Adapter):
     drops = DROPOUTS
     has_norm = True
     reads_casts = True
+    inits: ClassVar[tuple[str, ...]] = ("kaiming", "gaussian", "pissa")
+    has_pair = True
+    fits_any = True
+    in_kohya = True
     shares_input: ClassVar[bool] = True
     """True if x itself is multiplied by the down of `factors`, so that one matmul can serve several Linears."""
     down: nn.Parameter
@@ -27,6 +43,14 @@ class LoraAdapter(Adapter):
     @classmethod
     def network_args(cls, spec: AdapterSpec) -> dict[str, Any]:
         return {}
+
+    @classmethod
+    def layer_notes(cls, layers: Layers) -> list[str]:
+        return above_rank(layers)
+
+    @classmethod
+    def reads_as(cls, name: str, suffixes: Collection[str]) -> bool:
+        return name == LoraAdapter.algorithm and ("dora_scale" in suffixes) == cls.has_lengths
 
     @classmethod
     def shapes(cls, spec: AdapterSpec, out_features: int, in_features: int) -> dict[str, Shape]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ...memory.weights.frozen_linear import FrozenLinear
-from .base import Adapter, AdapterSpec, DropMask, ReadWeights, Shape
+from .base import Adapter, AdapterSpec, DropMask, Layers, ReadWeights, Shape
 
 
 class OftAdapter(Adapter):
@@ -20,6 +20,7 @@ class OftAdapter(Adapter):
     """
 
     algorithm = "oft"
+    multiplies_weight = True
     rank_drop_scaled = False  # a scaled update is no rotation
     strength_field = "constraint"
     unlike_matrices = "stacks of blocks"
@@ -37,6 +38,30 @@ class OftAdapter(Adapter):
     def shapes(cls, spec: AdapterSpec, out_features: int, in_features: int) -> dict[str, Shape]:
         size = block_size(out_features, spec.rank)
         return {"oft_blocks": (out_features // size, size, size)}
+
+    @classmethod
+    def check_layers(cls, layers: Layers) -> None:
+        for name, spec, (rows, _) in layers:
+            if block_size(rows, spec.rank) == 1:
+                raise ValueError(
+                    f"oft cannot cut {name}, whose output is {rows}, into blocks of at most rank {spec.rank}; raise "
+                    "rank, or leave the layer out in targets."
+                )
+
+    @classmethod
+    def layer_notes(cls, layers: Layers) -> list[str]:
+        small = [
+            (name, spec, rows, size)
+            for name, spec, (rows, _) in layers
+            if (size := block_size(rows, spec.rank)) < spec.rank
+        ]
+        if not small:
+            return []
+        name, spec, rows, size = small[0]
+        return [
+            f"oft cuts {len(small)} of {len(layers)} layers into smaller blocks than rank {spec.rank}, such as {name} "
+            f"into blocks of {size}: the largest divisor of its {rows} outputs."
+        ]
 
     def start(self, source: torch.Generator, read: ReadWeights) -> None:
         """Leave the blocks at zero: R = I."""

@@ -23,6 +23,10 @@ class PissaAdapter(LoraAdapter):
     file is a plain LoRA of twice the rank, [down; A] and [B₀, up], which loads on the unmodified model.
     """
 
+    init = "pissa"
+    starts_from_weights = True
+    file_ranks = 2  # its file holds the initial weights too
+    no_norm = "init is pissa, whose matrices are not small; set scale_weight_norms to 0, or init to kaiming"
     reads_casts = False  # down is added to its start in fp32
     has_norm = False  # its master weights are offsets from the start, not the factors of the update
     down_start: Tensor

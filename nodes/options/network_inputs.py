@@ -3,7 +3,7 @@
 from comfy_api.latest import io
 
 from ...lora.options import ALGORITHMS, NONE, SAME, NetworkOptions
-from ...models.adapters.base import INITS
+from ...models.adapters.registry import INITS
 from ..common.types import LoraModelType
 from .lora_files import lora_files
 

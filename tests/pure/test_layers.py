@@ -305,6 +305,62 @@ def conditions(tree: ast.Module) -> Iterator[ast.expr]:
             yield node
 
 
+def table_names(tree: ast.Module) -> Iterator[ast.Constant]:
+    """Texts of tuples, lists and sets, and keys of dicts, one level deep; words by which users search don't count."""
+    words = {
+        id(each)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.keyword) and node.arg == "search_aliases"
+        for each in ast.walk(node.value)
+    }
+    for node in ast.walk(tree):
+        values = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else getattr(node, "keys", ())
+        for value in values:
+            for each in value.elts if isinstance(value, ast.Tuple | ast.List) else (value,):
+                if isinstance(each, ast.Constant) and id(each) not in words:
+                    yield each
+
+
+def adapter_names() -> set[str]:
+    """Algorithms and initialisations of the adapters, as their classes have them."""
+    return {
+        each.value.value
+        for file in (ROOT / "models" / "adapters").glob("*.py")
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.ClassDef)
+        for each in node.body
+        if isinstance(each, ast.Assign | ast.AnnAssign)
+        and ast.unparse(each).partition(" ")[0].rstrip(":") in ("algorithm", "init")
+        and isinstance(each.value, ast.Constant)
+        and each.value.value
+    }
+
+
+def adapters_asked_for(tree: ast.Module, names: set[str]) -> Iterator[tuple[int, str]]:
+    """Lines with the name of an adapter in a condition or a table; a table may say lora, as all files are called."""
+    for condition in conditions(tree):
+        yield from (
+            (node.lineno, node.value)
+            for node in ast.walk(condition)
+            if isinstance(node, ast.Constant) and node.value in names
+        )
+    yield from ((node.lineno, node.value) for node in table_names(tree) if node.value in names - {"lora"})
+
+
+def test_only_an_adapter_knows_which_adapter_a_network_has():
+    names = adapter_names()
+    assert {"lora", "loha", "lokr", "dora", "oft", "pissa"} <= names
+    wrong = [
+        f"{file.relative_to(ROOT)}:{line} asks for {name!r}"
+        for file in FILES
+        if not file.is_relative_to(ROOT / "models" / "adapters")
+        for line, name in adapters_asked_for(tree_of(file), names)
+    ]
+    assert not wrong, "\n".join(wrong)
+    for text in ("x = a == 'lora'", "if a in ('oft',): pass", "T = {'dora': 1}", "T = (('dora', 1),)"):
+        assert list(adapters_asked_for(ast.parse(text), names)), text
+
+
 def test_only_a_family_knows_which_family_a_model_is():
     names = family_names()
     assert {"flux", "Flux", "FLUX.1", "Wan", "QwenImage", "Qwen-Image"} <= names
@@ -322,6 +378,9 @@ def test_only_a_family_knows_which_family_a_model_is():
                     isinstance(node, ast.Attribute) and literal == "title"
                 ):
                     wrong.append(f"{file.relative_to(ROOT)}:{node.lineno} asks for {literal!r}")
+        for node in table_names(tree_of(file)):
+            if node.value in names:
+                wrong.append(f"{file.relative_to(ROOT)}:{node.lineno} has {node.value!r} in a table")
         for imported in imports_of(file):
             if imported.is_own and any(f"{imported.module}.".startswith(f"models.{family}.") for family in families()):
                 wrong.append(f"{file.relative_to(ROOT)} imports {imported.module}, which is a family's own")

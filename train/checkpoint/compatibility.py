@@ -100,7 +100,7 @@ def _other(field: str, layer: str, saved_spec: AdapterSpec, spec: AdapterSpec, n
     by_pattern = value != getattr(network, field)
     fix = "set rank_patterns as they were" if by_pattern else f"set {field} to {_format_value(saved_value)}"
     scaled = ", which would change the strength of everything it learnt" if field in ("alpha", "constraint") else ""
-    if spec.algorithm == saved_spec.algorithm == "lora" and field in ("rank", "alpha"):
+    if spec.algorithm == saved_spec.algorithm and adapter_kind(spec).fits_any and field in ("rank", "alpha"):
         fix += ", start from its LoRA with start_from on LoRA Network"
     return ValueError(
         f"resume: that state was trained with {field} {_format_value(saved_value)} in {layer} and the network here has "

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from ...common.untrusted.json_text import is_plain
-from ...models.adapters.base import INITS, AdapterSpec
-from ...models.adapters.registry import ADAPTERS
+from ...models.adapters.base import AdapterSpec
+from ...models.adapters.registry import ADAPTERS, INITS
 from ..optim.state_dict import unpack_state
 
 FORMAT = 1
