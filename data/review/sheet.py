@@ -43,7 +43,7 @@ def draw_sheet(
 
 def _draw(canvas: Canvas, left: int, top: int, path: Path, name: str, findings: Sequence[Finding]) -> None:
     try:
-        with Image.open(BytesIO(image_thumbnail(path, name))) as image:
+        with Image.open(BytesIO(image_thumbnail(path, name)), formats=["WEBP"]) as image:
             canvas.paste(image.convert("RGB"), left + (SIDE - image.width) // 2, top + (SIDE - image.height) // 2)
     except Exception:  # decoders raise many kinds of errors for broken files, which the finding names
         canvas.text(left + SIDE / 2, top + SIDE / 2, "can't be shown", 13, SOFT, "mm")

@@ -75,24 +75,24 @@ class ShownFolder:
         """Find the index of the example with this id."""
         return next((index for index, (_, example) in enumerate(self.examples) if self.id(example) == file), None)
 
-    def neighbour(self, file: str, step: int, only: str) -> int | None:
+    def neighbour(self, file: str, step: int, filter: str) -> int | None:
         """Return the index of the next (1) or previous (-1) example after a file, at 0 of itself; None at the end.
 
-        only: one of FILTERS. Without a file the walk begins at the first, or at the last.
+        filter: one of FILTERS. Without a file the walk begins at the first, or at the last.
         """
         start = self.index(file)
         if step == 0:
             return start
         index = (start if start is not None else (len(self.examples) if step < 0 else -1)) + step
         while 0 <= index < len(self.examples):
-            if self.passes(self.examples[index][1], only):
+            if self.passes(self.examples[index][1], filter):
                 return index
             index += step
         return None
 
-    def passes(self, example: Example, only: str) -> bool:
+    def passes(self, example: Example, filter: str) -> bool:
         """Return whether an example is one of those that are walked through."""
-        return only == ALL or (example.caption is None if only == MISSING else self.ledger.waits(example.path))
+        return filter == ALL or (example.caption is None if filter == MISSING else self.ledger.waits(example.path))
 
     def caption(self, index: int) -> EditableCaption:
         subset, example = self.examples[index]
@@ -120,11 +120,11 @@ class ShownFolder:
 
 
 def _show(query: Mapping[str, str]) -> dict[str, Any]:
-    step, only = _STEPS.get(query.get("step", "0")), query.get("only", ALL)
-    if step is None or only not in FILTERS:
+    step, filter = _STEPS.get(query.get("step", "0")), query.get("only", ALL)
+    if step is None or filter not in FILTERS:
         raise ValueError("step is -1, 0 or 1, and only is all, missing or review.")
     folder = ShownFolder(_place({name: value for name, value in query.items() if name not in ("step", "only")}))
-    index = folder.neighbour(query.get("file", ""), step, only)
+    index = folder.neighbour(query.get("file", ""), step, filter)
     return {"entry": None if index is None else folder.entry(index)}
 
 
@@ -149,17 +149,17 @@ def _replace(body: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(search, str) or not isinstance(replacement, str):
         raise ValueError("Give search and replacement as texts.")
     captions = editable_captions(folder.layout, folder.extension, may_write_caption)
-    found = find_replacements(
+    replacements = find_replacements(
         (caption for caption in captions if is_allowed_file(caption.file) or is_unpacked(caption.file)),
         search,
         replacement,
         body.get("match_case") is True,
     )
-    summary = {"matches": found.matches, "captions": len(found.changes), "locked": found.locked}
+    summary = {"matches": replacements.matches, "captions": len(replacements.changes), "locked": replacements.locked}
     if body.get("apply") is not True:
         return summary
-    written: tuple[Change, ...] = apply_changes(found.changes)
-    return summary | {"captions": len(written), "undo": _undo.put(written) if written else None}
+    changes: tuple[Change, ...] = apply_changes(replacements.changes)
+    return summary | {"captions": len(changes), "undo": _undo.put(changes) if changes else None}
 
 
 def _take_back(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -82,8 +82,8 @@ def describe(report: Mapping[str, Any]) -> str:
         PULLS_AWAY: "Pull away from the pictures set aside (learnt by heart; add pictures like them, or lower repeats)",
     }
     for verdict, words in advice.items():
-        named = [f"{p['file']} {_change(p['relative'])}" for p in reversed(pictures) if p["verdict"] == verdict]
-        lines.append(f"{words}: {shortlist(named) if named else 'none'}.")
+        entries = [f"{p['file']} {_change(p['relative'])}" for p in reversed(pictures) if p["verdict"] == verdict]
+        lines.append(f"{words}: {shortlist(entries) if entries else 'none'}.")
     return "\n".join(lines)
 
 

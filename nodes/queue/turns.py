@@ -90,7 +90,7 @@ turns = Turns()
 class Turn:
     """The turn of one Train LoRA node, in one execution of its prompt.
 
-    others: prompts that wait for it, when the pause was decided.
+    ahead: prompts that wait for it, when the pause was decided.
     """
 
     def __init__(self, mode: str, minutes: float, prompt_id: str, node_id: str):
@@ -100,7 +100,7 @@ class Turn:
         self.lets_pass, self._least_seconds = mode == LET_PASS, 60 * minutes
         self.prompt_id, self.node_id = prompt_id, node_id
         self.pause = turns.pauses.get(prompt_id, Pause(prompt_id))
-        self.others = 0
+        self.ahead = 0
         self._began = time.monotonic()
         self._first_step = self._decided = 0.0
         self._trains: dict[str, bool] = {}
@@ -127,15 +127,15 @@ class Turn:
 
     def is_due(self) -> bool:
         """Return whether to pause now, between two steps."""
-        now = time.monotonic()
-        self._first_step = self._first_step or now
-        if not self.lets_pass or (self.pause.count and now - self._first_step < self._least_seconds):
+        moment = time.monotonic()
+        self._first_step = self._first_step or moment
+        if not self.lets_pass or (self.pause.count and moment - self._first_step < self._least_seconds):
             return False
         return self._are_others_waiting()
 
-    def resume(self, asked: str) -> str:
+    def resume(self, setting: str) -> str:
         """Return the `resume` setting: after a pause, 'off' or a named state would begin again there."""
-        return asked if asked == "latest" else self.pause.states.get(self.node_id, asked)
+        return setting if setting == "latest" else self.pause.states.get(self.node_id, setting)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -154,9 +154,9 @@ class Turn:
         for item in waiting:
             if item[1] not in self._trains:
                 self._trains[item[1]] = turns.trains(item)
-        self.others = sum(not self._trains[item[1]] for item in waiting)
+        self.ahead = sum(not self._trains[item[1]] for item in waiting)
         self._decided = time.monotonic()
-        return self.others > 0
+        return self.ahead > 0
 
     def _item(self) -> Item | None:
         """Return this prompt's item of the queue, as it was before its execution."""
@@ -177,20 +177,20 @@ class Turn:
         with queue.mutex:
             item = self._item()
             assert item is not None
-            id, now = str(uuid.uuid4()), time.monotonic()
+            id, moment = str(uuid.uuid4()), time.monotonic()
             outputs = outputs_behind(item[2], item[4], turns.unfinished(item))
             following = (item[0], id, item[2], item[3], outputs, *item[5:])
             pause = replace(
                 self.pause,
                 previous=self.prompt_id,
                 count=self.pause.count + 1,
-                passed=self.pause.passed + self.others,
-                saving=now - (self._decided or now),
+                passed=self.pause.passed + self.ahead,
+                saving=moment - (self._decided or moment),
                 loading=max(0.0, self._first_step - self._began),
                 states=self.pause.states | ({self.node_id: state} if state else {}),
             )
             turns.record(turns.pauses, id, pause)
-            if not self.others:
+            if not self.ahead:
                 turns.record(turns.stopped, self.prompt_id, following)
                 return
             turns.record(turns.following, self.prompt_id, id)
@@ -233,10 +233,10 @@ def outlook(prompt_id: str) -> dict[str, Any]:
         return {"next_prompt_id": "", "ahead": 0}
     running, waiting = queue.get_current_queue_volatile()
     places = [item[:2] for item in waiting]
-    own = next((place for place in places if place[1] == id), None)
-    if own is None:
+    target = next((place for place in places if place[1] == id), None)
+    if target is None:
         return {"next_prompt_id": id if any(item[1] == id for item in running) else "", "ahead": 0}
-    return {"next_prompt_id": id, "ahead": len(running) + sum(place < own for place in places)}
+    return {"next_prompt_id": id, "ahead": len(running) + sum(place < target for place in places)}
 
 
 def line() -> list[dict[str, Any]]:

@@ -127,12 +127,12 @@ class TesseraCheckFolder(io.ComfyNode):
         clip_vision: Any = None,
     ) -> io.NodeOutput:
         path = resolve_folder(folder)
-        found = read_layout(read_places(layout).request(path, IMAGES, caption_extension))
-        if not found.subsets:
+        listing = read_layout(read_places(layout).request(path, IMAGES, caption_extension))
+        if not listing.subsets:
             raise ValueError(f"The folder {path.name!r} holds no pictures; put pictures into it, or choose another.")
         with torch.inference_mode():
             check = check_folder(
-                found,
+                listing,
                 Cache(cache_folder()),
                 CheckOptions(
                     megapixels,

@@ -61,7 +61,7 @@ def mask_of(query: Mapping[str, str]) -> bytes:
     return data
 
 
-def put_mask(query: Mapping[str, str], drawn: bytes) -> str:
+def put_mask(query: Mapping[str, str], mask_bytes: bytes) -> str:
     """Save the mask of a picture; returns its path below ComfyUI's input folder.
 
     Raises ValueError for a picture that isn't listed, a place outside of the input folder, and a broken mask.
@@ -69,7 +69,7 @@ def put_mask(query: Mapping[str, str], drawn: bytes) -> str:
     example, place = _place(query)
     real, name = place_in_input(place)
     is_new = not real.exists()
-    save_mask(real, drawn, inspect_image(example.path, example.path.name).size)
+    save_mask(real, mask_bytes, inspect_image(example.path, example.path.name).size)
     return_freed_memory()
     if not _mask_folder(query) and _example(query).mask is None:
         if is_new:
@@ -100,20 +100,20 @@ def _example(query: Mapping[str, str]) -> Example:
 
 def _request(query: Mapping[str, str]) -> LayoutRequest:
     folder = resolve_folder(query.get("folder", ""))
-    others = [query.get(name, "") for name in ("control_folder", "mask_folder")]
-    excluded = [resolve_folder(other) for other in others if other not in ("", NONE)]
+    folders = [query.get(name, "") for name in ("control_folder", "mask_folder")]
+    excluded = [resolve_folder(other) for other in folders if other not in ("", NONE)]
     places = shown_places(query.get("layout") or AUTO)
     return places.request(folder, IMAGES, query.get("caption_extension") or ".txt", excluded)
 
 
 async def show_picture(request: web.Request) -> web.Response:
     """Answer `/tessera/folder/picture`."""
-    return await _sent(lambda: picture_of(request.query), "image/webp")
+    return await _send(lambda: picture_of(request.query), "image/webp")
 
 
 async def show_mask(request: web.Request) -> web.Response:
     """Answer GET `/tessera/mask`."""
-    return await _sent(lambda: mask_of(request.query), "image/png")
+    return await _send(lambda: mask_of(request.query), "image/png")
 
 
 async def receive_mask(request: web.Request) -> web.Response:
@@ -131,21 +131,21 @@ async def receive_mask(request: web.Request) -> web.Response:
     if not isinstance(body, dict) or not all(isinstance(value, str) for value in body.values()):
         return refusal("Give folder, file and mask as texts.", 400)
     try:
-        drawn = base64.b64decode(body.get("mask", ""), validate=True)
+        mask_bytes = base64.b64decode(body.get("mask", ""), validate=True)
     except (ValueError, binascii.Error):
         return refusal("The mask is not base64.", 400)
-    done = await _tried(lambda: put_mask(body, drawn))
-    return done if isinstance(done, web.Response) else answer({"saved": done})
+    reply = await _answer_of(lambda: put_mask(body, mask_bytes))
+    return reply if isinstance(reply, web.Response) else answer({"saved": reply})
 
 
-async def _sent(make: Callable[[], bytes], content_type: str) -> web.Response:
-    data = await _tried(make)
+async def _send(make: Callable[[], bytes], content_type: str) -> web.Response:
+    data = await _answer_of(make)
     return (
         data if isinstance(data, web.Response) else web.Response(body=data, content_type=content_type, headers=_HEADERS)
     )
 
 
-async def _tried(work: Callable[[], T]) -> T | web.Response:
+async def _answer_of(work: Callable[[], T]) -> T | web.Response:
     """Do the work on the thread of this module; answer with one sentence if it fails."""
     try:
         return await asyncio.get_running_loop().run_in_executor(_threads, work)

@@ -43,7 +43,7 @@ class PictureLosses:
     picture's difficulty cancels.
 
     measured: losses by picture.
-    spent: forwards of samples so far.
+    forwards: forwards of samples so far.
     """
 
     def __init__(self, options: ValidationOptions, trained: TrainingData, held_out: TrainingData, batch: int) -> None:
@@ -52,7 +52,7 @@ class PictureLosses:
         self.rotation = Rotation(learnt, list_pictures(held_out.samples), batch, options.seed)
         self.levels: tuple[float, ...] = ()
         self.measured: dict[int, _Losses] = {}
-        self.spent = 0
+        self.forwards = 0
 
     def is_due(self, step: int, steps: int) -> bool:
         """Return whether pictures are measured after `step` of `steps` steps."""
@@ -69,13 +69,13 @@ class PictureLosses:
         self.levels = self.levels or rotation.choose_levels(self.options.noise_levels, total)
         if not any(step in losses.points for losses in self.measured.values()):
             trained = [losses for index, losses in self.measured.items() if index < rotation.trained]
-            done = sum(len(losses.points) for losses in trained)
+            turns = sum(len(losses.points) for losses in trained)
             if ends:
-                candidates, allowed = rotation.mixed(done), budget(run.settings, step)
+                candidates, allowed = rotation.mixed(turns), budget(run.settings, step)
             else:
                 spare = max(0, total - rotation.whole_cost(self.levels))
-                candidates, allowed = rotation.turns(done), spare * step // steps
-            self._measure(run, rotation.choose(candidates, self.levels, allowed - self.spent, self._is_new))
+                candidates, allowed = rotation.turns(turns), spare * step // steps
+            self._measure(run, rotation.choose(candidates, self.levels, allowed - self.forwards, self._is_new))
         if ends:
             self._report(run)
 
@@ -103,7 +103,7 @@ class PictureLosses:
             return
         step = run.progress.step
         run.observer.phase(f"Measuring the loss of {len(pictures)} pictures at step {step}")
-        self.spent += self.rotation.cost(pictures, self.levels, self._is_new)
+        self.forwards += self.rotation.cost(pictures, self.levels, self._is_new)
         base = self._losses(run, "base", list(filter(self._is_new, pictures)))
         trained = self._losses(run, "LoRA", pictures)
         for index in pictures:
@@ -149,13 +149,13 @@ class PictureLosses:
             [index, list(losses.base), [[step, list(point)] for step, point in losses.points.items()]]
             for index, losses in sorted(self.measured.items())
         ]
-        return {"levels": list(self.levels), "spent": self.spent, "entries": entries}
+        return {"levels": list(self.levels), "spent": self.forwards, "entries": entries}
 
     def _restore(self, stored: Mapping[str, Any]) -> None:
         """Continue from the measurements of the state that the run was resumed from."""
         if self.levels or not stored:
             return
-        self.levels, self.spent = tuple(stored["levels"]), stored["spent"]
+        self.levels, self.forwards = tuple(stored["levels"]), stored["spent"]
         for index, base, points in stored["entries"][: len(self.rotation.pictures)]:
             self.measured[index] = _Losses(tuple(base), {step: tuple(point) for step, point in points})
 

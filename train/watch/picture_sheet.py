@@ -30,13 +30,13 @@ def draw_sheet(report: Mapping[str, Any], files: Mapping[str, Path | None]) -> I
     files: the file of each picture, for its thumbnail; None draws none.
     """
     pictures = list(reversed(report["pictures"]))
-    shown = pictures if len(pictures) <= MOST_ROWS else [*pictures[: MOST_ROWS - MOST_BEST], *pictures[-MOST_BEST:]]
-    canvas = Canvas(WIDTH, HEAD + ROW * len(shown) + MARGIN, oversampling=1)
-    _draw_head(canvas, report, len(pictures) - len(shown))
+    rows = pictures if len(pictures) <= MOST_ROWS else [*pictures[: MOST_ROWS - MOST_BEST], *pictures[-MOST_BEST:]]
+    canvas = Canvas(WIDTH, HEAD + ROW * len(rows) + MARGIN, oversampling=1)
+    _draw_head(canvas, report, len(pictures) - len(rows))
     scale = _Scale([picture["relative"] for picture in pictures], report["held_out"])
-    for row, picture in enumerate(shown):
+    for row, picture in enumerate(rows):
         _draw_row(canvas, HEAD + row * ROW, picture, scale, files.get(picture["file"]))
-    bottom = HEAD + ROW * len(shown)
+    bottom = HEAD + ROW * len(rows)
     canvas.line([(scale.x(1.0), HEAD - 8), (scale.x(1.0), bottom)], INK, 2)
     canvas.text(scale.x(1.0), HEAD - 10, "base", 20, INK, "rb" if scale.x(1.0) > 900 else "mb")
     if report["held_out"] is not None:

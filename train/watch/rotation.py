@@ -59,15 +59,15 @@ class Rotation:
         self.pictures, self.trained, self.batch_size = [*trained, *held_out], len(trained), batch_size
         self.order: list[int] = torch.randperm(self.trained, generator=generator(seed, "loss by picture")).tolist()
 
-    def turns(self, done: int) -> Iterator[int]:
-        """Yield the training pictures once, beginning after the `done` turns that were taken."""
-        begin = done % self.trained
+    def turns(self, taken_turns: int) -> Iterator[int]:
+        """Yield the training pictures once, beginning after the `taken_turns` turns."""
+        begin = taken_turns % self.trained
         yield from (*self.order[begin:], *self.order[:begin])
 
-    def mixed(self, done: int) -> Iterator[int]:
+    def mixed(self, taken_turns: int) -> Iterator[int]:
         """Yield the same, and before every three of them a held-out picture as long as there is one."""
         unseen = iter(range(self.trained, len(self.pictures)))
-        for number, index in enumerate(self.turns(done)):
+        for number, index in enumerate(self.turns(taken_turns)):
             if number % 3 == 0:
                 yield from islice(unseen, 1)
             yield index
@@ -89,12 +89,12 @@ class Rotation:
         self, candidates: Iterator[int], levels: Sequence[float], allowed: int, is_new: Callable[[int], bool]
     ) -> list[int]:
         """Take candidates as long as measuring them costs no more than allowed."""
-        chosen: list[int] = []
+        selection: list[int] = []
         for index in candidates:
-            if self.cost([*chosen, index], levels, is_new) > allowed:
+            if self.cost([*selection, index], levels, is_new) > allowed:
                 break
-            chosen.append(index)
-        return chosen
+            selection.append(index)
+        return selection
 
     def whole_cost(self, levels: Sequence[float]) -> int:
         """Count the forwards of all pictures that `mixed` yields, the base model's included."""
