@@ -185,6 +185,7 @@ def train_inputs() -> list[io.Input]:
             tooltip="What to do when other prompts wait in the queue. 'let them pass' saves after the current step, "
             "lets them run, and goes on by itself. The LoRA is the same. Each pause takes the time of saving and "
             "loading.",
+            advanced=True,
         ),
         io.Float.Input(
             "minutes_between_pauses",
