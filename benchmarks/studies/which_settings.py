@@ -68,10 +68,11 @@ class MetaWeights:
         shape = rows * HIDDEN, columns * HIDDEN
         bias = torch.empty(shape[0], dtype=torch.bfloat16, device="meta")
         frozen = self.pack("memory.weights.frozen_linear")
+        formats = self.pack("memory.weights.formats.stored_format")
         if self.stored == "Q4_K":
             kind = self.pack("memory.weights.formats.gguf_blocks").FORMATS["Q4_K"]
             blocks = torch.empty(shape[0], shape[1] // kind.values * kind.size, dtype=torch.uint8, device="meta")
-            return frozen.FrozenLinear(blocks, None, bias, (), frozen.Format("Q4_K", shape, (), {}).text())
+            return frozen.FrozenLinear(blocks, None, bias, (), formats.Format("Q4_K", shape, (), {}).text())
         dtype = torch.bfloat16 if self.stored == "bf16" else torch.float8_e4m3fn
         return frozen.FrozenLinear(torch.empty(shape, dtype=dtype, device="meta"), None, bias)
 

@@ -87,6 +87,11 @@ class Turns:
 turns = Turns()
 
 
+def server_queue() -> Any:
+    """Return ComfyUI's `PromptQueue`; None without a server."""
+    return getattr(getattr(PromptServer, "instance", None), "prompt_queue", None)
+
+
 class Turn:
     """The turn of one Train LoRA node, in one execution of its prompt.
 
@@ -95,8 +100,7 @@ class Turn:
 
     def __init__(self, mode: str, minutes: float, prompt_id: str, node_id: str):
         """mode: FINISH_FIRST or LET_PASS. minutes: least time between two pauses."""
-        server = getattr(PromptServer, "instance", None)
-        self._queue: Any = getattr(server, "prompt_queue", None)
+        self._queue = server_queue()
         self.lets_pass, self._least_seconds = mode == LET_PASS, 60 * minutes
         self.prompt_id, self.node_id = prompt_id, node_id
         self.pause = turns.pauses.get(prompt_id, Pause(prompt_id))
@@ -208,7 +212,7 @@ class Turn:
 
 def put_behind_others(item: Item) -> None:
     """Add a training to ComfyUI's queue, behind all prompts that don't train."""
-    queue = PromptServer.instance.prompt_queue
+    queue = server_queue()
     with queue.mutex:
         items = behind_others(queue.queue, item, turns.trains)
         queue.queue[:] = [other for other in items if other[1] != item[1]]
@@ -228,7 +232,7 @@ def go_on(prompt_id: str) -> str:
 
 def outlook(prompt_id: str) -> dict[str, Any]:
     """Return `next_prompt_id` of a paused prompt, empty if none is in the queue, and `ahead`, the prompts before it."""
-    id, queue = turns.following.get(prompt_id, ""), getattr(PromptServer.instance, "prompt_queue", None)
+    id, queue = turns.following.get(prompt_id, ""), server_queue()
     if not id or queue is None:
         return {"next_prompt_id": "", "ahead": 0}
     running, waiting = queue.get_current_queue_volatile()
@@ -241,7 +245,7 @@ def outlook(prompt_id: str) -> dict[str, Any]:
 
 def line() -> list[dict[str, Any]]:
     """Return the trainings in the queue, the next first: `prompt_id`, and `names`, the output names of its runs."""
-    queue = getattr(PromptServer.instance, "prompt_queue", None)
+    queue = server_queue()
     waiting = [] if queue is None else sorted(queue.get_current_queue_volatile()[1], key=itemgetter(0, 1))
     trainings = [(item, turns.unfinished(item)) for item in waiting]
     return [
@@ -253,12 +257,12 @@ def line() -> list[dict[str, Any]]:
 
 def reorder(prompt_ids: Sequence[str]) -> None:
     """Give the trainings in the queue this order, on the places that they hold."""
-    queue = PromptServer.instance.prompt_queue
+    queue = server_queue()
     with queue.mutex:
         trainings = {entry["prompt_id"] for entry in line()}
         queue.queue[:] = reordered(queue.queue, [id for id in prompt_ids if id in trainings])
         heapq.heapify(queue.queue)
-        PromptServer.instance.queue_updated()
+        queue.server.queue_updated()
 
 
 def _output_name(node: Mapping[str, Any]) -> str:
