@@ -107,7 +107,7 @@ class CountedStep:
         for name in plan.choose_targets(self.family, self.patcher.model, network):
             spec = base.AdapterSpec("lora", rank, float(rank))
             adapter = linears[name].adapter = lora.LoraAdapter(spec, *linears[name].shape).to("meta")
-            adapter.make_casts(self.patcher.model.get_dtype_inference())
+            base.make_casts(adapter, self.patcher.model.get_dtype_inference())
 
     def inputs(self, batch: int = 1) -> Any:
         """`batch` times the sample, as the family hands it to its transformer."""

@@ -159,19 +159,10 @@ class Adapter(nn.Module):
         """The constant that makes the same master weights a stronger or weaker update."""
         return self.scale
 
-    def scaled(self, activations: Tensor) -> Tensor:
-        """Apply the scale to the rank activations, the smallest tensor on the path."""
-        return activations if self.scale == 1.0 else activations * self.scale
-
     def cast(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return a master weight in `dtype`: the stored cast, or a new one."""
         existing = self.casts.get(name)
         return getattr(self, name).to(dtype) if existing is None or existing.dtype != dtype else existing
-
-    def make_casts(self, dtype: torch.dtype) -> None:
-        """Make `casts` if `forward` reads them, for an adapter that is measured on its own."""
-        if self.reads_casts and dtype != torch.float32:
-            self.casts = {name: nn.Parameter(weight.detach().to(dtype)) for name, weight in self.named_parameters()}
 
     def drop_width(self) -> int:
         """Return the number of parts that rank dropout drops independently."""
@@ -196,6 +187,17 @@ class Adapter(nn.Module):
         """Return the key of the compiled graph: adapters of equal structure share one."""
         shapes = ",".join("x".join(map(str, p.shape)) for p in self.parameters())
         return f"{self.algorithm}({shapes})*{self.scale!r},{self.spec.constraint!r}"
+
+
+def make_casts(adapter: Adapter, dtype: torch.dtype) -> None:
+    """Make the `casts` of an adapter whose `forward` reads them, to measure it on its own."""
+    if adapter.reads_casts and dtype != torch.float32:
+        adapter.casts = {name: nn.Parameter(weight.detach().to(dtype)) for name, weight in adapter.named_parameters()}
+
+
+def scaled(activations: Tensor, scale: float) -> Tensor:
+    """Apply an adapter's scale to its rank activations, the smallest tensor on the path."""
+    return activations if scale == 1.0 else activations * scale
 
 
 def above_rank(layers: Layers) -> list[str]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ...memory.weights.frozen_linear import FrozenLinear
-from .base import AdapterSpec, DropMask, ReadWeights, Shape, add_product
+from .base import AdapterSpec, DropMask, ReadWeights, Shape, add_product, scaled
 from .lora import LoraAdapter
 
 # ComfyUI's reader adds it to the lengths.
@@ -74,7 +74,7 @@ class DoraAdapter(LoraAdapter):
             y = frozen.apply(torch.addcmul(x, x, gain * mask.module))
         else:
             y = frozen.apply(torch.addcmul(x, x, gain))
-        activations = self.scaled(linear(x, (self.down * ratio).to(x.dtype)))
+        activations = scaled(linear(x, (self.down * ratio).to(x.dtype)), self.scale)
         if mask is not None:
             activations = activations * mask.update
         return add_product(y, activations, self.up.to(x.dtype))

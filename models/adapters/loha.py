@@ -8,7 +8,18 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ...memory.weights.frozen_linear import FrozenLinear
-from .base import Adapter, AdapterSpec, DropMask, Layers, ReadWeights, Shape, add_product, as_rows, norm_of_product
+from .base import (
+    Adapter,
+    AdapterSpec,
+    DropMask,
+    Layers,
+    ReadWeights,
+    Shape,
+    add_product,
+    as_rows,
+    norm_of_product,
+    scaled,
+)
 
 # A slice of delta W, in numbers: 16 MB in fp32.
 _SLICE = 2**22
@@ -60,7 +71,7 @@ class LohaAdapter(Adapter):
         # The rows of B are products of normal numbers: scaled down to the length of LoRA's, so that fp16 does not
         # overflow.
         length = math.sqrt(self.in_features)
-        activations, a = self.scaled(linear(rows, (b / length).to(x.dtype))), (a * length).to(x.dtype)
+        activations, a = scaled(linear(rows, (b / length).to(x.dtype)), self.scale), (a * length).to(x.dtype)
         if mask is None:
             return add_product(y, activations, a).unflatten(0, x.shape[:-1])
         update = linear(activations, a).unflatten(0, x.shape[:-1])

@@ -20,6 +20,7 @@ from .base import (
     factorize,
     kaiming_uniform,
     norm_of_product,
+    scaled,
 )
 
 
@@ -96,7 +97,7 @@ class LokrAdapter(Adapter):
         if self.full_matrix:
             update = _mixed(linear(rows, self.cast("lokr_w2", x.dtype)), w1)
         else:  # apply w1 in the middle: rows are shortest there
-            activations = _mixed(self.scaled(linear(rows, self.cast("lokr_w2_b", x.dtype))), w1)
+            activations = _mixed(scaled(linear(rows, self.cast("lokr_w2_b", x.dtype)), self.scale), w1)
             w2_a = self.cast("lokr_w2_a", x.dtype)
             if mask is None:
                 return add_product(y.unflatten(-1, (w1.shape[0], -1)), activations, w2_a).flatten(-2)

@@ -21,6 +21,7 @@ from .base import (
     add_product,
     as_rows,
     norm_of_product,
+    scaled,
 )
 
 
@@ -73,7 +74,7 @@ class LoraAdapter(Adapter):
 
     def finish(self, y: Tensor, activations: Tensor, up: Tensor, shape: torch.Size, mask: DropMask | None) -> Tensor:
         """Compute the output (*shape, out) from the frozen layer's, y (rows, out), x·downᵀ (rows, ranks), and up."""
-        activations = self.scaled(activations)
+        activations = scaled(activations, self.scale)
         if mask is not None:
             activations = activations.unflatten(0, shape) * self.expand_mask(mask.update)
         return add_product(y, activations, up).unflatten(0, shape)

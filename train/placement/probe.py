@@ -20,6 +20,7 @@ from ...memory.low_bit.devices import RATES
 from ...memory.low_bit.matmul import FP8, INT8
 from ...memory.swap.block_cost import BlockCost, add_costs
 from ...memory.swap.training import BlockSwap, frozen_modules
+from ...models.adapters.base import make_casts
 from ...models.family import Block, ModelInputs
 from ..config.settings import TrainSettings
 
@@ -67,7 +68,7 @@ class Probe:
             if linear.adapter is not None:
                 linear.adapter = copy.deepcopy(linear.adapter).to(self.device)
                 if self.network.casts_in(args[0].dtype) is not None:
-                    linear.adapter.make_casts(args[0].dtype)
+                    make_casts(linear.adapter, args[0].dtype)
         swap = BlockSwap([block], self.device, 1, False, in_place=True)
         trained = any(linear.adapter is not None for linear in block.linears().values())
         # Even if nothing up to here is trained, another block of this structure may follow a trained one.
