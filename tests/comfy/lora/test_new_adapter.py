@@ -52,7 +52,7 @@ class SumAdapter(LoraAdapter):
         return name == "glora"
 
     def tensors(self):
-        a1, a2 = torch.zeros(self.spec.rank, self.in_features), torch.zeros(self.in_features, self.spec.rank)
+        a1, a2 = torch.zeros(self.in_features, self.spec.rank), torch.zeros(self.spec.rank, self.in_features)
         pairs = {"a1.weight": a1, "a2.weight": a2, "b1.weight": self.up, "b2.weight": self.down}
         return pairs | {"alpha": torch.tensor(float(self.spec.alpha))}
 
@@ -97,7 +97,7 @@ def test_a_new_adapter_is_planned_saved_read_merged_and_started_from(tiny_flux, 
     for key, tensor in first.lora.items():
         torch.testing.assert_close(second.lora[key], tensor, rtol=1e-6, atol=1e-7)
     more = train(tiny_flux, mixed_data(), tmp_path / "first", steps=3, network=changes, resume="latest")
-    assert more.steps == 3
+    assert more.summary["steps_done"] == 3
     with pytest.raises(ValueError, match="is a glora .* and the network trains lokr; set algorithm to glora"):
         train(tiny_flux, mixed_data(), tmp_path / "third", network={"algorithm": "lokr", "start_from": start})
 
