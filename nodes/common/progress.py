@@ -59,6 +59,8 @@ def prompt_id() -> str:
 class ServerObserver:
     """Observer that sends events `{"node": id, "prompt_id": …, "kind": …, …}` to the client that queued the run."""
 
+    can_pause = False  # whether a run can be paused
+
     def __init__(self, node_id: str, steps: int):
         self.node_id = node_id
         self.prompt_id = prompt_id()
@@ -71,7 +73,7 @@ class ServerObserver:
             server.send_sync(EVENT, event, server.client_id)
 
     def began(self, folder: Path) -> None:
-        training_now.begin(folder, self.node_id or "", self.prompt_id)
+        training_now.begin(folder, self.node_id or "", self.prompt_id, self.can_pause)
         self._send("begin", folder=place_in_output(folder).as_posix())
 
     def ended(self, status: str, text: str) -> None:

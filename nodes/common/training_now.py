@@ -15,6 +15,7 @@ class TrainingNow:
     prompt_id: prompt that the node belongs to; empty if unknown.
     phase: current phase.
     report: progress after the last step, None before the first.
+    can_pause: whether it can be paused, to go on in another prompt.
     """
 
     folder: Path
@@ -22,6 +23,7 @@ class TrainingNow:
     prompt_id: str
     phase: str = ""
     report: StepReport | None = None
+    can_pause: bool = False
 
 
 _running: list[TrainingNow] = []  # one at most: ComfyUI executes one node at a time
@@ -33,10 +35,10 @@ def running_in(folder: Path) -> TrainingNow | None:
     return next((run for run in list(_running) if run.folder == folder), None)
 
 
-def begin(folder: Path, node_id: str, prompt_id: str) -> None:
-    """Record that a run begins."""
+def begin(folder: Path, node_id: str, prompt_id: str, can_pause: bool = False) -> None:
+    """Record that a run begins. can_pause: see `TrainingNow`."""
     _requests.clear()
-    _running[:] = [TrainingNow(folder, node_id, prompt_id)]
+    _running[:] = [TrainingNow(folder, node_id, prompt_id, can_pause=can_pause)]
 
 
 def end() -> None:
@@ -47,7 +49,7 @@ def end() -> None:
 def ask(folder: Path, prompt_id: str, action: str) -> bool:
     """Request an action of the run after its next step. Returns False if another run trains, or none.
 
-    action: SAVE, STOP or SAMPLE of `train.observer`.
+    action: SAVE, STOP, SAMPLE or PAUSE of `train.report.observer`.
     """
     run = running_in(folder)
     if run is None or not prompt_id or run.prompt_id != prompt_id:

@@ -114,6 +114,12 @@ class Runs:
         folder = self.folder(id)
         return None if folder is None else RunReader(folder.path).facts().get("can_sample") is True
 
+    def can_pause(self, id: str) -> bool:
+        """Return whether a run trains now and can be paused."""
+        folder = self.folder(id)
+        run = None if folder is None else training_now.running_in(folder.path)
+        return run is not None and run.can_pause
+
     def folder(self, id: str) -> RunFolder | None:
         """Return the folder of a run; None for an unknown id, or if it is gone or now a link."""
         with self._lock:
@@ -223,6 +229,7 @@ def _state_of(folder: Path) -> dict[str, Any]:
         "node": run.node_id,
         "prompt_id": run.prompt_id,
         "phase": run.phase,
+        "can_pause": run.can_pause,
         "seconds_per_step": report and report.seconds_per_step,
         "seconds_left": report and report.seconds_left,
     }
@@ -282,6 +289,8 @@ async def ask_run(request: web.Request) -> web.Response:
     if action == SAMPLE and await asyncio.to_thread(known_runs.can_sample, request.match_info["id"]) is False:
         fix = "It has no Training Preview, so there is nothing to sample; connect one to preview and run it again."
         return refusal(fix, 409)
+    if action == PAUSE and not await asyncio.to_thread(known_runs.can_pause, request.match_info["id"]):
+        return refusal("This run can't be paused now; Stop and keep ends it so that Run goes on.", 409)
     accepted = await asyncio.to_thread(known_runs.ask, request.match_info["id"], prompt_id, action)
     if accepted is None:
         return refusal(NO_RUN, 404)

@@ -29,7 +29,7 @@ from ..common.progress import prompt_id
 from ..common.saved_workflow import workflow_files
 from ..common.types import LoraModelType, LossMapType
 from ..queue.observer import PausingObserver
-from ..queue.turns import FINISH_FIRST, LET_PASS, MINUTES, Turn
+from ..queue.turns import FINISH_FIRST, MINUTES, Turn
 from .devices import OnDevices, SameRun, chosen_devices, stopped_before
 from .inherited_settings import overridden_notes, shared_lora_notes
 from .presets import CUSTOM, preset_notes
@@ -157,7 +157,8 @@ class TesseraTrainLora(io.ComfyNode):
         extra = cls.hidden.extra_pnginfo
         job = Job.current()
         turn = Turn(while_others_wait, minutes_between_pauses, prompt_id(), cls.hidden.unique_id)
-        if while_others_wait == LET_PASS and (reason := finishes_first(turn, devices, resume, model_low_noise)):
+        reason = finishes_first(turn, devices, resume, model_low_noise)
+        if reason and turn.lets_pass:
             turn.lets_pass = False
             notes.append(reason)
         if turn.gives_way():
@@ -167,7 +168,9 @@ class TesseraTrainLora(io.ComfyNode):
         settings = replace(settings, resume=turn.resume(resume))
         data = replace(data, notes=(*data.notes, *notes, *turn.notes))
         files = workflow_files(prompt, extra) if job is None else job.facts.files
-        observer = PausingObserver(cls.hidden.unique_id, steps if model_low_noise is None else 2 * steps, turn)
+        observer = PausingObserver(
+            cls.hidden.unique_id, steps if model_low_noise is None else 2 * steps, turn, not reason
+        )
         elsewhere: Callable[[RunStart], TrainResult | None] | None = None
         if device_ids := chosen_devices(devices):
             elsewhere = OnDevices(device_ids, prompt, extra, settings, files, observer)

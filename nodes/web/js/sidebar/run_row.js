@@ -75,7 +75,7 @@ export function drawDetail(row, detail, colour) {
   state.title = detail.text || state.textContent
   state.style.color = detail.running ? '#059669' : kind === 'failed' ? 'var(--error-text)' : ''
   drawSparkline(sparkline, detail.loss, detail, colour)
-  pause.style.display = detail.running ? '' : 'none'
+  pause.style.display = detail.can_pause ? '' : 'none'
   goOn.style.display = kind === 'paused' && !detail.next_prompt_id ? '' : 'none'
   enable(add, detail.last_lora)
   add.title = detail.last_lora ? t(WORDS.addTitle) : t(WORDS.noLora)
