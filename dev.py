@@ -76,13 +76,13 @@ PURE_TESTS = "tests/pure"  # which fail if torch or ComfyUI is loaded: they get 
 UNIT_TESTS = "tests/unit"
 BROWSER_TESTS = "tests/browser"
 FAST_TESTS = ("tests/comfy/every_family",)  # in which a case of each family is marked `fast`
-# What --fast runs with another torch: autograd's nodes and threads, dynamo, custom operators, low-bit matmuls,
-# optimizers. `.ci/run` runs it with the oldest torch.
+# What --fast runs with another torch: autograd's nodes and threads, dynamo, custom operators, optimizers. `.ci/run`
+# runs it with the oldest torch.
 TORCH_TESTS = """
     unit/memory/activations/recompute unit/models/native/out_of_place unit/compile/region
     unit/models/layers/ragged_attention unit/models/layers/norm_rope unit/models/layers/kernels
     unit/models/layers/layer_math unit/train/optim/flat_step unit/train/optim/optimizer_fit unit/common/rng
-    unit/memory/host/staging comfy/memory/activations/backward_thread comfy/memory/low_bit/matmul
+    unit/memory/host/staging comfy/memory/activations/backward_thread
 """.split()
 WIDE = ("-m", "wide")
 NOT_WIDE = ("-m", "not wide")

@@ -27,7 +27,7 @@ def streamed(model: Any) -> list[str]:
     from tessera.memory.swap.inference import SwappedBlocks
 
     (swapped,) = [a for a in model.attachments.values() if isinstance(a, SwappedBlocks)]
-    return [name.removeprefix("diffusion_model.") for name in swapped.blocks]
+    return [name.removeprefix("diffusion_model.") for name in swapped.weights.blocks]
 
 
 def test_the_node_swaps_the_single_blocks_of_flux_first_and_the_pictures_are_the_same(flux: Any) -> None:
