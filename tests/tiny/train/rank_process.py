@@ -194,10 +194,10 @@ def change(job: dict[str, Any], world: Any, counts: dict[str, int]) -> Any:
         time.sleep(job.get("slow_save", 0) if world.is_first else 0)
         return save_final(trainer, *args)
 
-    def running(trainer: Trainer) -> None:
+    def running(trainer: Trainer) -> str:
         if job.get("other_start") == world.rank:
             trainer.network.parameters()[0].data.add_(0.01)
-        run(trainer)
+        return run(trainer)
 
     def stepping(learner: Learner) -> None:
         step(learner)

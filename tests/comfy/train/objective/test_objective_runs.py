@@ -105,7 +105,7 @@ def test_a_batch_of_a_noise_schedule_holds_its_noise_its_timestep_and_its_weight
     """FLUX with the sampling of Stable Diffusion patched on: x0 + sigma·noise, to be answered with the noise."""
     trainer = tiny.make_trainer(tiny_flux, tiny.make_data([(4, 4)], [16]), tmp_path)
     (patched,) = ModelSamplingDiscrete().patch(trainer.context.patcher, "eps", zsnr=False)
-    monkeypatch.setattr(type(trainer.context.family), "objective", lambda self, patcher: objective_of(patcher))
+    monkeypatch.setattr(type(trainer.context.family.sampling), "objective", lambda self, patcher: objective_of(patcher))
     (item,) = trainer.context.data.samples
     samples = [(item, item.load())]
     x0 = (samples[0][1].latent.double() - 0.1159) * 0.3611
@@ -134,7 +134,7 @@ def test_a_batch_of_a_noise_schedule_holds_its_noise_its_timestep_and_its_weight
 
 def test_a_run_on_a_noise_schedule_refuses_what_only_flow_matching_has(tiny_flux, tmp_path, monkeypatch):
     (patched,) = ModelSamplingDiscrete().patch(tiny_flux, "v_prediction", zsnr=True)
-    monkeypatch.setattr(type(family_of(tiny_flux)), "objective", lambda self, patcher: objective_of(patcher))
+    monkeypatch.setattr(type(family_of(tiny_flux).sampling), "objective", lambda self, patcher: objective_of(patcher))
     with pytest.raises(ValueError, match="weighting is 'cosmap', which is for flow matching models"):
         train(patched, mixed_data(), tmp_path, Watcher(), steps=1, objective={"weighting": "cosmap"})
 

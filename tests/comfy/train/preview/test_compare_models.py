@@ -14,6 +14,7 @@ import tiny
 import torch
 from comfy.model_management import InterruptProcessingException
 from safetensors.torch import save_file
+from tessera.lora import source
 from tessera.memory.host.flat_weights import plain_tensors, weight_refs
 from tessera.nodes.loras import compare as node
 from tessera.nodes.loras.compare import TesseraCompareLoras
@@ -119,14 +120,14 @@ def test_the_model_is_off_its_device_as_it_was_and_no_lora_is_in_memory_however_
     model = loaded(kind, tmp_path)
     loras(model)
     weights = bytes_of(model)
-    read, load = [], comfy.utils.load_torch_file
+    read, load = [], source.read_tensors
 
-    def load_torch_file(*args, **kwargs):
-        lora = load(*args, **kwargs)
+    def read_tensors(path):
+        lora, metadata = load(path)
         read.extend(map(weakref.ref, lora.values()))
-        return lora
+        return lora, metadata
 
-    monkeypatch.setattr(comfy.utils, "load_torch_file", load_torch_file)
+    monkeypatch.setattr(source, "read_tensors", read_tensors)
     run(model, tiny_vae, "flux", loras="model_a", steps=1, cfg=1.0)
     check_left(model, weights, read)
 

@@ -12,8 +12,9 @@ from comfy.quant_ops import QuantizedTensor
 from PIL import Image
 from tessera.compile.attach import compiled_model_of
 from tessera.compile.settings import CompileSettings
+from tessera.memory.host import flat_weights
 from tessera.memory.host.flat_weights import parts_of, plain_tensors, restore_inference_mode, weight_refs, with_parts
-from tessera.memory.swap import inference, training
+from tessera.memory.swap import training
 from tessera.memory.weights.frozen import FrozenWeights
 from tessera.nodes.model.block_swap import TesseraBlockSwap
 from tessera.nodes.model.compile import TesseraCompileModel
@@ -321,7 +322,7 @@ def test_swapped_blocks_are_previewed_and_trained_on_as_without_swap(tiny_vae, t
     picture = core_picture(model, tiny_vae, None, 5)  # which makes a ring, for flat buffers
     rings, ring = [], training.SlotRing
     monkeypatch.setattr(training, "SlotRing", lambda *args: rings.append(ring(*args)) or rings[-1])
-    monkeypatch.setattr(inference, "into_flat", lambda *_: pytest.fail("copies blocks that training holds"))
+    monkeypatch.setattr(flat_weights, "into_flat", lambda *_: pytest.fail("copies blocks that training holds"))
     lay, shared_sizes = [], []
 
     def look(_):
