@@ -79,11 +79,6 @@ def unpacking_folder() -> Path:
     return Path(folder_paths.get_user_directory(), "tessera", "unpacked")
 
 
-def captions_folder() -> Path:
-    """Return the folder of the records of captions that models wrote."""
-    return Path(folder_paths.get_user_directory(), "tessera", "captions")
-
-
 def list_image_folders() -> list[str]:
     """List the folders that `resolve_folder` accepts and that hold images, directly or in subfolders.
 

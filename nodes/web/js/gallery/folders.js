@@ -1,7 +1,7 @@
 // Training Images and Training Clips show what lies in their folder: thumbnails with captions, a page at a time.
 import { app } from '../../../../scripts/app.js'
 import { api } from '../../../../scripts/api.js'
-import { ALL, MISSING, openEditor, REVIEW } from '../captions/editor.js'
+import { ALL, MISSING, openEditor } from '../captions/editor.js'
 import { nodeAt, ourNodes } from '../common/nodes.js'
 import { stateOf } from '../common/state.js'
 import { throttle } from '../common/throttle.js'
@@ -44,7 +44,7 @@ function isPrepared(node, seen = new Set()) {
 function galleryOf(node) {
   const state = stateOf(node)
   if (state.gallery) return state.gallery
-  const gallery = makeGallery((page, missing) => turn(node, page, missing), (file, review) => edit(node, file, review))
+  const gallery = makeGallery((page, missing) => turn(node, page, missing), (file) => edit(node, file))
   const widget = node.addDOMWidget(WIDGET, 'tessera', gallery, {
     serialize: false, // out of the prompt, and below out of the saved workflow
     hideOnZoom: false,
@@ -111,10 +111,10 @@ function addressOf(place, rest) {
   return api.apiURL(`/tessera/folder/thumbnail?${asked}`)
 }
 
-/** Opens the editor of captions, at a file or at the first one; `review`: of those that a model wrote. */
-function edit(node, file, review) {
+/** Opens the editor of captions, at a file or at the first one. */
+function edit(node, file) {
   const place = placeOf(node)
-  const only = review ? REVIEW : stateOf(node).page?.missing ? MISSING : ALL
+  const only = stateOf(node).page?.missing ? MISSING : ALL
   openEditor({ place, file, only, picture: (shown) => addressOf(place, { file: shown, large: '1' }), changed: refreshSoon })
 }
 
