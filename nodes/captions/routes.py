@@ -31,7 +31,7 @@ from ...data.layouts.captions import checked_extension
 from ...data.layouts.layout import LayoutRequest, read_layout
 from ...data.layouts.subsets import Example, Subset
 from ..common.answers import answer, refusal
-from ..common.asked_by import refused_post, why_foreign
+from ..common.asked_by import refused_change
 from ..common.folder_access import is_allowed_file
 from ..data.folder_routes import KINDS, clean, file_id, request_of
 from ..data.places import is_unpacked, may_write_caption
@@ -187,10 +187,8 @@ def _posted(work: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Callable[[we
     """Make the handler of a POST whose body is a JSON object with the `place` of a folder."""
 
     async def handle(request: web.Request) -> web.Response:
-        if (refused := refused_post(request)) is not None:
+        if (refused := await refused_change(request)) is not None:
             return refused
-        if foreign := await asyncio.to_thread(why_foreign, request.headers):
-            return _refused(foreign, 403)
         try:
             body = await _body(request)
         except OverBudget as error:

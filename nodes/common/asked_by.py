@@ -1,7 +1,9 @@
 """Checks of who asks for a change: a page of this server, at a name that is its own."""
 
+import asyncio
 import ipaddress
 from collections.abc import Mapping
+from typing import Any
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -60,6 +62,23 @@ def refused_post(request: web.Request) -> web.Response | None:
     if request.content_type != "application/json":
         return refusal("Send application/json.", 415)
     return None
+
+
+async def refused_change(request: web.Request) -> web.Response | None:
+    """Refuse what `refused_post` refuses, and a page at a name that isn't this server's; None if accepted."""
+    if (refused := refused_post(request)) is not None:
+        return refused
+    foreign = await asyncio.to_thread(why_foreign, request.headers)  # it may read the user's settings
+    return refusal(foreign, 403) if foreign else None
+
+
+async def posted_object(request: web.Request) -> dict[str, Any]:
+    """Read the JSON object of a request; empty for anything else."""
+    try:
+        body = await request.json()
+    except (LookupError, ValueError, RecursionError):  # LookupError: a charset that does not exist
+        return {}
+    return body if isinstance(body, dict) else {}
 
 
 def _is_own_page(request: web.Request) -> bool:

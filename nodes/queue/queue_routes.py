@@ -5,12 +5,11 @@ order. POST `/tessera/go_on` with `{"prompt_id": …}` queues a training again t
 """
 
 import asyncio
-from typing import Any
 
 from aiohttp import web
 
 from ..common.answers import answer, refusal
-from ..common.asked_by import refused_post, why_foreign
+from ..common.asked_by import posted_object, refused_change
 from .turns import go_on, line, reorder
 
 _MOST_IDS = 1000
@@ -23,10 +22,9 @@ async def read_line(_: web.Request) -> web.Response:
 
 async def change_line(request: web.Request) -> web.Response:
     """Answer POST `/tessera/line`."""
-    body = await _body(request)
-    if isinstance(body, web.Response):
-        return body
-    order = body.get("order")
+    if (refused := await refused_change(request)) is not None:
+        return refused
+    order = (await posted_object(request)).get("order")
     if not isinstance(order, list) or len(order) > _MOST_IDS or not all(isinstance(id, str) for id in order):
         return refusal(f"Give order: a list of at most {_MOST_IDS} prompt ids.", 400)
     await asyncio.to_thread(reorder, order)
@@ -35,26 +33,12 @@ async def change_line(request: web.Request) -> web.Response:
 
 async def continue_paused(request: web.Request) -> web.Response:
     """Answer POST `/tessera/go_on`."""
-    body = await _body(request)
-    if isinstance(body, web.Response):
-        return body
-    prompt_id = body.get("prompt_id")
+    if (refused := await refused_change(request)) is not None:
+        return refused
+    prompt_id = (await posted_object(request)).get("prompt_id")
     if not isinstance(prompt_id, str) or not (following := await asyncio.to_thread(go_on, prompt_id)):
         return refusal("This server holds no paused prompt of that id; queue its workflow again to go on.", 409)
     return answer({"prompt_id": following})
-
-
-async def _body(request: web.Request) -> dict[str, Any] | web.Response:
-    """Return the JSON object of a request that may change the queue, or why it may not."""
-    if (refused := refused_post(request)) is not None:
-        return refused
-    if foreign := await asyncio.to_thread(why_foreign, request.headers):
-        return refusal(foreign, 403)
-    try:
-        body = await request.json()
-    except (LookupError, ValueError, RecursionError):  # LookupError: a charset that does not exist
-        body = None
-    return body if isinstance(body, dict) else refusal("Send a JSON object.", 400)
 
 
 def add_routes(routes: web.RouteTableDef) -> None:

@@ -26,7 +26,7 @@ from ...data.media.images import inspect_image
 from ...data.media.thumbnails import image_thumbnail
 from ...data.review.drawn_masks import SHOWN, mask_place, save_mask, shown_mask
 from ..common.answers import answer, refusal
-from ..common.asked_by import refused_post, why_foreign
+from ..common.asked_by import posted_object, refused_change
 from ..common.folder_access import is_allowed_file, resolve_folder
 from ..data.folder_routes import listed_file
 from ..data.image_inputs import NONE
@@ -118,17 +118,12 @@ async def show_mask(request: web.Request) -> web.Response:
 
 async def receive_mask(request: web.Request) -> web.Response:
     """Answer POST `/tessera/mask`."""
-    if (refused := refused_post(request)) is not None:
+    if (refused := await refused_change(request)) is not None:
         return refused
-    if foreign := await asyncio.to_thread(why_foreign, request.headers):
-        return refusal(foreign, 403)
     if (request.content_length or 0) > 2 * MASK_FILE.bytes:
         return refusal("The mask is too large; draw it in another program.", 413)
-    try:
-        body = await request.json()
-    except (LookupError, ValueError, RecursionError):  # LookupError: a charset that does not exist
-        body = None
-    if not isinstance(body, dict) or not all(isinstance(value, str) for value in body.values()):
+    body = await posted_object(request)
+    if not body or not all(isinstance(value, str) for value in body.values()):
         return refusal("Give folder, file and mask as texts.", 400)
     try:
         mask_bytes = base64.b64decode(body.get("mask", ""), validate=True)

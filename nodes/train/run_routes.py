@@ -39,7 +39,7 @@ from ...train.runs.run_record import (
 from ...train.train_lora import PAUSED
 from ..common import training_now
 from ..common.answers import answer, refusal
-from ..common.asked_by import refused_post, why_foreign
+from ..common.asked_by import posted_object, refused_change
 from ..queue.turns import outlook
 from .run import runs_folder
 from .run_index import PAGE, RunIndex, page_of, steps_of, text_of
@@ -274,15 +274,9 @@ def _number(text: str) -> int | None:
 
 async def ask_run(request: web.Request) -> web.Response:
     """Answer POST `/tessera/runs/{id}/save`, `/sample`, `/stop`, `/pause` with the `{"prompt_id": …}` of the run."""
-    if (refused := refused_post(request)) is not None:
+    if (refused := await refused_change(request)) is not None:
         return refused
-    if foreign := await asyncio.to_thread(why_foreign, request.headers):
-        return refusal(foreign, 403)
-    try:
-        body = await request.json()
-    except (LookupError, ValueError, RecursionError):  # LookupError: a charset that does not exist
-        body = None
-    prompt_id = body.get("prompt_id") if isinstance(body, dict) else None
+    prompt_id = (await posted_object(request)).get("prompt_id")
     if not isinstance(prompt_id, str):
         return refusal("Give the prompt_id of the run.", 400)
     action = request.match_info["what"]
