@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -77,6 +78,20 @@ def cache_folder() -> Path:
 def unpacking_folder() -> Path:
     """Return the folder of the files of unpacked archives."""
     return Path(folder_paths.get_user_directory(), "tessera", "unpacked")
+
+
+def check_readable(folders: Mapping[str, str | None]) -> bool | str:
+    """Check folders by input name. Returns True, or the error that ComfyUI shows.
+
+    None is a linked folder, which execute checks, or a missing one, which ComfyUI reports.
+    """
+    for name, folder in folders.items():
+        try:
+            if folder is not None:
+                resolve_folder(folder)
+        except ValueError as error:
+            return f"{name}: {error}"
+    return True
 
 
 def list_image_folders() -> list[str]:

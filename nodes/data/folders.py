@@ -1,6 +1,5 @@
 """Training Images and Training Clips."""
 
-from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from ...data.folders.options import FolderOptions
 from ...data.layouts.kinds import VIDEOS
 from ...data.layouts.layout import AUTO
 from ...data.media.clip_windows import EXTRACTIONS, HEAD, Extraction, parse_target_frames
-from ..common.folder_access import TRY_IT, list_image_folders, list_video_folders, resolve_folder
+from ..common.folder_access import TRY_IT, check_readable, list_image_folders, list_video_folders, resolve_folder
 from ..common.types import DatasetType
 from . import folder_inputs, image_inputs
 from .caption_inputs import caption_inputs
@@ -76,7 +75,7 @@ class TesseraImageFolder(io.ComfyNode):
             "control_folder": _folder_or_none(control_folder),
             "mask_folder": _folder_or_none(mask_folder),
         }
-        return _check_readable({"folder": folder} | optional_folders)
+        return check_readable({"folder": folder} | optional_folders)
 
     @classmethod
     def fingerprint_inputs(
@@ -225,7 +224,7 @@ class TesseraVideoFolder(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, folder=None, mask_folder=NONE):
-        return _check_readable({"folder": folder, "mask_folder": _folder_or_none(mask_folder)})
+        return check_readable({"folder": folder, "mask_folder": _folder_or_none(mask_folder)})
 
     @classmethod
     def fingerprint_inputs(cls, folder, caption_extension=".txt", mask_folder=NONE, layout=AUTO, **kwargs):
@@ -293,17 +292,3 @@ def _folder_or_none(folder: str | None) -> str | None:
 def _other_folder(folder: str | None) -> Path | None:
     choice = _folder_or_none(folder)
     return None if choice is None else resolve_folder(choice)
-
-
-def _check_readable(folders: Mapping[str, str | None]) -> bool | str:
-    """Check folders by input name. Returns True, or the error that ComfyUI shows.
-
-    None is a linked folder, which execute checks, or a missing one, which ComfyUI reports.
-    """
-    for name, folder in folders.items():
-        try:
-            if folder is not None:
-                resolve_folder(folder)
-        except ValueError as error:
-            return f"{name}: {error}"
-    return True

@@ -13,11 +13,11 @@ from ...data.layouts.kinds import IMAGES
 from ...data.layouts.layout import AUTO, read_layout
 from ...data.review.captions import caption_length
 from ...data.review.check import CheckOptions, Encoder, check_folder
-from ..common.folder_access import TRY_IT, cache_folder, list_image_folders, resolve_folder
+from ..common.folder_access import TRY_IT, cache_folder, check_readable, list_image_folders, resolve_folder
 from ..common.images import image_tensor
 from ..common.progress import node_progress
 from ..data import folder_inputs
-from ..data.places import fingerprint_places, read_places
+from ..data.places import fingerprint_places, read_places, stop_if_cancelled
 
 
 class TesseraCheckFolder(io.ComfyNode):
@@ -96,12 +96,7 @@ class TesseraCheckFolder(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, folder: str | None = None) -> bool | str:
-        try:
-            if folder is not None:
-                resolve_folder(folder)
-        except ValueError as error:
-            return f"folder: {error}"
-        return True
+        return check_readable({"folder": folder})
 
     @classmethod
     def fingerprint_inputs(
@@ -110,7 +105,12 @@ class TesseraCheckFolder(io.ComfyNode):
         if folder is None or caption_extension is None or layout is None:  # linked, unknown: count as changed
             return float("nan")
         try:
-            return folder_fingerprint(resolve_folder(folder), caption_extension, places=fingerprint_places(layout))
+            return folder_fingerprint(
+                resolve_folder(folder),
+                caption_extension,
+                places=fingerprint_places(layout),
+                interrupted=stop_if_cancelled,
+            )
         except ValueError as error:  # execute reports it
             return str(error)
 
@@ -127,7 +127,10 @@ class TesseraCheckFolder(io.ComfyNode):
         clip_vision: Any = None,
     ) -> io.NodeOutput:
         path = resolve_folder(folder)
-        listing = read_layout(read_places(layout).request(path, IMAGES, caption_extension))
+        request = read_places(layout).request(
+            path, IMAGES, caption_extension, interrupted=throw_exception_if_processing_interrupted
+        )
+        listing = read_layout(request)
         if not listing.subsets:
             raise ValueError(f"The folder {path.name!r} holds no pictures; put pictures into it, or choose another.")
         with torch.inference_mode():

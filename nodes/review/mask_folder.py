@@ -18,7 +18,7 @@ from ...data.layouts.kinds import IMAGES
 from ...data.layouts.layout import AUTO, read_layout
 from ...data.media.images import inspect_image, load_image
 from ...data.review.drawn_masks import mask_place, save_mask
-from ..common.folder_access import list_image_folders, resolve_folder
+from ..common.folder_access import check_readable, list_image_folders, resolve_folder
 from ..common.progress import node_progress
 from ..data import folder_inputs
 from ..data.places import shown_places
@@ -92,12 +92,7 @@ class TesseraMaskFolder(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, folder: str | None = None) -> bool | str:
-        try:
-            if folder is not None:
-                resolve_folder(folder)
-        except ValueError as error:
-            return f"folder: {error}"
-        return True
+        return check_readable({"folder": folder})
 
     @classmethod
     def execute(
@@ -112,7 +107,10 @@ class TesseraMaskFolder(io.ComfyNode):
     ) -> io.NodeOutput:
         segment = _segment(model, conditioning, bg_removal_model, threshold)
         path = resolve_folder(folder)
-        subsets = read_layout(shown_places(layout).request(path, IMAGES, ".txt")).subsets
+        request = shown_places(layout).request(
+            path, IMAGES, ".txt", interrupted=throw_exception_if_processing_interrupted
+        )
+        subsets = read_layout(request).subsets
         examples = [example for subset in subsets for example in subset.examples]
         if not examples:
             raise ValueError(f"The folder {path.name!r} holds no pictures; put pictures into it, or choose another.")

@@ -19,8 +19,7 @@ from aiohttp import web
 
 from ...common.untrusted.budgets import MASK_FILE
 from ...common.untrusted.in_flight import return_freed_memory
-from ...data.layouts.kinds import IMAGES
-from ...data.layouts.layout import AUTO, LayoutRequest, read_layout
+from ...data.layouts.layout import read_layout
 from ...data.layouts.subsets import Example
 from ...data.media.images import inspect_image
 from ...data.media.thumbnails import image_thumbnail
@@ -28,9 +27,8 @@ from ...data.review.drawn_masks import SHOWN, mask_place, save_mask, shown_mask
 from ..common.answers import answer, refusal
 from ..common.asked_by import posted_object, refused_change
 from ..common.folder_access import is_allowed_file, resolve_folder
-from ..data.folder_routes import listed_file
+from ..data.folder_routes import listed_file, request_of
 from ..data.image_inputs import NONE
-from ..data.places import shown_places
 from .mask_places import place_in_input
 
 PICTURES = "pictures"
@@ -91,19 +89,11 @@ def _mask_folder(query: Mapping[str, str]) -> Path | None:
 def _example(query: Mapping[str, str]) -> Example:
     """Find a picture in the layout of its folder."""
     path, _ = listed_file(PICTURES, query.get("folder", ""), query.get("file", ""))
-    for subset in read_layout(_request(query)).subsets:
+    for subset in read_layout(request_of(PICTURES, query)).subsets:
         for example in subset.examples:
             if os.path.realpath(example.path) == str(path):
                 return example
     raise ValueError("There is no picture of this name in the folder any more.")
-
-
-def _request(query: Mapping[str, str]) -> LayoutRequest:
-    folder = resolve_folder(query.get("folder", ""))
-    folders = [query.get(name, "") for name in ("control_folder", "mask_folder")]
-    excluded = [resolve_folder(other) for other in folders if other not in ("", NONE)]
-    places = shown_places(query.get("layout") or AUTO)
-    return places.request(folder, IMAGES, query.get("caption_extension") or ".txt", excluded)
 
 
 async def show_picture(request: web.Request) -> web.Response:
