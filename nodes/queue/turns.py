@@ -8,10 +8,10 @@ import heapq
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from comfy.model_management import InterruptProcessingException, throw_exception_if_processing_interrupted
 from server import PromptServer
@@ -23,6 +23,8 @@ FINISH_FIRST, LET_PASS = "finish first", "let them pass"
 MINUTES = 5.0  # default of the least time between two pauses
 MOST_LETTERS = 200  # of an output name that is listed
 _MOST_KEPT = 1000  # trainings and pauses that are remembered
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,6 @@ class Turns:
         self.following: OrderedDict[str, str] = OrderedDict()
         self.stopped: OrderedDict[str, Item] = OrderedDict()
 
-    def record(self, table: OrderedDict[str, Any], key: str, value: Any) -> None:
-        """Add an entry to one of the tables, and forget its oldest one if there are too many."""
-        table[key] = value
-        while len(table) > _MOST_KEPT:
-            table.popitem(last=False)
-
     def trains(self, item: Item) -> bool:
         """Return whether a queue item has a training to do that has not finished in this session."""
         return bool(self.unfinished(item))
@@ -82,6 +78,13 @@ class Turns:
         """Return the nodes of a queue item that have a training to do."""
         prompt, outputs = item[2], item[4]
         return {node for node in training_nodes(prompt, outputs) if signature(prompt, node) not in self.finished}
+
+
+def remember(table: OrderedDict[str, T], key: str, value: T) -> None:
+    """Add an entry to a table of `Turns`, and forget its oldest one if there are too many."""
+    table[key] = value
+    while len(table) > _MOST_KEPT:
+        table.popitem(last=False)
 
 
 turns = Turns()
@@ -149,7 +152,7 @@ class Turn:
     def record_finished(self) -> None:
         """Record that this training has ended with a LoRA, so that prompts that use it pass other trainings."""
         if self._queue is not None and (item := self._item()) is not None and self.node_id in item[2]:
-            turns.record(turns.finished, signature(item[2], self.node_id), None)
+            remember(turns.finished, signature(item[2], self.node_id), None)
 
     def _are_others_waiting(self) -> bool:
         if self._queue is None:
@@ -193,12 +196,10 @@ class Turn:
                 loading=max(0.0, self._first_step - self._began),
                 states=self.pause.states | ({self.node_id: state} if state else {}),
             )
-            turns.record(turns.pauses, id, pause)
-            if not self.ahead:
-                turns.record(turns.stopped, self.prompt_id, following)
-                return
-            turns.record(turns.following, self.prompt_id, id)
-            put_behind_others(following)
+            remember(turns.pauses, id, pause)
+            remember(turns.stopped, self.prompt_id, following)
+            if self.ahead:
+                go_on(self.prompt_id)
 
     def _obey_cancel(self) -> None:
         """Raise if the paused prompt was cancelled after it had been queued again."""
@@ -210,14 +211,17 @@ class Turn:
             raise InterruptProcessingException
 
 
-def put_behind_others(item: Item) -> None:
-    """Add a training to ComfyUI's queue, behind all prompts that don't train."""
+def change_queue(change: Callable[[list[Item]], list[Item]]) -> None:
+    """Replace the waiting items of ComfyUI's queue, and tell its worker and its pages.
+
+    change: returns the new items for those that wait.
+    """
     queue = server_queue()
     with queue.mutex:
-        items = behind_others(queue.queue, item, turns.trains)
-        queue.queue[:] = [other for other in items if other[1] != item[1]]
+        queue.queue[:] = change(queue.queue)
         heapq.heapify(queue.queue)
-        queue.put(next(other for other in items if other[1] == item[1]))
+        queue.not_empty.notify()
+        queue.server.queue_updated()
 
 
 def go_on(prompt_id: str) -> str:
@@ -225,8 +229,8 @@ def go_on(prompt_id: str) -> str:
     item = turns.stopped.pop(prompt_id, None)
     if item is None:
         return ""
-    turns.record(turns.following, prompt_id, item[1])
-    put_behind_others(item)
+    remember(turns.following, prompt_id, item[1])
+    change_queue(lambda waiting: behind_others(waiting, item, turns.trains))
     return str(item[1])
 
 
@@ -257,12 +261,12 @@ def line() -> list[dict[str, Any]]:
 
 def reorder(prompt_ids: Sequence[str]) -> None:
     """Give the trainings in the queue this order, on the places that they hold."""
-    queue = server_queue()
-    with queue.mutex:
-        trainings = {entry["prompt_id"] for entry in line()}
-        queue.queue[:] = reordered(queue.queue, [id for id in prompt_ids if id in trainings])
-        heapq.heapify(queue.queue)
-        queue.server.queue_updated()
+
+    def change(waiting: list[Item]) -> list[Item]:
+        trainings = {item[1] for item in waiting if turns.trains(item)}
+        return reordered(waiting, [id for id in prompt_ids if id in trainings])
+
+    change_queue(change)
 
 
 def _output_name(node: Mapping[str, Any]) -> str:

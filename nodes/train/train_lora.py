@@ -161,9 +161,7 @@ class TesseraTrainLora(io.ComfyNode):
         if reason and turn.lets_pass:
             turn.lets_pass = False
             notes.append(reason)
-        if turn.gives_way():
-            turn.follow()
-        if turn.is_over:
+        if turn.is_over or turn.gives_way():
             return cls._paused(turn, output_name)
         settings = replace(settings, resume=turn.resume(resume))
         data = replace(data, notes=(*data.notes, *notes, *turn.notes))
@@ -186,7 +184,6 @@ class TesseraTrainLora(io.ComfyNode):
                 )
                 record_outputs(output_name, [result.path] if result.saved else [])
                 if result.paused:
-                    turn.follow(state_name(result))
                     return cls._paused(turn, output_name, result)
                 if result.stopped:
                     record_stopped(output_name)
@@ -209,7 +206,6 @@ class TesseraTrainLora(io.ComfyNode):
                 partner = Partner(based_model, other.side, first_lora, settings.objective.expert_boundary or None)
                 results.append(run(expert.model, data, expert.settings, watching, files, preview, partner, elsewhere))
                 if results[-1].paused:
-                    turn.follow(state_name(results[-1]))
                     return cls._paused(turn, output_name, *results)
         record_outputs(output_name, [result.path for result in results if result.saved])
         if any(result.stopped for result in results):
@@ -223,7 +219,9 @@ class TesseraTrainLora(io.ComfyNode):
 
     @classmethod
     def _paused(cls, turn: Turn, output_name: str, *results: TrainResult) -> io.NodeOutput:
-        """Return outputs that stop all nodes behind this one in silence."""
+        """Make the prompt that goes on, and return outputs that stop all nodes behind this one in silence."""
+        if not turn.is_over:
+            turn.follow(state_name(results[-1]) if results else "")
         record_stopped(output_name)
         paused = {"status": PAUSED, "steps_done": 0, "output_name": output_name}
         summaries = [summary_payload(result) for result in results] or [paused]
