@@ -1,4 +1,4 @@
-"""Write the shared workflows, `workflows/*.json` and `workflows/api/*.json`, from their descriptions in this folder.
+"""Write the shared workflows, `workflows/*.json` and `workflows/api/*.json`, from `descriptions/`.
 
 Run: python tools/workflows http://127.0.0.1:8188
 The address is that of a ComfyUI with this pack, such as `python dev.py serve` starts; it describes the inputs of nodes.
@@ -11,14 +11,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-import chroma
-import compiled
-import flux
-import native
-import prepare_folder
-import qwen_image
-import try_it
-import wan
+from descriptions import chroma, compiled, flux, native, prepare_folder, qwen_image, try_it, wan
 from graph import Graph
 
 WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"

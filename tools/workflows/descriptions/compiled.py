@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 
-from flux import CLIP_L, FLUX, FLUX_VAE, FOX, T5, flux_prompt
 from graph import Graph, ModelFile, Node, Output
 from parts import PLAIN, WIDE, ksampler, load, note, picture, prompts, video
-from qwen_image import QWEN_CLIP, QWEN_IMAGE, QWEN_VAE
-from wan import NEGATIVE_CLIP, UMT5, WAN_T2V, WAN_VAE
+
+from .flux import CLIP_L, FLUX, FLUX_VAE, FOX, T5, flux_prompt
+from .qwen_image import QWEN_CLIP, QWEN_IMAGE, QWEN_VAE
+from .wan import NEGATIVE_CLIP, UMT5, WAN_T2V, WAN_VAE
 
 REPORT_WIDE, REPORT_TALL = 420, 420
 TWICE = (

@@ -1,8 +1,9 @@
 """The workflow of Chroma."""
 
-from flux import FLUX_VAE
 from graph import Graph, ModelFile
 from parts import LORA_TALL, NARROW, hub_file, ksampler, load, picture, pictures, preview, prompts, train, training_note
+
+from .flux import FLUX_VAE
 
 T5 = ModelFile(
     "https://huggingface.co/comfyanonymous/flux_text_encoders/resolve/main/t5xxl_fp8_e4m3fn_scaled.safetensors",
