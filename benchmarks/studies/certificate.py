@@ -1,4 +1,4 @@
-"""What the certificate finds on models that it has to judge, and how many steps of the training that follows it costs.
+"""Findings of the certificate on ten classes of models, and its cost in steps of the training that follows.
 
 Run: python benchmarks certificate > benchmarks/results/certificate.md
 Tiny models of ComfyUI's classes, as in tests/tiny/native, with a block swapped and full checkpointing, on a CPU; a few

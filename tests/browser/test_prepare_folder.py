@@ -1,4 +1,4 @@
-"""What prepares a folder in ComfyUI's own frontend: the brush on a picture, and what Check Folder leaves out."""
+"""The preparation of a folder in ComfyUI's own frontend: the brush on a picture, and the button of Check Folder."""
 
 import numpy as np
 import pytest
@@ -49,7 +49,7 @@ def test_a_mask_is_drawn_undone_redone_and_saved(frontend, photos):
     dialog.get_by_role("button", name="Save").click()
     expect(dialog).to_have_count(0)
     expect(page.locator(".tessera-brush.tessera-masked")).to_have_count(1)
-    mask = np.asarray(Image.open(photos / "masks" / "000.png"))
+    mask = np.asarray(Image.open(photos / "masks" / "000.png", formats=["PNG"]))
     assert mask.shape == (HEIGHT, WIDTH)
     assert mask[round(HEIGHT * 0.25), WIDTH // 2] == 255  # the first stroke; the second was undone
     assert mask[-5:].max() == 0 and mask[:, :5].max() == 0
@@ -63,7 +63,7 @@ def test_a_mask_is_drawn_undone_redone_and_saved(frontend, photos):
     page.keyboard.press("Control+y")
     dialog.get_by_role("button", name="Save").click()
     expect(dialog).to_have_count(0)
-    mask = np.asarray(Image.open(photos / "masks" / "000.png"))
+    mask = np.asarray(Image.open(photos / "masks" / "000.png", formats=["PNG"]))
     assert mask[round(HEIGHT * 0.25), WIDTH // 2] == 0 and mask[-5:].min() == 255
 
 

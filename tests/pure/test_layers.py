@@ -197,7 +197,7 @@ def classes_of_frameworks(trees: list[ast.Module]) -> set[str]:
 
 
 def overrides(method: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether it calls the method of its own name of `super()`: the base class has it, and asks for it."""
+    """Return True for a method that calls that of its own name of `super()`: the base class has it, and asks for it."""
     calls = (node for node in ast.walk(method) if isinstance(node, ast.Attribute))
     return any(ast.unparse(call) == f"super().{method.name}" for call in calls)
 

@@ -1,4 +1,4 @@
-"""What is compiled in one process is found by the next: real processes, real inductor, a tiny Wan."""
+"""Graphs compiled in one process and found by the next: real processes, real inductor, a tiny Wan."""
 
 import json
 import os

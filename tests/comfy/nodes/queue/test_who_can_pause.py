@@ -1,4 +1,4 @@
-"""Which runs can be paused."""
+"""Runs that can be paused, and those that train to their end."""
 
 from types import SimpleNamespace
 
