@@ -49,7 +49,7 @@ def test_captions_are_typed_with_keys_alone_and_replaced_in_the_whole_folder(fro
     expect(editor).to_contain_text("Matches: 3, in captions: 3")
     assert (folder / "a.txt").read_text() == "a red field"
     if not new_renderer:
-        frontend.picture("captions", of=editor)
+        frontend.picture("captions", locator=editor)
     page.get_by_role("button", name="Replace all").click()
     expect(editor).to_contain_text("Captions changed: 3.")
     expect(text).to_have_value("a red meadow")

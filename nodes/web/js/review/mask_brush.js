@@ -18,7 +18,8 @@ export function addBrushes(gallery, entries, place, saved) {
     if (!tile || tile.querySelector('.tessera-brush')) return
     const title = entry.masked ? t('Change the mask') : t('Draw a mask')
     const name = `tessera-brush${entry.masked ? ' tessera-masked' : ''}`
-    button(tile, '✎', title, () => openBrush(entry, place, saved), name)
+    // Its sign is in the styles: the text of a tile is the caption.
+    button(tile, '', title, () => openBrush(entry, place, saved), name).setAttribute('aria-label', title)
   })
 }
 
