@@ -189,8 +189,8 @@ class Frontend:
 
     def picture(self, name: str, *kinds: str, locator: Any = None, themes: tuple[str, ...] = ("dark",)) -> None:
         """Save a picture of nodes of these types, or of `locator`, a part of the page, or else the page: into the
-        folder TESSERA_PICTURES, where that is set. The name ends in the theme where it is light, and in _canvas for nodes of
-        the canvas renderer."""
+        folder TESSERA_PICTURES, where that is set. The name ends in the theme where it is light, and in _canvas for
+        nodes of the canvas renderer."""
         if not (folder := os.environ.get("TESSERA_PICTURES")):
             return
         viewport, view = self.page.viewport_size, self.page.evaluate(VIEW)

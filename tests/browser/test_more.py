@@ -9,7 +9,10 @@ playwright = pytest.importorskip("playwright.sync_api")
 RENDERERS = pytest.mark.parametrize("new_renderer", [False, True], ids=["canvas renderer", "new renderer"])
 
 FIRST = ["output_name", "steps", "learning_rate", "rank", "batch_size", "save_every", "preset"]
-EXTRA = ["gradient_accumulation", "seed", "compile", "resume", "save_every_epochs", "keep_last", "devices"]
+EXTRA = [
+    *("gradient_accumulation", "seed", "compile", "resume", "save_every_epochs", "keep_last", "devices"),
+    *("while_others_wait", "minutes_between_pauses"),
+]
 
 NEW = """() => {
   app.graph.clear()
