@@ -63,8 +63,8 @@ class TesseraCompareLoras(io.ComfyNode):
                     "run",
                     options=[NONE, *listed_runs()],
                     default=NONE,
-                    tooltip="A training run, whose saves are compared in the order of their steps, the finished LoRA "
-                    "last. Press R to see new ones.",
+                    tooltip="A training run, whose saves are compared in the order of their steps; the newest is "
+                    "marked. Press R to see new ones.",
                 ),
                 io.String.Input(
                     "strengths",

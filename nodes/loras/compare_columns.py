@@ -12,7 +12,7 @@ from ...common.text import quoted
 from ...lora.source import read_lora_file
 from ...train.preview.compare import AppliedLora, Column
 from .expert_pairs import Pair, without_side
-from .lora_list import ENDING, path_of
+from .lora_list import ENDING, marks_of, path_of
 
 Lora = Mapping[str, Tensor]
 # (high noise, low noise); a single model uses the first.
@@ -50,18 +50,20 @@ class Compared:
 
 
 def compared_files(names: Sequence[str]) -> list[Compared]:
+    """Collect files, each titled by its file name; by its whole path if another one has the same name."""
     stems = [PurePosixPath(name).stem for name in names]
     return [
-        Compared(stem if stems.count(stem) == 1 else name.removesuffix(ENDING), _file(name))
-        for name, stem in zip(names, stems, strict=True)
+        Compared(_marked(stem if stems.count(stem) == 1 else name.removesuffix(ENDING), mark), _file(name))
+        for name, stem, mark in zip(names, stems, marks_of(names), strict=True)
     ]
 
 
 def compared_pairs(pairs: Sequence[Pair]) -> list[Compared]:
-    titles = [pair.title for pair in pairs]
+    """Collect pairs of files, as `compared_files` does; the step of a pair is that of one of its halves."""
+    titles, halves = [pair.title for pair in pairs], [pair.high or pair.low or "" for pair in pairs]
     return [
-        Compared(title if titles.count(title) == 1 else pair.name, *map(_file, (pair.high, pair.low)))
-        for pair, title in zip(pairs, titles, strict=True)
+        Compared(_marked(title if titles.count(title) == 1 else pair.name, mark), *map(_file, (pair.high, pair.low)))
+        for pair, title, mark in zip(pairs, titles, marks_of(halves), strict=True)
     ]
 
 
@@ -122,6 +124,10 @@ def read_pair_strengths(text: str) -> list[Strengths]:
             "each expert, such as 1/0.6."
         )
     return list(dict.fromkeys(pairs))
+
+
+def _marked(title: str, mark: str) -> str:
+    return f"{title} ({mark})" if mark else title
 
 
 def _parts(text: str) -> list[str]:

@@ -84,7 +84,7 @@ class RunFolder:
         """
         steps: list[tuple[float, Path]] = [(step, path) for step, path in self.step_loras().items()]
         if self.lora_path.is_file():
-            steps.append((_step_in(self.lora_path), self.lora_path))
+            steps.append((step_in(self.lora_path), self.lora_path))
         return [path for _, path in sorted(steps, key=itemgetter(0))]
 
     def remove_old_loras(self, step: int, keep: int) -> None:
@@ -181,8 +181,8 @@ class RunFolder:
         return summary if _is_whole(summary) else None
 
 
-def _step_in(lora: Path) -> float:
-    """Read the step of a LoRA from its metadata; infinite if the metadata has none."""
+def step_in(lora: Path) -> float:
+    """Read the step of a LoRA from its metadata; infinite if it has none, or the file can't be read."""
     try:
         with open_tensors(lora) as file:
             return int((file.metadata() or {})["ss_steps"])

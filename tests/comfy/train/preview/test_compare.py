@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from tessera.lora.files.formats import save_lora
 from tessera.lora.files.lora_model import LoraModel, LowRank
 from tessera.nodes.loras.compare import TesseraCompareLoras
-from tessera.nodes.loras.compare_columns import read_strengths
+from tessera.nodes.loras.compare_columns import compared_files, read_strengths
 from tessera.nodes.loras.lora_list import listed_runs, loras_named
 from tessera.nodes.options.preview import TesseraPreview
 from tessera.train.preview import compare as module
@@ -57,6 +57,13 @@ def test_the_saves_of_runs_are_listed_by_step(lora_folder, files):
     assert listed_runs() == [RUN, "styles/who (001)", "styles/who (002)"]
     assert loras_named("", "styles/who (002)") == names[3:]
     assert loras_named("styles/who (*)/*", "none") == names
+    # A run that was stopped at step 50, and then continued.
+    save_lora(lora_folder / names[5], LoraModel(lora_of(1), metadata={"ss_steps": "50"}))
+    in_order = [names[3], names[5], names[4]]
+    assert loras_named("", "styles/who (002)") == loras_named("styles/who (002)/*", "none") == in_order
+    titles = ["who-step000020", "who (step 50)", "who-step000100 (newest)"]
+    assert [entry.title for entry in compared_files(in_order)] == titles
+    assert [entry.title for entry in compared_files(names[5:])] == ["who"]
     shutil.rmtree(lora_folder / "styles")
     folder_paths.filename_list_cache.clear()
 
@@ -109,7 +116,10 @@ def test_every_picture_is_that_of_core_s_nodes_and_stands_in_the_grid_under_its_
 
     ((titles, names, cells, _),) = sheets
     assert titles == ["prompt 1, seed 4", "prompt 1, seed 5", "a fox, seed 4"]
-    assert names[:3] == ["without LoRA", "film x 1", "film x 0.5"] and names[-1] == "film-step000100 x 0.5"
+    assert (
+        names[:3] == ["without LoRA", "film (newest) x 1", "film (newest) x 0.5"]
+        and names[-1] == "film-step000100 x 0.5"
+    )
     assert np.array_equal(np.asarray(cells[2, 6]), np.asarray(to_picture(expected[-1][0])))
     assert grid.shape[0] == 1 and grid.shape[2] > 7 * 64 and grid.shape[1] > 3 * 48
     wide, whole = np.asarray(cells[0, 0]), (255 * grid[0].numpy()).round().astype(np.uint8)
