@@ -453,7 +453,8 @@ class Pytest:
     def __init__(self, python: str, comfyui: Path, options: Sequence[str], times: Path | None):
         """times: a folder for a report of each part, from which `slowest` reads."""
         self.command = [python, "-m", "pytest", *options]
-        self.variables = {"OMP_NUM_THREADS": "1", "COMFYUI_PATH": str(comfyui)}
+        # Bytecode is written wherever the environment forbids it: else each worker and each server compiles all anew.
+        self.variables = {"OMP_NUM_THREADS": "1", "COMFYUI_PATH": str(comfyui), "PYTHONDONTWRITEBYTECODE": ""}
         self.times, self.parts = times, 0
         self.failed: list[str] = []
 
