@@ -375,19 +375,30 @@ def test_a_page_that_was_reloaded_still_knows_which_workflow_it_queued(frontend,
     assert frontend.crashes == []
 
 
+def held_back(page, pattern):
+    """The list of the questions to addresses of `pattern`, which wait for `continue_`."""
+    routes = []
+    page.route(pattern, lambda route: routes.append(route))
+    return routes
+
+
+def wait_for(page, routes):
+    for _ in range(200):
+        if not routes:
+            page.wait_for_timeout(50)
+    assert routes
+
+
 def test_an_answer_that_comes_late_draws_nothing_for_a_workflow_that_is_gone(frontend, comfyui):
     folder = comfyui.base / "output" / "loras" / "late (001)"
     folder.mkdir(parents=True)
     pattern = re.compile(r"/tessera/runs/.+\?since=")
     (folder / "run.json").write_text(json.dumps({"output_name": "late", "model": "FLUX", "steps": 1}))
     (folder / "progress.jsonl").write_text('{"kind": "step", "step": 1, "loss": 1.0, "rate": 1e-4}\n')
-    page, routes = frontend.page, []
-    page.route(pattern, lambda route: routes.append(route))
+    page = frontend.page
+    routes = held_back(page, pattern)
     open_graph(frontend, graph(frontend.ENCODERS, "late"))
-    for _ in range(200):
-        if not routes:
-            page.wait_for_timeout(50)
-    assert routes
+    wait_for(page, routes)
     open_graph(frontend, graph(frontend.ENCODERS, "of_the_other"))
     for route in routes:
         route.continue_()
@@ -417,8 +428,15 @@ def test_the_notes_of_a_run_are_there_after_a_reload_and_go_with_it(frontend, co
     playwright.expect(notes).to_contain_text("First.\nSecond.\nSaved: noted-step000001.safetensors")
     open_graph(frontend, graph(frontend.ENCODERS, "noted"))
     playwright.expect(notes).to_contain_text("Second.")
-    shutil.rmtree(folder)
+    pattern = re.compile(r"/tessera/runs/.+\?since=")
+    routes = held_back(page, pattern)
     redraw(page)
+    wait_for(page, routes)
+    shutil.rmtree(folder)
+    redraw(page)  # while the first question is on its way, whose answer will be that there is no such run
+    for route in routes:
+        route.continue_()
+    page.unroute(pattern)
     playwright.expect(notes).to_have_count(0)
     assert frontend.crashes == []
 

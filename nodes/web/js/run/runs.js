@@ -135,7 +135,7 @@ async function update(live) {
     run = await ask(`/tessera/runs/${newest.id}?since=0`)
   }
   if (!run) { // its folder is gone, or the server was restarted and knows no run before it has listed it
-    live.again = Boolean(live.run?.running)
+    live.again ||= Boolean(live.run?.running)
     live.run = undefined
     return
   }
