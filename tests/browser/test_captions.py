@@ -2,15 +2,14 @@
 
 import pytest
 from PIL import Image
+from renderers import renderers
 from tiny.nodes.prompt import node
 
 playwright = pytest.importorskip("playwright.sync_api")
 expect = playwright.expect
 
-RENDERERS = pytest.mark.parametrize("new_renderer", [False, True], ids=["canvas renderer", "new renderer"])
 
-
-@RENDERERS
+@renderers("canvas renderer")
 def test_captions_are_typed_with_keys_alone_and_replaced_in_the_whole_folder(frontend, comfyui, new_renderer):
     frontend.use_new_renderer(new_renderer)
     page, name = frontend.page, f"typed_{new_renderer}"

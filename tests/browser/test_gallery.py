@@ -6,6 +6,7 @@ import json
 
 import pytest
 from PIL import Image
+from renderers import renderers
 from tiny.data.films import write_film
 from tiny.nodes.prompt import node
 from with_pack import TESTS, load
@@ -15,7 +16,6 @@ expect = playwright.expect
 photos = load("photos", TESTS / "photos.py")
 PHOTOS = photos.PHOTOS
 
-RENDERERS = pytest.mark.parametrize("new_renderer", [False, True], ids=["canvas renderer", "new renderer"])
 HOSTILE = "<img src=x onerror='window.hostile = 1'>"
 
 
@@ -105,7 +105,7 @@ def wheel(page, selector):
     return page.locator(selector).evaluate("e => e.scrollTop"), page.evaluate("app.canvas.ds.scale")
 
 
-@RENDERERS
+@renderers("new renderer")
 def test_pictures_captions_and_crops_are_on_the_node_and_hostile_text_is_text(frontend, comfyui, new_renderer):
     frontend.use_new_renderer(new_renderer)
     page, folder = frontend.page, comfyui.base / "input" / "gallery"
@@ -168,7 +168,7 @@ FRAMES = """() => [...document.querySelectorAll('.tessera-frame')].map(({ style:
 })"""
 
 
-@RENDERERS
+@renderers("canvas renderer")
 def test_pages_of_another_folder_and_first_frames_of_clips_are_shown(frontend, comfyui, new_renderer):
     frontend.use_new_renderer(new_renderer)
     page = frontend.page
@@ -206,7 +206,7 @@ def test_pages_of_another_folder_and_first_frames_of_clips_are_shown(frontend, c
     assert frontend.crashes == []
 
 
-@RENDERERS
+@renderers("new renderer")
 def test_dropped_files_are_copied_under_new_names_and_shown(frontend, comfyui, new_renderer):
     frontend.use_new_renderer(new_renderer)
     page = frontend.page

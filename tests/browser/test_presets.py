@@ -1,6 +1,7 @@
 """Train LoRA's presets in ComfyUI's own frontend: what they fill in, by the model, and when they end."""
 
 import pytest
+from renderers import renderers
 
 playwright = pytest.importorskip("playwright.sync_api")
 
@@ -55,7 +56,7 @@ def values(frontend):
     return frontend.page.evaluate(f"names => names.map((n) => {TRAIN}.widgets.find((w) => w.name === n).value)", names)
 
 
-@pytest.mark.parametrize("new_renderer", [False, True], ids=["canvas renderer", "new renderer"])
+@renderers("new renderer")
 def test_a_preset_fills_in_what_suits_the_model_and_says_so(frontend, new_renderer):
     page = frontend.page
     frontend.use_new_renderer(new_renderer)

@@ -1,6 +1,7 @@
 """Core's Train LoRA in ComfyUI's own frontend: its menu puts the pack's nodes in its place, and they run."""
 
 import pytest
+from renderers import renderers
 from tiny.nodes.prompt import node
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -65,7 +66,7 @@ def opened(frontend, name):
     page.wait_for_function("app.graph.nodes.length === 8")
 
 
-@pytest.mark.parametrize("new_renderer", [False, True], ids=["canvas renderer", "new renderer"])
+@renderers("new renderer")
 def test_the_menu_puts_nodes_of_ours_in_its_place(frontend, new_renderer):
     page = frontend.page
     frontend.use_new_renderer(new_renderer)

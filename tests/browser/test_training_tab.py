@@ -8,13 +8,13 @@ import shutil
 
 import pytest
 from PIL import Image
+from renderers import renderers
 from tiny.nodes.live_page import open_graph, press_run, redraw, with_previews
 from tiny.nodes.server_runs import paused_at
 
 playwright = pytest.importorskip("playwright.sync_api")
 expect = playwright.expect
 
-RENDERERS = pytest.mark.parametrize("new_renderer", [False, True], ids=["canvas renderer", "new renderer"])
 HOSTILE = "<img src=x onerror='window.hostile = 1'>"
 ROWS = "[...document.querySelectorAll('.tessera-runs-row')]"
 
@@ -138,7 +138,7 @@ HOLD = """ending => {
 }"""
 
 
-@RENDERERS
+@renderers("new renderer")
 def test_runs_are_listed_filtered_compared_opened_added_and_deleted(frontend, comfyui, runs, new_renderer):
     frontend.use_new_renderer(new_renderer)
     page = frontend.page

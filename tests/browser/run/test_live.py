@@ -6,14 +6,12 @@ import shutil
 
 import pytest
 from PIL import Image
-from thinned import one_in
+from renderers import renderers
 from tiny.nodes.live_page import center, open_graph, panel_says, press_run, redraw
 from tiny.nodes.prompt import node
 from tiny.nodes.server_runs import paused_at
 
 playwright = pytest.importorskip("playwright.sync_api")
-
-RENDERERS = {"argnames": "new_renderer", "ids": ["new renderer", "canvas renderer"]}
 
 
 def graph(encoders, name, **changes):
@@ -60,7 +58,7 @@ CUT_OFF = """() => {
 }"""
 
 
-@pytest.mark.parametrize(argvalues=one_in(2, [True, False]), **RENDERERS)  # two minutes each
+@renderers("new renderer")  # two minutes each
 def test_the_curve_grows_is_there_after_a_reload_and_cancel_says_what_it_saved(frontend, comfyui, new_renderer):
     name = "red_fox" if new_renderer else "grey_fox"
     frontend.use_new_renderer(new_renderer)
@@ -222,7 +220,7 @@ ON_NODES = """() => Object.fromEntries(app.graph.nodes.filter((n) => n.tessera?.
   .textContent]))"""
 
 
-@pytest.mark.parametrize(argvalues=[True, False], **RENDERERS)
+@renderers("canvas renderer")
 def test_what_is_wrong_stands_in_red_on_its_node_until_it_is_mended(frontend, comfyui, new_renderer):
     frontend.use_new_renderer(new_renderer)
     page = frontend.page

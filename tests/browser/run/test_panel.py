@@ -3,12 +3,11 @@
 import os
 
 import pytest
+from renderers import renderers
 from tiny.nodes.live_page import center, open_graph, panel_says, press_run, with_previews
 from tiny.nodes.server_runs import paused_at
 
 playwright = pytest.importorskip("playwright.sync_api")
-
-RENDERERS = pytest.mark.parametrize("new_renderer", [False, True], ids=["canvas renderer", "new renderer"])
 
 
 STRIP = "[...document.querySelectorAll('.tessera-previews img')].map((i) => i.alt)"
@@ -24,7 +23,7 @@ def picture(page, name):
         page.screenshot(path=f"{folder}/{name}.png")
 
 
-@RENDERERS
+@renderers("canvas renderer")
 def test_previews_are_sampled_when_asked_open_large_and_saves_are_compared(frontend, comfyui, new_renderer):
     name = "new_strip" if new_renderer else "old_strip"
     frontend.use_new_renderer(new_renderer)

@@ -5,11 +5,11 @@ import os
 
 import pytest
 from PIL import Image
+from renderers import renderers
 from tiny.nodes.live_page import panel_says
 
 playwright = pytest.importorskip("playwright.sync_api")
 
-RENDERERS = pytest.mark.parametrize("new_renderer", [False, True], ids=["canvas renderer", "new renderer"])
 
 BLUEPRINT = "Train a LoRA"
 INPUTS = ["model", "clip", "vae", "folder", "name", "trigger_word", "preset", "steps"]
@@ -124,7 +124,7 @@ def test_the_blueprint_is_listed_and_fits_the_nodes(comfyui):
             assert source["type"] == nodes[link["target_id"]]["inputs"][link["target_slot"]]["type"] == link["type"]
 
 
-@RENDERERS
+@renderers("new renderer")
 def test_the_blueprint_is_added_trains_and_shows_its_progress_on_its_node(frontend, comfyui, new_renderer):
     (folder := comfyui.base / "input" / "dots").mkdir(exist_ok=True)
     Image.new("RGB", (96, 96), "navy").save(folder / "dot.png")
@@ -166,7 +166,7 @@ def test_the_blueprint_is_added_trains_and_shows_its_progress_on_its_node(fronte
     assert frontend.crashes == []
 
 
-@RENDERERS
+@renderers("canvas renderer")
 def test_an_absent_folder_is_marked_on_it_when_it_is_opened_until_another_is_chosen(frontend, comfyui, new_renderer):
     (folder := comfyui.base / "input" / "squares").mkdir(exist_ok=True)
     Image.new("RGB", (96, 96), "navy").save(folder / "square.png")
@@ -196,7 +196,7 @@ def choose(frontend, name, option, new_renderer):
     page.locator(".litemenu-entry").get_by_text(option, exact=True).click()
 
 
-@RENDERERS
+@renderers("new renderer")
 def test_a_preset_chosen_on_it_fills_in_what_suits_the_model_in_front(frontend, new_renderer):
     frontend.use_new_renderer(new_renderer)
     page = frontend.page

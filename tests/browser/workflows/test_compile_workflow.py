@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from comfy_server import PACK
+from renderers import renderers
 from thinned import one_in
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -57,7 +58,7 @@ def test_a_workflow_opens_without_a_fault_and_equals_its_api_form(frontend, name
     assert frontend.crashes == []
 
 
-@pytest.mark.parametrize("new_renderer", one_in(2, [True, False]), ids=["new renderer", "canvas renderer"])
+@renderers("new renderer")
 def test_after_the_run_button_the_report_is_read_on_the_node(frontend, new_renderer):
     frontend.use_new_renderer(new_renderer)
     frontend.drop(ui_text("flux_compile"))
@@ -84,7 +85,7 @@ def test_after_the_run_button_the_report_is_read_on_the_node(frontend, new_rende
     assert saved["TesseraCompileReport"] == [] and len(saved["TesseraCompileModel"]) == 8  # the report is no value
 
 
-@pytest.mark.parametrize("new_renderer", one_in(2, [True, False]), ids=["new renderer", "canvas renderer"])
+@renderers("new renderer")
 def test_what_block_swap_chose_is_read_on_the_loader(frontend, new_renderer):
     frontend.use_new_renderer(new_renderer)
     frontend.drop(ui_text("flux_block_swap"))

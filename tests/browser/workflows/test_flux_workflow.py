@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from comfy_server import PACK, ComfyServer
 from PIL import Image
+from renderers import renderers
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -84,7 +85,7 @@ def without_titles(prompt: dict[str, Any]) -> dict[str, Any]:
     return {key: {"class_type": node["class_type"], "inputs": node["inputs"]} for key, node in prompt.items()}
 
 
-@pytest.mark.parametrize("new_renderer", [False, True], ids=["canvas renderer", "new renderer"])
+@renderers("canvas renderer")
 def test_the_run_button_trains_and_the_api_workflow_gives_the_same_lora(frontend, comfyui, new_renderer):
     name = f"ui_{new_renderer}"
     frontend.use_new_renderer(new_renderer)
