@@ -1,15 +1,18 @@
 """LoRA files: the same update in the names and layouts that ComfyUI, kohya's scripts and diffusers read."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ...common.files import write_atomically
 from ...common.text import quoted
+from ...common.untrusted.tensor_files import open_tensors
 from ...models.name_table import NameTable
 from .header import for_file
 from .lora_model import CUT, PREFIX, LoraModel, low_rank, normalised
@@ -55,6 +58,53 @@ def convert(lora: Mapping[str, Tensor], format: str = "kohya", dtype: str = "fp3
     return {key: _cast(key, tensor, dtype) for key, tensor in tensors.items()}
 
 
+@dataclass(frozen=True)
+class LoraFile:
+    """Contents of a LoRA file.
+
+    tensors: by the key names of the format, in the dtype of the file.
+    header: metadata, with the hash and the format-dependent names of this file.
+    """
+
+    tensors: dict[str, Tensor]
+    header: dict[str, str]
+
+    def write(self, path: Path) -> None:
+        """Write the file atomically. Raises OSError with one sentence if it can't be written."""
+        write_atomically(path, lambda beside: save_file(self.tensors, beside, metadata=self.header))
+
+    def equals(self, path: Path, ignored: Collection[str] = ()) -> bool:
+        """Return whether a file has the same contents; False for one that can't be read.
+
+        ignored: metadata keys whose values may differ.
+        """
+        try:
+            with open_tensors(path) as file:
+                header = file.metadata() or {}
+                if header.keys() != self.header.keys() or set(file.keys()) != self.tensors.keys():
+                    return False
+                if any(header[key] != text for key, text in self.header.items() if key not in ignored):
+                    return False
+                return all(_is_same(file.get_tensor(key), tensor) for key, tensor in self.tensors.items())
+        except (OSError, SafetensorError):
+            return False
+
+
+def lora_file(
+    lora: Mapping[str, Tensor],
+    format: str = "kohya",
+    dtype: str = "fp32",
+    metadata: Mapping[str, str] | None = None,
+) -> LoraFile:
+    """Make the contents of a LoRA's file.
+
+    metadata: from `metadata_for`; None takes the LoRA's own. Raises ValueError as `convert` does.
+    """
+    tensors = convert(lora, format, dtype)
+    facts = getattr(lora, "metadata", {}) if metadata is None else metadata
+    return LoraFile(tensors, for_file(facts, tensors, format))
+
+
 def save_lora(
     path: str | Path,
     lora: Mapping[str, Tensor],
@@ -62,15 +112,12 @@ def save_lora(
     dtype: str = "fp32",
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the LoRA as a safetensors file, atomically.
+    """Write the LoRA as a safetensors file, see `lora_file` and `LoraFile.write`."""
+    lora_file(lora, format, dtype, metadata).write(Path(path))
 
-    metadata: from `metadata_for`; None takes the LoRA's own. The hash and the format-dependent names are set for this
-        file. Raises ValueError as `convert` does, and OSError with one sentence if it can't be written.
-    """
-    tensors = convert(lora, format, dtype)
-    facts = getattr(lora, "metadata", {}) if metadata is None else metadata
-    header = for_file(facts, tensors, format)
-    write_atomically(Path(path), lambda beside: save_file(tensors, beside, metadata=header))
+
+def _is_same(first: Tensor, second: Tensor) -> bool:
+    return first.dtype == second.dtype and torch.equal(first, second)
 
 
 def _kohya(table: NameTable | None, model: LoraModel, flat: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:

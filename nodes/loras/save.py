@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import folder_paths
 import torch
 from comfy_api.latest import io, ui
 
-from ...common.file_names import ENDING
+from ...common.file_names import ENDING, plain_name
 from ...common.text import quoted
-from ...lora.files.formats import DTYPES, FORMATS, save_lora
+from ...common.untrusted.tensor_files import metadata_field
+from ...lora.files.formats import DTYPES, FORMATS, lora_file
 from ...lora.files.readers import reader_notes
 from ...train.preview.loss_plot import plot_loss
 from ..common.dates import fill_in_dates
@@ -26,6 +28,10 @@ MOST_LETTERS = (
 )
 
 
+# Not compared, as they change with what is in view and with every random seed.
+_WORKFLOW_KEYS = ("workflow", "prompt")
+
+
 class TesseraSaveLora(io.ComfyNode):
     """Writes a LoRA into ComfyUI's output folder, with the key names that the target program reads."""
 
@@ -35,17 +41,18 @@ class TesseraSaveLora(io.ComfyNode):
             node_id="TesseraSaveLora",
             display_name="Save LoRA",
             category="Tessera/output",
-            description="Saves a LoRA as a safetensors file. Files under loras/ appear in ComfyUI's LoRA loaders.",
+            description="Saves a LoRA as a safetensors file, unless the same one is saved there already. Files under "
+            "loras/ appear in ComfyUI's LoRA loaders.",
             search_aliases=["export lora", "convert lora"],
             is_output_node=True,
             inputs=[
                 LoraModelType.Input("lora", tooltip="The trained LoRA, from Train LoRA or any node that gives one."),
                 io.String.Input(
                     "filename_prefix",
-                    default="loras/tessera",
-                    tooltip="Folder and beginning of the file name, inside ComfyUI's output folder; a number is "
-                    "added, so nothing is overwritten, and %date:yyyy-MM-dd% becomes the date. Files under loras/ "
-                    "appear in ComfyUI's LoRA loaders.",
+                    default="",
+                    tooltip="Folder and beginning of the file name, inside ComfyUI's output folder; empty takes "
+                    "loras/ and the run's name. A number is added, so nothing is overwritten, and %date:yyyy-MM-dd% "
+                    "becomes the date. Files under loras/ appear in ComfyUI's LoRA loaders.",
                 ),
                 io.Combo.Input(
                     "format",
@@ -84,16 +91,22 @@ class TesseraSaveLora(io.ComfyNode):
         save_workflow: bool = False,
     ) -> io.NodeOutput:
         folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
-            checked_prefix(filename_prefix), folder_paths.get_output_directory()
+            checked_prefix(filename_prefix) if filename_prefix.strip() else prefix_of_run(lora),
+            folder_paths.get_output_directory(),
         )
-        file = Path(folder) / f"{name}_{counter:05}.safetensors"
         facts, note = dict(getattr(lora, "metadata", {})), ""
         if save_workflow:
             texts = workflow_texts(workflow_files(cls.hidden.prompt, cls.hidden.extra_pnginfo))
             note = without_workflow(texts)
             facts |= {} if note else texts
-        save_lora(file, lora, format, dtype, facts)
+        contents = lora_file(lora, format, dtype, facts)
+        earlier = [Path(folder) / f"{name}_{number:05}{ENDING}" for number in reversed(range(1, counter))]
+        same = next((path for path in earlier if contents.equals(path, _WORKFLOW_KEYS)), None)
+        file = same or Path(folder) / f"{name}_{counter:05}{ENDING}"
+        if same is None:
+            contents.write(file)
         saved = {"filename": file.name, "subfolder": subfolder, "type": "output", "format": format, "dtype": dtype}
+        saved["is_new"] = same is None
         notes = [*reader_notes(lora, format), *filter(None, [note])]
         return io.NodeOutput(str(file), ui={"tessera": [{**saved, "notes": notes}]})
 
@@ -149,6 +162,16 @@ def without_workflow(texts: Mapping[str, str]) -> str:
     if sum(len(json.dumps(text)) for text in texts.values()) > MOST_LETTERS:
         return "save_workflow: the workflow is too large, so it is not in the file (ComfyUI reads only its first 4 MB)."
     return ""
+
+
+def prefix_of_run(lora: Mapping[str, torch.Tensor]) -> str:
+    """Return the prefix `loras/<output name>` for the LoRA of a run, and one for all LoRAs that name none."""
+    metadata = getattr(lora, "metadata", {})
+    with suppress(KeyError, TypeError, ValueError):
+        return f"loras/{plain_name(metadata_field(metadata, 'tessera')['output_name'])}"
+    with suppress(KeyError, TypeError, ValueError):
+        return f"loras/{plain_name(metadata['ss_output_name'])}"
+    return "loras/lora"
 
 
 def checked_prefix(prefix: str) -> str:

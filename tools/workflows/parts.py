@@ -146,12 +146,11 @@ def train(
     )
     if adapter is not None:
         return trained
-    for place, title in ((0, ""),) if low is None else ((0, "_high_noise"), (3, "_low_noise")):
+    for place in (0,) if low is None else (0, 3):
         graph.node(
             "TesseraSaveLora",
             tall=SAVED_TALL if low is None else 130,
             lora=trained[place],
-            filename_prefix=f"loras/{name}{title}",
         )
     row = graph.columns[-1].nodes[-1]
     row.append(row.pop(0))  # at the bottom, with room for what it shows of the run

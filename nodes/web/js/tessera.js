@@ -16,11 +16,10 @@ const describe = {
   TesseraMaskFolder: ({ report }) => [report],
   TesseraLoraNetwork: ({ text }) => [monospaced(text)],
   TesseraTrainLora: describeRun,
-  TesseraSaveLora: ({ filename, subfolder, format, dtype, notes = [] }) => [
-    t('Saved: {file}', { file: `output/${subfolder ? `${subfolder}/` : ''}${filename}` }),
-    `${format}, ${dtype}`,
-    ...notes,
-  ],
+  TesseraSaveLora: ({ filename, subfolder, format, dtype, is_new: isNew, notes = [] }) => {
+    const values = { file: `output/${subfolder ? `${subfolder}/` : ''}${filename}` }
+    return [isNew ? t('Saved: {file}', values) : t('Saved before: {file}', values), `${format}, ${dtype}`, ...notes]
+  },
   TesseraLoadLora: ({ notes }) => notes,
   TesseraCompareLoras: ({ notes = [] }) => notes,
   TesseraLoadDiffusionModel: ({ notes }) => notes,

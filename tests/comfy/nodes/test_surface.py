@@ -388,7 +388,7 @@ SURFACE = {
         True,
         [
             "lora LORA_MODEL",
-            'filename_prefix STRING = "loras/tessera"',
+            'filename_prefix STRING = ""',
             'format COMBO = "kohya"',
             'dtype COMBO = "bf16"',
             "save_workflow? BOOLEAN = false",

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tessera.lora.files.formats import convert, save_lora
 from tessera.lora.files.lora_model import LoraModel, LowRank
-from tessera.nodes.loras.save import TesseraLossPlot, TesseraSaveLora
+from tessera.nodes.loras.save import TesseraLossPlot, TesseraSaveLora, prefix_of_run
 from tiny.lora.lora_files import (
     RANK,
     assert_same_deltas,
@@ -67,12 +67,17 @@ def test_the_lora_of_cores_trainer_is_saved_whole(tiny_flux, tmp_path: Path, cap
         torch.testing.assert_close(actual[name], value, rtol=1e-5, atol=1e-6)
 
 
-def test_save_lora_numbers_its_files_and_tells_the_frontend(modules):
+def test_save_lora_numbers_its_files_writes_none_twice_and_tells_the_frontend(modules):
     lora = LoraModel.from_modules(modules, {"ss_sd_model_name": "/home/somebody/flux.safetensors"})
+    other = LoraModel({**lora, next(iter(lora)): next(iter(lora.values())) + 1}, lora.metadata, lora.names)
+    saves = [(lora, "bf16"), (other, "bf16"), (lora, "bf16"), (lora, "fp32"), (other, "bf16")]
     with torch.inference_mode():
-        outputs = [TesseraSaveLora.execute(lora, "loras/mine", "comfyui", "bf16") for _ in range(2)]
+        outputs = [TesseraSaveLora.execute(saved, "loras/mine", "comfyui", dtype) for saved, dtype in saves]
     folder = Path(folder_paths.get_output_directory(), "loras")
-    assert [output.args[0] for output in outputs] == [str(folder / f"mine_0000{i}.safetensors") for i in (1, 2)]
+    numbers = (1, 2, 1, 3, 2)
+    assert [output.args[0] for output in outputs] == [str(folder / f"mine_0000{i}.safetensors") for i in numbers]
+    assert [output.ui["tessera"][0]["is_new"] for output in outputs] == [True, True, False, True, False]
+    assert len(list(folder.glob("mine_*"))) == 3
     (ui_entry,) = outputs[1].ui["tessera"]
     assert (ui_entry["filename"], ui_entry["subfolder"], ui_entry["type"]) == (
         "mine_00002.safetensors",
@@ -87,6 +92,19 @@ def test_save_lora_numbers_its_files_and_tells_the_frontend(modules):
         assert file.metadata() == {"ss_sd_model_name": "flux.safetensors"}
         assert {file.get_tensor(key).dtype for key in file.keys()} == {torch.bfloat16}
     assert load_file(folder / "mine_00002.safetensors").keys() == convert(lora, "comfyui").keys()
+
+
+@pytest.mark.parametrize(
+    ("metadata", "prefix"),
+    [
+        ({"tessera": '{"output_name": "styles/cats"}', "ss_output_name": "cats"}, "loras/styles/cats"),
+        ({"ss_output_name": "film"}, "loras/film"),
+        ({"tessera": '{"output_name": "../../cats"}', "ss_output_name": "/srv/cats"}, "loras/lora"),
+        ({}, "loras/lora"),
+    ],
+)
+def test_without_a_prefix_a_lora_is_saved_under_the_name_of_its_run(metadata, prefix):
+    assert prefix_of_run(LoraModel({}, metadata)) == prefix
 
 
 def test_a_saved_lora_carries_the_workflow_that_its_user_asks_for(modules, tmp_path):
@@ -107,6 +125,8 @@ def test_a_saved_lora_carries_the_workflow_that_its_user_asks_for(modules, tmp_p
     assert json.loads(metadata["workflow"]) == workflow and metadata["ss_tag"] == "kept"
     assert "secret" not in json.dumps(metadata)
     assert not any("save_workflow" in note for note in notes)
+    # What is in view is no reason to write the same LoRA again.
+    assert headers({**workflow, "extra": {"scale": 2}}, save_workflow=True)[0] == metadata
     assert headers(workflow)[0] == {"ss_tag": "kept"}
     metadata, notes = headers(
         {"nodes": ['"' * 1_000_000]}, save_workflow=True
@@ -114,7 +134,7 @@ def test_a_saved_lora_carries_the_workflow_that_its_user_asks_for(modules, tmp_p
     assert metadata == {"ss_tag": "kept"} and notes[-1].startswith("save_workflow: the workflow is too large")
 
 
-@pytest.mark.parametrize("prefix", ["../mine", "loras/../../mine", "/srv/mine", "C:\\mine", "..\\mine", "~/mine", ""])
+@pytest.mark.parametrize("prefix", ["../mine", "loras/../../mine", "/srv/mine", "C:\\mine", "..\\mine", "~/mine"])
 def test_save_lora_stays_inside_the_output_folder(prefix: str):
     lora = LoraModel.from_modules({"img_in": random_update(8, 8, 0)})
     with pytest.raises(ValueError, match="filename_prefix is .*; give a name inside ComfyUI's output folder"):
