@@ -4,6 +4,7 @@ The MODEL itself is never changed. A forward leaves any state on the shadow's mo
 """
 
 import copy
+from collections.abc import Mapping
 from functools import partial
 from operator import is_not
 from typing import Any
@@ -19,17 +20,10 @@ from ..convolutions import convolutions
 from ..layers.lora_conv import LoraConv
 from ..layers.lora_linear import LoraLinear
 from .comfyui.entries import Running
-from .comfyui.leftovers import (
-    OF_TORCH,
-    cannot_be_copied,
-    fresh_attributes,
-    is_setting,
-    leftovers,
-    module_leftovers,
-    reset,
-)
+from .comfyui.leftovers import OF_TORCH, Inner, Leftovers, cannot_be_copied, holds_attributes, is_setting, reset
 
 _NOT_COPIED = object()
+_MUTABLE = (dict, list, set)
 
 
 class NativeLinear(LoraLinear):
@@ -137,18 +131,11 @@ class Shadow:
                     memo[id(module)] = self.layers[name] = self.make_linear(weights, name, module)
                 elif name in convs:
                     memo[id(module)] = self.layers[name] = NativeConv(weights, name, convs[name])
-            fresh = fresh_attributes(model) or {}
+            leftovers = Leftovers(model)
             stale: dict[str, dict[str, Any]] = {}
             for name, module in model.diffusion_model.named_modules():
-                initial = fresh.get(f"diffusion_model.{name}".rstrip("."))
-                stale[name] = module_leftovers(module, initial)
-                for attribute, value in vars(module).items():
-                    # A copy's destruction would free the MODEL's own memory. Others may hold the same True or 1.
-                    is_stale = attribute in stale[name] and not is_setting(value)
-                    if value is not None and (attribute in LOADING or is_stale):
-                        memo[id(value)] = _NOT_COPIED
-                    elif cannot_be_copied(value):
-                        memo[id(value)] = value
+                stale[name] = leftovers.of_module(name, module)
+                memo |= _stand_ins(module, stale[name])
                 for tensor in (*module._parameters.values(), *module._buffers.values()):
                     if tensor is not None:
                         memo.setdefault(id(tensor), torch.empty(0))  # `SharedTensors` reads them
@@ -166,9 +153,9 @@ class Shadow:
         self.base = copy.copy(model)
         self.base._modules = {**model._modules, "diffusion_model": diffusion_model}
         self.base._modules["model_sampling"] = raw_output(patcher.get_model_object("model_sampling"))
-        reset(vars(self.base), leftovers(vars(model), fresh.get("")))
-        dict_copies = {n: dict(v) for n, v in vars(self.base).items() if type(v) is dict and n not in OF_TORCH}
-        vars(self.base).update(dict_copies)  # a forward may fill them
+        reset(vars(self.base), leftovers.of_model(), shallow=True)
+        mutable = {n: v for n, v in vars(self.base).items() if type(v) in _MUTABLE and n not in OF_TORCH}
+        vars(self.base).update({n: copy.copy(v) for n, v in mutable.items()})  # a forward may fill them
         self.base.current_patcher = None
 
     def make_linear(self, weights: FrozenWeights, name: str, module: nn.Module) -> nn.Module:
@@ -197,22 +184,49 @@ class Shadow:
         out: Tensor = module(x)
         return out
 
-    def state(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Record all attributes of the modules for `restore`, except weights, which are swapped."""
+    def state(self) -> list[tuple[Any, Any]]:
+        """Record all attributes of the modules for `restore`, except weights, which are swapped; and the content of
+        what a forward may fill: dicts, lists and sets, and objects of the diffusion model's own."""
         modules = (module for module in self.diffusion_model.modules() if not isinstance(module, FrozenModule))
-        tables = [vars(self.base), *map(vars, modules)]
-        # Dicts that a forward may fill; torch's hold the weights.
-        dicts = [value for t in tables for name, value in t.items() if type(value) is dict and name not in OF_TORCH]
-        return [(table, dict(table)) for table in (*tables, *dicts)]
+        tables: list[dict[str, Any]] = [*map(vars, modules)]
+        for table in tables[:]:
+            tables += [vars(value) for name, value in table.items() if name not in OF_TORCH and holds_attributes(value)]
+        tables.append(vars(self.base))
+        values = [value for table in tables for name, value in table.items() if name not in OF_TORCH]
+        containers = [value for value in values if type(value) in _MUTABLE]
+        return [(container, copy.copy(container)) for container in (*tables, *containers)]
 
 
-def restore(state: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+def _stand_ins(module: nn.Module, stale: Mapping[str, Any]) -> dict[int, Any]:
+    """Map the id of each attribute of a module that isn't copied to what stands for it in the copy."""
+    memo: dict[int, Any] = {}
+    for attribute, value in vars(module).items():
+        # A copy's destruction would free the MODEL's own memory. Others may hold the same True or 1.
+        initial = stale.get(attribute)
+        is_stale = attribute in stale and not is_setting(value) and not isinstance(initial, Inner)
+        if value is not None and (attribute in LOADING or is_stale):
+            is_container = type(value) in _MUTABLE and type(value) is type(initial)
+            memo[id(value)] = initial if is_container else _NOT_COPIED  # others may hold it too
+        elif cannot_be_copied(value):
+            memo[id(value)] = value
+        elif holds_attributes(value):
+            memo.update({id(inner): inner for inner in vars(value).values() if cannot_be_copied(inner)})
+    return memo
+
+
+def restore(state: list[tuple[Any, Any]]) -> None:
     """Restore the attributes: a forward may cache values computed from a prompt there."""
-    for table, saved in state:
+    for container, saved in state:
         # Compared in C, as there are thousands; reordered entries count as changed.
-        if table.keys() != saved.keys() or any(map(is_not, table.values(), saved.values())):
-            table.clear()
-            table.update(saved)
+        if type(container) is dict:
+            if container.keys() != saved.keys() or any(map(is_not, container.values(), saved.values())):
+                container.clear()
+                container.update(saved)
+        elif type(container) is list:
+            container[:] = saved
+        else:
+            container.clear()
+            container.update(saved)
 
 
 def is_linear(module: nn.Module) -> bool:

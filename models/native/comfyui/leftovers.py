@@ -1,7 +1,8 @@
-"""State that sampling leaves on a model: caches of prompts, shapes of latents, handles of its memory.
+"""State that sampling leaves on a model: caches of prompts, shapes of latents, counters, handles of its memory.
 
 Training must not see it, or a preview would change the training and a resumed run would differ. A fresh model of the
-same class and sizes on the meta device shows the initial attributes.
+same class and sizes on the meta device shows the initial attributes. Not all that differs from those is a sample's:
+loaders and other nodes set attributes too, so that a plain value is reset only if sampling's code writes its name.
 """
 
 import copy
@@ -9,12 +10,15 @@ import enum
 import logging
 from collections.abc import Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-# Attributes of one object as its constructor sets them: None, False, 0 or an empty container; _FILLED for other values.
+from .sampling_writes import written_by_sampling
+
+# Attributes of one object as its constructor sets them: plain values and containers of them, an Inner for another
+# object, _FILLED for what is neither.
 Fresh = Mapping[str, Any]
 
 OF_TORCH = frozenset(vars(nn.Module()))
@@ -23,8 +27,16 @@ _SETTINGS = (
     *(*_PLAIN, type, torch.dtype, torch.device, nn.Module),
     *(FunctionType, BuiltinFunctionType, MethodType, ModuleType),
 )
+_CONTAINERS = (list, dict, set)
 _FILLED = object()
 _fresh_by_config: dict[Any, dict[str, Fresh] | None] = {}
+
+
+class Inner(NamedTuple):
+    """Attributes of an object that a model or a module holds: the fresh ones, or those to reset."""
+
+    table: Mapping[str, Any]
+    kind: type
 
 
 def fresh_attributes(model: Any) -> dict[str, Fresh] | None:
@@ -57,15 +69,29 @@ def _make(model: Any) -> dict[str, Fresh] | None:
         logging.disable(level)
     if type(fresh) is not type(model):
         return None
-    return {name: _empty_ones(table) for name, table in {"": vars(fresh), **module_tables}.items()}
+    return {name: _initial_values(table) for name, table in {"": vars(fresh), **module_tables}.items()}
 
 
-def _empty_ones(table: Mapping[str, Any]) -> Fresh:
-    return {name: value if _is_empty(value) else _FILLED for name, value in table.items() if name not in OF_TORCH}
+def _initial_values(table: Mapping[str, Any], with_objects: bool = True) -> Fresh:
+    """Keep what can be restored of a table. with_objects: look into other objects as well, though not into theirs."""
+    values = {}
+    for name, value in table.items():
+        if name in OF_TORCH:
+            continue
+        if is_setting(value, _PLAIN):
+            values[name] = copy.deepcopy(value)
+        elif with_objects and holds_attributes(value):
+            values[name] = Inner(_initial_values(vars(value), with_objects=False), type(value))
+        else:
+            values[name] = _FILLED
+    return values
 
 
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, (*_PLAIN, list, tuple, dict, set)) and not value
+def holds_attributes(value: Any) -> bool:
+    """Return whether the value is an object of the model's own with attributes: no setting, tensor or container, and
+    nothing that its copies share."""
+    is_other = not isinstance(value, (*_SETTINGS, Tensor, *_CONTAINERS, tuple))
+    return is_other and type(getattr(value, "__dict__", None)) is dict and not cannot_be_copied(value)
 
 
 def is_setting(value: Any, kinds: tuple[type, ...] = _SETTINGS) -> bool:
@@ -79,34 +105,61 @@ def is_setting(value: Any, kinds: tuple[type, ...] = _SETTINGS) -> bool:
     return isinstance(value, kinds)
 
 
-def module_leftovers(module: nn.Module, fresh: Fresh | None) -> dict[str, Any]:
-    """Collect `leftovers` of a module; loaders set plain values on ComfyUI's layers, such as a quantised format."""
-    return leftovers(vars(module), fresh, settings_too=True, counters=not hasattr(module, "comfy_cast_weights"))
+class Leftovers:
+    """State of samples on one model: for each table of attributes the names to reset, with their fresh values; ABSENT
+    for those without one.
 
-
-def leftovers(
-    table: Mapping[str, Any], fresh: Fresh | None, settings_too: bool = False, counters: bool = True
-) -> dict[str, Any]:
-    """Collect the attributes that hold state of a sample, with their fresh values; ABSENT for those without one.
-
-    table: attributes of a model or a module; those of torch, parameters among them, are left out.
-    settings_too: include a cache's settings, such as the dtype that it was made for.
-    counters: include plain values that the constructor sets to 0, False or nothing, such as a counter of calls.
+    model: a BaseModel.
     """
-    if fresh is None:
-        return {name: None for name, value in table.items() if name not in OF_TORCH and _holds_sizes(value)}
-    fresh_values = {}
-    for name, value in table.items():
-        initial = fresh.get(name, ABSENT)
-        if name in OF_TORCH or name.startswith("_tessera") or initial is _FILLED:
-            continue
-        declared = counters and initial is not ABSENT and is_setting(value, _PLAIN)
-        if (value != initial) if declared else not is_setting(value):
-            fresh_values[name] = copy.copy(initial)
-    if fresh_values and settings_too:
-        plain = {name: initial for name, initial in fresh.items() if initial is not _FILLED and name in table}
-        fresh_values |= {name: copy.copy(initial) for name, initial in plain.items() if table[name] is not initial}
-    return fresh_values
+
+    def __init__(self, model: Any):
+        self._model = model
+        self._fresh = fresh_attributes(model) or {}
+        self._writes = written_by_sampling(model)
+        self._copies: dict[int, Any] = {}  # modules that share a container share the fresh one too
+
+    def of_model(self) -> dict[str, Any]:
+        """Collect the attributes of the BaseModel itself."""
+        return self._stale(vars(self._model), self._fresh.get(""))
+
+    def of_module(self, name: str, module: nn.Module) -> dict[str, Any]:
+        """Collect those of a module of the diffusion model.
+
+        Loaders set settings on ComfyUI's layers, such as a quantised format: those stay.
+        """
+        fresh = self._fresh.get(f"diffusion_model.{name}".rstrip("."))
+        return self._stale(vars(module), fresh, keeps_settings=hasattr(module, "comfy_cast_weights"))
+
+    def _stale(self, table: Mapping[str, Any], fresh: Fresh | None, keeps_settings: bool = False) -> dict[str, Any]:
+        if fresh is None:
+            return {name: None for name, value in table.items() if name not in OF_TORCH and _holds_sizes(value)}
+        values: dict[str, Any] = {}
+        for name, value in table.items():
+            initial = fresh.get(name, ABSENT)
+            if name in OF_TORCH or name.startswith("_tessera") or initial is _FILLED:
+                continue
+            if isinstance(initial, Inner):
+                is_alike = type(value) is initial.kind and holds_attributes(value)
+                if is_alike and (inner := self._stale(vars(value), initial.table)):
+                    values[name] = Inner(inner, initial.kind)
+            elif self._is_stale(name, value, initial, keeps_settings):
+                values[name] = self._copy(value, initial)
+        return values
+
+    def _is_stale(self, name: str, value: Any, initial: Any, keeps_settings: bool) -> bool:
+        is_written = self._is_written(name, value)
+        if is_setting(value):
+            return bool(is_written and not keeps_settings and value != initial)
+        return is_written or initial is ABSENT or not initial
+
+    def _is_written(self, name: str, value: Any) -> bool:
+        return name in self._writes.assigned or (isinstance(value, _CONTAINERS) and name in self._writes.filled)
+
+    def _copy(self, value: Any, initial: Any) -> Any:
+        if not isinstance(initial, _CONTAINERS):
+            return initial
+        fresh = copy.deepcopy(initial)
+        return self._copies.setdefault(id(value), fresh) if type(value) is type(initial) else fresh
 
 
 def _holds_sizes(value: Any) -> bool:
@@ -116,29 +169,36 @@ def _holds_sizes(value: Any) -> bool:
 
 
 class _Absent:
-    def __copy__(self) -> "_Absent":
+    def __deepcopy__(self, memo: Any) -> "_Absent":
         return self
 
 
 ABSENT = _Absent()
 
 
-def reset(table: dict[str, Any], fresh_values: Mapping[str, Any]) -> None:
-    """Write the fresh values of `leftovers` into a table of attributes."""
+def reset(table: dict[str, Any], fresh_values: Mapping[str, Any], shallow: bool = False) -> None:
+    """Write the fresh values of `Leftovers` into a table of attributes, and into those of the objects that it holds.
+
+    shallow: the table is a shallow copy of the MODEL's, so that its objects are copied first.
+    """
     for name, value in fresh_values.items():
         if value is ABSENT:
             table.pop(name, None)
+        elif isinstance(value, Inner):
+            if shallow:
+                table[name] = copy.copy(table[name])
+            reset(vars(table[name]), value.table)
         else:
             table[name] = value
 
 
 def as_loaded(model: Any) -> Any:
     """Copy a BaseModel and its diffusion model shallowly, without state left by sampling on either."""
-    fresh = fresh_attributes(model) or {}
+    leftovers = Leftovers(model)
     outer, inner = copy.copy(model), copy.copy(model.diffusion_model)
     outer._modules = {**model._modules, "diffusion_model": inner}
-    reset(vars(outer), leftovers(vars(outer), fresh.get("")))
-    reset(vars(inner), module_leftovers(inner, fresh.get("diffusion_model")))
+    reset(vars(outer), leftovers.of_model(), shallow=True)
+    reset(vars(inner), leftovers.of_module("", inner), shallow=True)
     return outer
 
 

@@ -1,5 +1,6 @@
 """A model class that nobody has seen, with code as ComfyUI's models have it, trains without a change of the pack."""
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -47,8 +48,25 @@ RECORDER = Recorder()
 class OfLoading:
     """What a loader leaves on a module: a handle that can't be copied, and frees memory when it goes."""
 
+    uses = 0
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("cannot pickle a handle")
+
     def __deepcopy__(self, memo: Any) -> None:
         raise TypeError("cannot pickle a handle")
+
+
+class Memory:
+    """What a model remembers in an object of its own."""
+
+    def __init__(self) -> None:
+        self.turn, self.entries, self.lock = -1, {}, threading.Lock()
+
+    def score(self, x: Tensor) -> float:
+        with self.lock:
+            self.turn += 1
+        return self.turn + sum(self.entries.setdefault(x.shape[-1], [0.0]))
 
 
 class TomorrowBlock(nn.Module):
@@ -105,6 +123,28 @@ class TomorrowModel(nn.Module):
         self.warm = False
         self.mode = ""
         self.steps = []
+        self.turn = -1
+        self.kind = "first"
+        self.slots_dtype = None
+        self.handle = OfLoading()
+        self.slots = [None, None]
+        self.memory = Memory()
+        self.layers[1].prompts = self.prompts
+        self.is_tuned = False
+
+    def _state(self, x: Tensor) -> Any:
+        """What a second call finds otherwise than the first one does."""
+        slots = self.slots
+        first = slots[0] is None
+        is_next = self.slots_dtype is not None
+        self.slots_dtype = x.dtype
+        self.handle.uses += 1
+        slots[0] = x.mean(dim=(1, 2), keepdim=True)[:, 0].detach()
+        self.turn += 1
+        self.kind = "next"
+        self.length = getattr(self, "length", 0) + 1
+        score = self.memory.score(x) + self.turn + len(self.kind) + self.length + is_next
+        return score + (0.0 if first else self.slots[0])
 
     def forward(
         self, x: Tensor, timestep: Tensor, context: Tensor, transformer_options: dict[str, Any], **kwargs: Any
@@ -115,6 +155,7 @@ class TomorrowModel(nn.Module):
         if self.prompt is None:
             self.prompt = self.prompts["first"] = txt.mean(dim=1).detach()
         vec = self.prompt + self.prompts["first"] + torch.cos(timestep)[:, None]
+        vec = vec + 0.1 * (self._state(img) + len(self.layers[1].prompts) + self.is_tuned)
         vec = vec + self.calls + 2 * self.warm + len(self.mode) + len(self.steps)
         self.calls = self.calls + 1
         self.warm = True
@@ -170,6 +211,8 @@ def tomorrow() -> Any:
             parameter.copy_(torch.randn(parameter.shape) / parameter.shape[-1] ** 0.5)
     for module in model.diffusion_model.modules():
         module._v_of_tomorrow = OfLoading()
+    # What another node sets: neither is a sample's.
+    model.diffusion_model.is_tuned, model.diffusion_model.strength = True, 0.5
     cpu = torch.device("cpu")
     patcher = comfy.model_patcher.ModelPatcher(model, load_device=cpu, offload_device=cpu)
     patcher.cached_patcher_init = (tomorrow, ())
@@ -278,6 +321,9 @@ def sample(patcher: Any) -> None:
     inner = patcher.model.diffusion_model
     assert inner.prompt is not None and inner.prompts and patcher.model.sampled
     assert inner.calls >= HEADS and inner.warm and inner.mode and inner.steps
+    assert inner.turn > 0 and inner.kind == "next" and inner.length and inner.slots[0] is not None
+    assert inner.slots_dtype is not None
+    assert inner.memory.turn > 0 and inner.memory.entries and inner.layers[1].prompts is inner.prompts
     inner.layers[0]._graph_of_tomorrow = OfLoading()
 
 
@@ -286,8 +332,12 @@ def test_what_sampling_leaves_on_the_model_changes_no_step(tmp_path):
     used = tomorrow()
     sample(used)
     assert used.model.diffusion_model.calls is used.model.diffusion_model.layers[0].heads
+    uses = used.model.diffusion_model.handle.uses
     trainer = make_trainer(used, data(), tmp_path / "used", batch_size=2, memory=MemoryOptions(checkpointing="none"))
+    assert used.model.diffusion_model.handle.uses == uses > 0
     fill_up_matrices(trainer)
+    inner = trainer.placed.weights.transformer.shadow.diffusion_model
+    assert inner.is_tuned and inner.strength == 0.5 and inner.layers[1].prompts is inner.prompts
     sample(used)  # between the start of a run and its next step, as a preview does
     initial = {name: dict(vars(module)) for name, module in used.model.named_modules()}
     assert float(trainer.train_step.forward_backward([micro_batch(0, 1)])) == loss

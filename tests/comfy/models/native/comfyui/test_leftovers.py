@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from tessera.memory.weights.frozen import FrozenWeights
-from tessera.models.native.comfyui.leftovers import OF_TORCH, as_loaded, fresh_attributes
+from tessera.models.native.comfyui.leftovers import OF_TORCH, Leftovers, as_loaded, fresh_attributes
 from tessera.models.native.shadow import Shadow
 from tiny.native import TRAINED, build, core_forward, data_of
 from torch import Tensor
@@ -43,6 +43,8 @@ def test_sampling_leaves_nothing_in_the_copy_that_trains(row):
     patcher, sample = build(row), data_of(row, 1).samples[0]
     shadow, outside = shadow_of(patcher), attributes(as_loaded(patcher.model))
     assert fresh_attributes(patcher.model) is not None
+    leftovers, modules = Leftovers(patcher.model), patcher.model.diffusion_model.named_modules()
+    assert not leftovers.of_model() and not any(leftovers.of_module(name, module) for name, module in modules)
     with torch.inference_mode():
         patcher.pre_run()
         core_forward(patcher, row, sample, 0.5)
