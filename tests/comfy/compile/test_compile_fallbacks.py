@@ -68,7 +68,7 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize(("backend", "attention"), one_in(2, product(["eager", "aot_eager"], BREAKS)))
+@pytest.mark.parametrize(("backend", "attention"), one_in(4, product(["eager", "aot_eager"], BREAKS)))
 def test_what_breaks_a_graph_is_compiled_in_pieces_and_named_with_its_line(backend, attention, wan):
     model = with_attention(wan, attention)
     clone, compiled_model = compiled(model, backend=backend)
@@ -84,7 +84,7 @@ def test_what_breaks_a_graph_is_compiled_in_pieces_and_named_with_its_line(backe
     assert line + cause in compiled_model.report().text()
 
 
-@pytest.mark.parametrize(("attention", "scope"), one_in(4, product(BREAKS, SCOPES)))
+@pytest.mark.parametrize(("attention", "scope"), one_in(7, product(BREAKS, SCOPES)))
 def test_with_fullgraph_it_is_an_error_with_the_line_and_nothing_is_left_behind(scope, attention, wan):
     model = with_attention(wan, attention)
     clone, compiled_model = compiled(model, scope=scope, fullgraph=True)

@@ -59,7 +59,7 @@ def test_a_batch_compiles_one_graph_for_each_kind_of_block(case_file, tmp_path, 
 WITH_CAPTIONS = [case for case in cases("graphs") if case.captions()]
 
 
-@pytest.mark.parametrize("case", one_in(3, WITH_CAPTIONS), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", one_in(5, WITH_CAPTIONS), ids=lambda case: case.name)
 def test_captions_of_many_lengths_share_graphs_and_what_is_cut_is_told(case_file, tmp_path, case):
     graphs = Graphs()
     watcher = Watcher()

@@ -48,7 +48,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("case", "kind", "graphs"), one_in(2, RUNS))
+@pytest.mark.parametrize(("case", "kind", "graphs"), one_in(4, RUNS))
 def test_every_family_trains_on_what_prepare_dataset_makes_of_folders(
     folders: Path, tiny_files: dict[str, Path], case_file: Any, case: Any, kind: str, graphs: int
 ) -> None:

@@ -18,7 +18,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("case", "optimizer"), one_in(2, RUNS))
+@pytest.mark.parametrize(("case", "optimizer"), one_in(4, RUNS))
 def test_a_cancelled_run_goes_on_to_the_same_result(case_file, tmp_path, case, optimizer):
     options = {
         "steps": 4,

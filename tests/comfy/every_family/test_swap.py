@@ -86,7 +86,7 @@ def swapped_runs() -> Iterator[Any]:
             )
 
 
-@pytest.mark.parametrize(("case", "count", "prefetch", "mode"), one_in(5, swapped_runs()))
+@pytest.mark.parametrize(("case", "count", "prefetch", "mode"), one_in(8, swapped_runs()))
 def test_swapped_equals_resident_bit_for_bit(resident, trained, tmp_path, case, count, prefetch, mode):
     plain = resident(case, checkpointing=mode)  # first: what comes next unloads it
     swapped = trained(case, tmp_path, checkpointing=mode, blocks_to_swap=count, prefetch_blocks=prefetch)

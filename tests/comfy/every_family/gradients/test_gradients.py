@@ -33,20 +33,20 @@ def in_every_mode(*axes: str, fast: bool = False, in_turn: bool = False) -> Iter
                     marks = [mark for mark in marks if mark.name != "fast"]
 
 
-@pytest.mark.parametrize(("case", "batch", "count", "mode", "swap"), one_in(4, in_every_mode("gradients", fast=True)))
+@pytest.mark.parametrize(("case", "batch", "count", "mode", "swap"), one_in(6, in_every_mode("gradients", fast=True)))
 def test_gradients_equal_the_fp64_reference(check_gradients, case, batch, count, mode, swap):
     check_gradients(case, batch, count, mode=mode, swap=swap)
 
 
 @pytest.mark.parametrize(
     ("case", "batch", "count", "mode", "swap"),
-    one_in(3, in_every_mode("gradients", "compiled gradients", in_turn=True)),
+    one_in(5, in_every_mode("gradients", "compiled gradients", in_turn=True)),
 )
 def test_gradients_of_compiled_blocks_equal_the_fp64_reference(check_gradients, case, batch, count, mode, swap):
     check_gradients(case, batch, count, mode=mode, swap=swap, backend="aot_eager")
 
 
-@pytest.mark.parametrize("case", one_in(3, cases("gradients", "inductor")[::-1][1::2]), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", one_in(5, cases("gradients", "inductor")[::-1][1::2]), ids=lambda case: case.name)
 def test_gradients_of_inductor_equal_the_fp64_reference(check_gradients, case):
     batch, counts = list(case.gradients().items())[-1]
     check_gradients(case, batch, max(counts), mode="full", swap=True, backend="inductor")

@@ -72,7 +72,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", one_in(2, ("eager", "compiled", "selective", "swapped", "full, compiled", "full")))
+@pytest.mark.parametrize("mode", one_in(3, ("eager", "compiled", "selective", "swapped", "full, compiled", "full")))
 def test_gradients_equal_the_fp64_reference(mode, tiny_files, tiny_flux, tmp_path):
     backend, memory = MODES[mode]
     settings = {"batch_size": 2, "objective": OBJECTIVE, "memory": memory}

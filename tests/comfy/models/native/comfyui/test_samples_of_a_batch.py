@@ -47,7 +47,7 @@ def velocities(trainer: Any, samples: list[tuple[Any, float]]) -> tuple[torch.Te
     return out.detach(), lora_gradients(trainer)
 
 
-@pytest.mark.parametrize("row", one_in(2, TRAINED), ids=str)
+@pytest.mark.parametrize("row", one_in(4, TRAINED), ids=str)
 def test_each_sample_of_a_batch_has_what_it_has_alone(row, tmp_path, monkeypatch):
     samples = three_samples(row)
     data = training_data(*(sample for sample, _ in samples))
