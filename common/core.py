@@ -7,7 +7,8 @@ lack are probed with `getattr` or `hasattr`.
 import copy
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -268,6 +269,31 @@ def quantised_params(weight: Any) -> Any:
 def quantised_layout(weight: Any) -> str:
     """Return the name of a QuantizedTensor's layout class."""
     return weight._layout_cls
+
+
+# Text generation
+
+
+def can_generate_text(clip: Any) -> bool:
+    """Return whether ComfyUI can have a CLIP write text: its language model must know the end of an answer."""
+    modules = clip.cond_stage_model.modules() if hasattr(clip, "generate") else ()
+    configs = (getattr(getattr(module, "model", None), "config", None) for module in modules)
+    return any(hasattr(config, "stop_tokens") for config in configs)
+
+
+@contextmanager
+def quiet_progress(interrupted: Callable[[], None]) -> Iterator[None]:
+    """Have ComfyUI's own loops call `interrupted` at each step, in place of showing a bar of their own."""
+    shown = comfy.utils.PROGRESS_BAR_HOOK
+
+    def step(*values: Any, **options: Any) -> None:
+        interrupted()
+
+    comfy.utils.set_progress_bar_global_hook(step)
+    try:
+        yield
+    finally:
+        comfy.utils.set_progress_bar_global_hook(shown)
 
 
 # Features

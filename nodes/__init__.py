@@ -10,6 +10,7 @@ from server import PromptServer
 from ..common.core import features
 from ..compile.cache import use_persistent_cache
 from ..models.layers.attention import settle_kernel_order
+from .captions import caption_folder
 from .captions import routes as caption_routes
 from .common.types import refuse_literals
 from .data import folder_routes, prepare
@@ -31,6 +32,7 @@ NODES: list[type[io.ComfyNode]] = [
     *prepare.NODES,
     *check_folder.NODES,
     *mask_folder.NODES,
+    *caption_folder.NODES,
     *network.NODES,
     *optimizer.NODES,
     *objective.NODES,

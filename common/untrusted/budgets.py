@@ -134,6 +134,21 @@ CAPTION_EDIT = Budget(
     items=50_000,
     depth=5,
 )
+CAPTION_LEDGER = Budget(
+    "the list of captions that models wrote",
+    "it has a line for each picture of a folder",
+    "delete the file in tessera/captions of ComfyUI's user folder",
+    bytes=64 * MB,
+    items=2_000_000,
+    depth=5,
+)
+TAG_TABLE = Budget(
+    "the table of a tagger's tags",
+    "taggers know up to 100,000 tags",
+    "choose another tagger",
+    bytes=32 * MB,
+    items=500_000,
+)
 DATASET_FILE = Budget(
     "a dataset file of another trainer",
     "it names a few folders",

@@ -1,1 +1,1 @@
-"""Captions that are written: by hand in the gallery."""
+"""Captions that are written: by hand in the gallery, and by models."""

@@ -40,6 +40,7 @@ class FolderPage:
     page, pages: index of this page, and number of pages.
     entries: files on this page.
     notes: kind of the folder, and the files that are not read.
+    waiting: files whose caption waits for review.
     """
 
     count: int
@@ -49,6 +50,7 @@ class FolderPage:
     pages: int
     entries: tuple[PageEntry, ...]
     notes: tuple[str, ...] = ()
+    waiting: int = 0
 
 
 def read_page(
@@ -57,6 +59,7 @@ def read_page(
     *,
     missing_only: bool = False,
     may_read: Callable[[Path], bool],
+    waits: Callable[[Path], bool] = lambda path: False,
 ) -> FolderPage:
     """Read a page of the files that the scan of the folder lists, in its order; the last page if `page` is beyond it.
 
@@ -64,6 +67,7 @@ def read_page(
 
     missing_only: list only files without a caption.
     may_read: predicate for files that may be read, as links may lead anywhere.
+    waits: predicate for pictures whose caption waits for review.
     Raises ValueError as `read_layout` does.
     """
     layout = read_layout(request)
@@ -77,7 +81,8 @@ def read_page(
         replace(_entry(subset, example, may_read), masked=example.mask is not None) for subset, example in page_examples
     )
     unread = list_files(request.folder, [file for file in layout.unread if file.is_relative_to(request.folder)])
-    return FolderPage(len(examples), len(missing), unread, page, pages, entries, layout.notes)
+    waiting = sum(waits(example.path) for _, example in examples)
+    return FolderPage(len(examples), len(missing), unread, page, pages, entries, layout.notes, waiting)
 
 
 def _entry(subset: Subset, example: Example, may_read: Callable[[Path], bool]) -> PageEntry:

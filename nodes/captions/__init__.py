@@ -1,1 +1,1 @@
-"""Routes of the editor of captions."""
+"""Caption Folder, and the routes of the editor of captions."""

@@ -27,16 +27,17 @@ from ...data.captioning.edits import (
     find_replacements,
     save_caption,
 )
+from ...data.captioning.ledger import Ledger
 from ...data.layouts.captions import checked_extension
 from ...data.layouts.layout import LayoutRequest, read_layout
 from ...data.layouts.subsets import Example, Subset
 from ..common.answers import answer, refusal
 from ..common.asked_by import refused_change
-from ..common.folder_access import is_allowed_file
+from ..common.folder_access import captions_folder, is_allowed_file
 from ..data.folder_routes import KINDS, clean, file_id, request_of
 from ..data.places import is_unpacked, may_write_caption
 
-ALL, MISSING = FILTERS = ("all", "missing")
+ALL, MISSING, REVIEW = FILTERS = ("all", "missing", "review")
 _STEPS = {"-1": -1, "0": 0, "1": 1}
 _HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
 
@@ -61,6 +62,7 @@ class ShownFolder:
         self.folder = request.folder
         self.extension = checked_extension(request.extension)
         self.layout = read_layout(request)
+        self.ledger = Ledger(captions_folder())
         self.examples: Sequence[tuple[Subset, Example]] = [
             (subset, example) for subset in self.layout.subsets for example in subset.examples
         ]
@@ -90,7 +92,7 @@ class ShownFolder:
 
     def passes(self, example: Example, filter: str) -> bool:
         """Return whether an example is one of those that are walked through."""
-        return filter == ALL or example.caption is None
+        return filter == ALL or (example.caption is None if filter == MISSING else self.ledger.waits(example.path))
 
     def caption(self, index: int) -> EditableCaption:
         subset, example = self.examples[index]
@@ -113,13 +115,14 @@ class ShownFolder:
             "at": index + 1,
             "count": len(self.examples),
             "missing": sum(example.caption is None for _, example in self.examples),
+            "review": sum(self.ledger.waits(example.path) for _, example in self.examples),
         }
 
 
 def _show(query: Mapping[str, str]) -> dict[str, Any]:
     step, filter = _STEPS.get(query.get("step", "0")), query.get("only", ALL)
     if step is None or filter not in FILTERS:
-        raise ValueError("step is -1, 0 or 1, and only is all or missing.")
+        raise ValueError("step is -1, 0 or 1, and only is all, missing or review.")
     folder = ShownFolder(_place({name: value for name, value in query.items() if name not in ("step", "only")}))
     index = folder.neighbour(query.get("file", ""), step, filter)
     return {"entry": None if index is None else folder.entry(index)}
@@ -135,6 +138,8 @@ def _save(body: Mapping[str, Any]) -> dict[str, Any]:
         raise CaptionChanged("This file isn't in the folder any more.")
     caption = folder.caption(index)
     change = save_caption(caption, text, before)
+    folder.ledger.settle([caption.example.path])  # somebody looked at it
+    folder.ledger.save()
     return {"undo": _undo.put([change]) if change is not None else None, "text": change.after if change else before}
 
 

@@ -80,6 +80,11 @@ def unpacking_folder() -> Path:
     return Path(folder_paths.get_user_directory(), "tessera", "unpacked")
 
 
+def captions_folder() -> Path:
+    """Return the folder of the records of captions that models wrote."""
+    return Path(folder_paths.get_user_directory(), "tessera", "captions")
+
+
 def check_readable(folders: Mapping[str, str | None]) -> bool | str:
     """Check folders by input name. Returns True, or the error that ComfyUI shows.
 

@@ -19,6 +19,7 @@ from typing import Any
 from aiohttp import web
 
 from ...common.untrusted.in_flight import return_freed_memory
+from ...data.captioning.ledger import Ledger
 from ...data.folders.pages import FolderPage, PageEntry, read_page
 from ...data.layouts.files import file_below, file_state, has_ending
 from ...data.layouts.kinds import IMAGES, VIDEOS, FileKind
@@ -26,7 +27,7 @@ from ...data.layouts.layout import AUTO, LayoutRequest
 from ...data.media.thumbnails import LARGE, SIDE, image_thumbnail, video_thumbnail
 from ..common.answers import answer, refusal
 from ..common.byte_cache import ByteCache
-from ..common.folder_access import add_to_list, is_allowed_file, resolve_folder
+from ..common.folder_access import add_to_list, captions_folder, is_allowed_file, resolve_folder
 from .crop_frames import crops_of
 from .image_inputs import NONE
 from .places import is_unpacked, shown_places
@@ -122,6 +123,7 @@ def _list(kind: str, query: dict[str, str], page: int) -> dict[str, Any]:
         page,
         missing_only=query.get("missing") == "1",
         may_read=lambda file: is_allowed_file(file) or is_unpacked(file),
+        waits=Ledger(captions_folder()).waits,
     )
     if listing.count:
         add_to_list(choice, videos=kind == "clips")
@@ -131,6 +133,7 @@ def _list(kind: str, query: dict[str, str], page: int) -> dict[str, Any]:
 def _page(listing: FolderPage, folder: Path) -> dict[str, Any]:
     entries = [_entry(entry, folder) for entry in listing.entries]
     summary: dict[str, Any] = {"count": listing.count, "missing": listing.missing, "unread": clean(listing.unread)}
+    summary["waiting"] = listing.waiting
     summary["notes"] = [clean(note) for note in listing.notes]
     return summary | {"page": listing.page, "pages": listing.pages, "entries": entries}
 

@@ -3,6 +3,7 @@
 import pytest
 from PIL import Image
 from renderers import renderers
+from tessera.data.captioning.ledger import Ledger, LedgerEntry
 from tiny.nodes.prompt import node
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -66,3 +67,36 @@ def test_captions_are_typed_with_keys_alone_and_replaced_in_the_whole_folder(fro
     expect(editor).to_have_count(0)
     expect(tiles).to_have_text(["another's", "a green field <b>é</b>", "a blue field"])
     assert page.evaluate("app.graph.nodes.length") == 1 and frontend.crashes == []
+
+
+def test_captions_of_a_model_are_looked_at_one_by_one(frontend, comfyui):
+    page = frontend.page
+    folder = comfyui.base / "input" / "written"
+    folder.mkdir()
+    ledger = Ledger(comfyui.base / "user" / "tessera" / "captions")
+    for name in ("a", "b", "c"):
+        Image.new("RGB", (300, 200), "red").save(folder / f"{name}.png")
+        (folder / f"{name}.txt").write_text(f"{name} of a model")
+        ledger.put(folder / f"{name}.png", LedgerEntry("key", waits=name != "b"))
+    ledger.save()
+    page.evaluate(
+        "prompt => app.loadApiJson(prompt, 'written')", {"1": node("TesseraCaptionFolder", folder="input/written")}
+    )
+    page.evaluate("app.canvas.centerOnNode(app.graph.nodes[0])")
+    review = page.get_by_role("button", name="Review 2")
+    expect(review).to_be_visible()
+    frontend.picture("caption_folder", "TesseraCaptionFolder")
+    review.click()
+    editor, text = page.locator(".tessera-editor"), page.get_by_label("Caption", exact=True)
+    expect(editor).to_contain_text("Written by a model, 2 to look at.")
+    expect(text).to_have_value("a of a model")
+    page.keyboard.press("PageDown")
+    expect(text).to_have_value("c of a model")
+    expect(editor).to_contain_text("Written by a model, 1 to look at.")
+    text.fill("mine")
+    page.keyboard.press("PageDown")
+    expect(editor).to_contain_text("This is the last one.")
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("button", name="Review")).to_have_count(0)
+    assert [(folder / f"{name}.txt").read_text() for name in "abc"] == ["a of a model", "b of a model", "mine"]
+    assert frontend.crashes == []

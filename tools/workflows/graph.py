@@ -23,6 +23,7 @@ ROW = 24
 FOOT = 8
 EDGE = 8
 MULTILINE, BUTTON = 4, 1  # rows of a field of text, and of what shows the other widgets
+BYPASSED = 4  # the mode of a node
 COLOURS = ("#3f789e", "#8a6d3b", "#5d7a3a", "#7a4a7a", "#a1574d", "#3b7a78")
 WIDGETS = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3")
 VERSIONS = {"tessera": ("tessera", "0.1.0"), "core": ("comfy-core", "0.30.0")}
@@ -45,7 +46,7 @@ class ModelFile:
 @dataclass
 class Node:
     """kind: type of the node; inputs: those that are not defaults, an `Output` for a link; tall: its least height in
-    pixels, with room for what it shows below its inputs."""
+    pixels, with room for what it shows below its inputs; bypassed: it rests until the user switches it on."""
 
     id: int
     kind: str
@@ -54,6 +55,7 @@ class Node:
     tall: int = 0
     seed_after: str = "fixed"  # of the seed after a run
     files: tuple[ModelFile, ...] = ()
+    bypassed: bool = False
 
     def __getitem__(self, output: int) -> Output:
         return self, output
@@ -138,12 +140,13 @@ class Graph:
         tall: int = 0,
         files: Sequence[ModelFile] = (),
         seed_after: str = "fixed",
+        bypassed: bool = False,
         **inputs: Any,
     ) -> Node:
         names = {name for name, _ in self.info.inputs(kind)}
         assert inputs.keys() <= names, (kind, inputs.keys() - names)
         self._last += 1
-        node = Node(self._last, kind, inputs, title, tall, seed_after, tuple(files))
+        node = Node(self._last, kind, inputs, title, tall, seed_after, tuple(files), bypassed)
         self.columns[-1].nodes[self._row].append(node)
         return node
 
@@ -157,6 +160,8 @@ class Graph:
         """Return the API form, which is posted to `/prompt`."""
         prompt = {}
         for node in self._nodes():
+            if node.bypassed:
+                continue
             inputs: dict[str, Any] = {}
             for name, spec in self.info.inputs(node.kind):
                 if isinstance(link := node.inputs.get(name), tuple):
@@ -257,7 +262,7 @@ class Graph:
             "size": [width, height],
             "flags": {},
             "order": 0,
-            "mode": 0,
+            "mode": BYPASSED if node.bypassed else 0,
         }
         node_data |= {"inputs": inputs, "outputs": outputs} | ({"title": node.title} if node.title else {})
         node_data |= {"showAdvanced": False} if has_hidden else {}

@@ -13,6 +13,7 @@ const describe = {
   TesseraPrepareDataset: ({ summary }) => [summary],
   TesseraLatentsToDataset: ({ pictures, notes = [] }) => [t('{count} pictures', { count: pictures }), ...notes],
   TesseraCheckFolder: describeCheck,
+  TesseraCaptionFolder: ({ summary, notes = [] }) => [summary, ...notes],
   TesseraMaskFolder: ({ report }) => [report],
   TesseraLoraNetwork: ({ text }) => [monospaced(text)],
   TesseraTrainLora: describeRun,

@@ -1,5 +1,5 @@
-"""The workflows that train LoRAs, in ComfyUI's own frontend: they open without a
-fault and equal their API form."""
+"""The workflows that train LoRAs or prepare for it, in ComfyUI's own frontend: they open without a fault and equal
+their API form."""
 
 import json
 
@@ -26,7 +26,8 @@ NAMES += [
     "lora_with_everything",
     "lora_with_validation",
     "which_picture_hurts",
-    "compare_loras",
+    "prepare_folder",
+    "compare_loras",  # last: it is looked at below
 ]
 
 

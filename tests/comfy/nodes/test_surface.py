@@ -194,6 +194,27 @@ SURFACE = {
         ],
         ["TESSERA_TRAINING_DATA data", "IMAGE plan", "STRING summary"],
     ),
+    "TesseraCaptionFolder": (
+        "Caption Folder (Tessera)",
+        True,
+        [
+            "folder COMBO",
+            "clip? CLIP",
+            'tagger? COMBO = "none"',
+            'existing_captions? COMBO = "keep"',
+            'style? COMBO = "sentence"',
+            "max_words? INT = 40",
+            'trigger_words? STRING = ""',
+            'never_use? STRING = ""',
+            'instruction? STRING = ""',
+            "tag_threshold? FLOAT = 0.35",
+            "temperature? FLOAT = 0.0",
+            "seed? INT = 0",
+            'caption_extension? STRING = ".txt"',
+            'layout? COMBO = "auto"',
+        ],
+        ["STRING summary"],
+    ),
     "TesseraLatentsToDataset": (
         "Latents to Training Data",
         False,
@@ -510,6 +531,7 @@ CONTRACT = {
     "TesseraAverageStates": "run profile decay width last_part",
     "TesseraValidation": "part every_n_steps at_start keep_best seed min_sigma max_sigma data sigmas",
     "TesseraTryItModels": "",
+    "TesseraCaptionFolder": "folder clip tagger existing_captions style max_words trigger_words never_use",
 }
 
 # Choices that workflows hold; more may be added.
@@ -529,6 +551,8 @@ CHOICES = {
     ("TesseraImageFolder", "flip"): ["off", "horizontal"],
     ("TesseraImageFolder", "layout"): ["auto", "plain", "kohya folders", "dataset file", "captions file", "archives"],
     ("TesseraCheckFolder", "layout"): ["auto", "plain", "kohya folders", "dataset file", "captions file", "archives"],
+    ("TesseraCaptionFolder", "existing_captions"): ["keep", "append", "replace"],
+    ("TesseraCaptionFolder", "style"): ["sentence", "paragraph", "tags"],
     ("TesseraVideoFolder", "layout"): ["auto", "plain", "kohya folders", "dataset file", "captions file", "archives"],
     ("TesseraLoraNetwork", "algorithm"): ["lora", "loha", "lokr", "dora", "oft"],
     ("TesseraOptimizer", "optimizer"): [

@@ -11,7 +11,7 @@ WORKFLOWS = Path(__file__).resolve().parents[3] / "workflows"
 UI = sorted(path.name for path in WORKFLOWS.glob("*.json"))
 NOT_SWAPPED = [f"{name}.json" for name in ("compare_loras", "flux_compile", "qwen_image_compile", "wan_compile")]
 OWN_MODELS = "try_it.json"  # which takes those of the pack
-WITHOUT_FILES = (OWN_MODELS, "prepare_folder.json")
+BYPASSED = 4  # the mode of a node that rests
 FOLDERS = ("diffusion_models", "text_encoders", "vae", "clip_vision", "checkpoints", "loras")  # below `models`
 COMPILED = [name for name in UI if name.endswith(("_compile.json", "_block_swap.json"))]
 
@@ -25,11 +25,11 @@ def load_api(name: str) -> dict[str, Any]:
 
 
 def prompt_of(workflow: dict[str, Any]) -> dict[str, Any]:
-    """The API form of a saved graph: nodes with their values and links, notes left out."""
+    """The API form of a saved graph: nodes with their values and links, without notes and bypassed nodes."""
     origins = {link[0]: [str(link[1]), link[2]] for link in workflow["links"]}
     prompt = {}
     for node in workflow["nodes"]:
-        if node["type"] == "MarkdownNote":
+        if node["type"] == "MarkdownNote" or node["mode"] == BYPASSED:
             continue
         values = iter(node["widgets_values"])
         inputs: dict[str, Any] = {}
@@ -50,7 +50,7 @@ def test_every_model_file_that_a_workflow_names_has_a_download_link_and_its_fold
     nodes = load(name)["nodes"]
     file_names = {v for node in nodes for v in node.get("widgets_values") or [] if str(v).endswith(".safetensors")}
     links = [model for node in nodes for model in node.get("properties", {}).get("models", [])]
-    assert bool(file_names) != (name in WITHOUT_FILES) and file_names == {model["name"] for model in links}
+    assert bool(file_names) != (name == OWN_MODELS) and file_names == {model["name"] for model in links}
     for model in links:
         assert model["url"].startswith("https://") and model["name"] in model["url"]
         assert model["directory"] in FOLDERS
@@ -106,7 +106,7 @@ def test_there_is_a_workflow_to_share_for_everything():
 @pytest.mark.parametrize("name", UI)
 def test_every_workflow_that_trains_fits_its_model_to_the_card(name):
     loaders = [n["inputs"] for n in load_api(name).values() if n["class_type"] == "TesseraLoadDiffusionModel"]
-    if name in ("sdxl_lora.json", "ltx_video_lora.json", "ltx2_3_lora.json", *WITHOUT_FILES):
+    if name in ("sdxl_lora.json", "ltx_video_lora.json", "ltx2_3_lora.json", OWN_MODELS, "prepare_folder.json"):
         assert loaders == []  # a checkpoint, or tiny models
         return
     assert len(loaders) == (2 if name == "wan22_two_experts_lora.json" else 1)

@@ -1,7 +1,7 @@
 """Tiny encoders of core's own classes that no file of core's loaders describes so small: their sizes are handed in.
 
-FLUX.2's text encoders (Mistral of dev, Qwen3 of klein), Qwen2.5-VL with eyes, the VAEs of FLUX.2 and of Wan 2.2 5B,
-and the CLIP vision model of Wan 2.1. All weights are random, from fixed seeds.
+FLUX.2's text encoders (Mistral of dev, Qwen3 of klein), Qwen2.5-VL with eyes, Qwen3-VL, which answers too, the VAEs of
+FLUX.2 and of Wan 2.2 5B, and the CLIP vision model of Wan 2.1. All weights are random, from fixed seeds.
 """
 
 from collections.abc import Callable, Iterator
@@ -109,6 +109,20 @@ def load_seeing_qwen_clip(qwen: Path) -> Any:
         clip = load_qwen_clip(qwen, sees=True)
     _fill(clip.cond_stage_model.qwen25_7b.transformer.visual)
     return clip
+
+
+def load_qwen3vl_clip() -> Any:
+    """Qwen3-VL 4B, as `CLIPLoader` gives it with any type but flux2: two layers and two of its eyes, of width 32."""
+    import comfy.text_encoders.qwen3vl as qwen3vl
+
+    eyes = {"hidden_size": 32, "intermediate_size": 64, "depth": 2, "deepstack_visual_indexes": [0]}
+    name = "qwen3vl_4b"
+    options = {f"{name}_model_config": _LAYERS | {"num_hidden_layers": 2}}
+    with (
+        replaced(qwen3vl, "QWEN3VL_VISION", {name: eyes}),
+        replaced(qwen3vl, "QWEN3VL_VISION_COMMON", qwen3vl.QWEN3VL_VISION_COMMON | {"num_heads": 2}),
+    ):
+        return make_clip(qwen3vl.te(model_type=name), qwen3vl.tokenizer(model_type=name), options)
 
 
 def load_wan22_vae() -> Any:

@@ -6,6 +6,7 @@ import { makeSearch } from './search.js'
 
 export const ALL = 'all'
 export const MISSING = 'missing'
+export const REVIEW = 'review' // those that a model wrote and nobody has looked at
 
 /**
  * Opens the editor over the page.
@@ -71,14 +72,16 @@ export function openEditor({ place, file = '', only = ALL, picture, changed }) {
     lacking.style.display = only !== ALL || entry?.missing ? '' : 'none'
     enable(undoing, undos.length > 0)
     for (const each of [back, on]) enable(each, Boolean(entry))
-    if (entry) say(entry.locked || (entry.text === null ? t('No caption yet: it will be saved as {file}.', { file: entry.caption_file }) : ''))
+    if (entry) say(entry.locked || (entry.text === null ? t('No caption yet: it will be saved as {file}.', { file: entry.caption_file }) : waiting()))
     else say(t('There is nothing to show.'))
     text.focus()
   }
 
-  /** Writes what was typed, if anything was. */
+  const waiting = () => (only === REVIEW ? t('Written by a model, {count} to look at. Next takes it as it is now.', { count: entry.review }) : '')
+
+  /** Writes what was typed, if anything was. In a review the server notes that somebody has looked. */
   async function save() {
-    if (!isTyped()) return
+    if (!isTyped() && !(only === REVIEW && entry && !entry.locked && entry.text !== null)) return
     failed = true
     const saved = await change('captions/save', { place, file: entry.file, before: entry.text, text: text.value })
     failed = false
@@ -136,6 +139,7 @@ export function openEditor({ place, file = '', only = ALL, picture, changed }) {
     isOpen = false
     window.removeEventListener('keydown', pressed, true)
     dialog.remove()
+    changed() // a caption may be another one by now than the gallery shows
     if (before?.isConnected) before.focus()
   }
 

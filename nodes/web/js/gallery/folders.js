@@ -1,7 +1,7 @@
 // Training Images and Training Clips show what lies in their folder: thumbnails with captions, a page at a time.
 import { app } from '../../../../scripts/app.js'
 import { api } from '../../../../scripts/api.js'
-import { ALL, MISSING, openEditor } from '../captions/editor.js'
+import { ALL, MISSING, openEditor, REVIEW } from '../captions/editor.js'
 import { nodeAt, ourNodes } from '../common/nodes.js'
 import { stateOf } from '../common/state.js'
 import { throttle } from '../common/throttle.js'
@@ -11,7 +11,7 @@ import { addBrushes } from '../review/mask_brush.js'
 import { drawPage, makeGallery } from './tiles.js'
 import { acceptDrops, catchDrops } from './upload.js'
 
-const KINDS = { TesseraImageFolder: 'pictures', TesseraVideoFolder: 'clips' }
+const KINDS = { TesseraImageFolder: 'pictures', TesseraVideoFolder: 'clips', TesseraCaptionFolder: 'pictures' }
 const WIDGET = 'tessera_gallery'
 const ASKED = ['folder', 'caption_extension', 'control_folder', 'mask_folder', 'layout']
 const LEAST_HEIGHT = { row: 225, rows: 345 } // of the gallery: one row, or two; a taller node shows more of them
@@ -44,7 +44,7 @@ function isPrepared(node, seen = new Set()) {
 function galleryOf(node) {
   const state = stateOf(node)
   if (state.gallery) return state.gallery
-  const gallery = makeGallery((page, missing) => turn(node, page, missing), (file) => edit(node, file))
+  const gallery = makeGallery((page, missing) => turn(node, page, missing), (file, review) => edit(node, file, review))
   const widget = node.addDOMWidget(WIDGET, 'tessera', gallery, {
     serialize: false, // out of the prompt, and below out of the saved workflow
     hideOnZoom: false,
@@ -111,10 +111,10 @@ function addressOf(place, rest) {
   return api.apiURL(`/tessera/folder/thumbnail?${asked}`)
 }
 
-/** Opens the editor of captions, at a file or at the first one. */
-function edit(node, file) {
+/** Opens the editor of captions, at a file or at the first one; `review`: of those that a model wrote. */
+function edit(node, file, review) {
   const place = placeOf(node)
-  const only = stateOf(node).page?.missing ? MISSING : ALL
+  const only = review ? REVIEW : stateOf(node).page?.missing ? MISSING : ALL
   openEditor({ place, file, only, picture: (shown) => addressOf(place, { file: shown, large: '1' }), changed: refreshSoon })
 }
 

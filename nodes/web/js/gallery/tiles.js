@@ -6,8 +6,8 @@ import { t } from '../common/words.js'
 const AT_ONCE = 3 // thumbnails asked for; a browser has six connections to a server, and others need some
 
 /**
- * Makes an empty gallery; `drawPage` fills it. `turn(page, missing)` asks for another page, `edit(file)` opens the editor
- * of captions.
+ * Makes an empty gallery; `drawPage` fills it. `turn(page, missing)` asks for another page, `edit(file, review)` opens the
+ * editor of captions.
  */
 export function makeGallery(turn, edit) {
   const element = document.createElement('div')
@@ -15,6 +15,7 @@ export function makeGallery(turn, edit) {
   const head = part(element, 'tessera-gallery-head')
   const count = part(head, 'tessera-grow tessera-cut')
   const lacking = button(head, '', '', () => turn(0, !gallery.view.missing), 'tessera-lacking')
+  const review = button(head, '', t('Look at the captions that a model wrote'), () => edit('', true))
   const editing = button(head, t('Edit captions'), t('Write captions, and search and replace in all of them'), () => edit(''))
   const back = button(head, '‹', t('Previous page'), () => turn(gallery.view.page - 1, gallery.view.missing))
   const on = button(head, '›', t('Next page'), () => turn(gallery.view.page + 1, gallery.view.missing))
@@ -29,7 +30,7 @@ export function makeGallery(turn, edit) {
     if (tiles.scrollHeight > tiles.clientHeight && !event.ctrlKey) event.stopPropagation()
   })
   const gallery = Object.assign(element, {
-    parts: { count, lacking, editing, back, on, said, news, tiles },
+    parts: { count, lacking, review, editing, back, on, said, news, tiles },
     edit,
     view: { page: 0, missing: false, count: 0 },
     told: '', // what is shown, to draw it once
@@ -59,7 +60,7 @@ function counted(count, kind, missing) {
  * listed. `framed`: the parts that are trained on are drawn. `url` gives the address of an entry's thumbnail.
  */
 export function drawPage(gallery, found, { kind, missing, framed, url }) {
-  const { count, lacking, editing, back, on, said, tiles } = gallery.parts
+  const { count, lacking, review, editing, back, on, said, tiles } = gallery.parts
   const told = JSON.stringify([found, kind, missing, framed])
   if (gallery.told === told) return
   Object.assign(gallery, { told, view: { page: found.page, missing, count: found.count } })
@@ -72,6 +73,8 @@ export function drawPage(gallery, found, { kind, missing, framed, url }) {
     ? t('Show all {count}', { count: number(found.count) })
     : t('{count} without a caption', { count: number(found.missing) })
   lacking.title = missing ? '' : t('Show only those')
+  review.style.display = found.waiting ? '' : 'none'
+  review.textContent = t('Review {count}', { count: number(found.waiting) })
   editing.style.display = found.count ? '' : 'none'
   for (const each of [back, on]) each.style.display = found.pages > 1 ? '' : 'none'
   enable(back, found.page > 0)

@@ -7,6 +7,7 @@ from urllib.parse import urlencode
 
 import pytest
 from PIL import Image
+from tessera.data.captioning.ledger import Ledger, LedgerEntry
 from tessera.data.layouts.archives import unpack
 from tiny.nodes.routes import ask
 
@@ -72,6 +73,25 @@ def test_captions_are_walked_through_saved_beside_their_picture_and_taken_back(s
     assert post(server, "undo", {"undo": saved["undo"]}) == (200, {"restored": 1, "changed": []})
     assert not (home / "sub" / "c.txt").exists() and [p.name for p in (home / "sub").iterdir()] == ["c.png"]
     assert post(server, "undo", {"undo": saved["undo"]})[0] == 400
+
+
+def test_captions_of_a_model_are_reviewed_once(server, home):
+    ledger = Ledger(server.base / "user" / "tessera" / "captions")
+    for name in ("a.png", "b.png"):
+        ledger.put(home / name, LedgerEntry("key", True))
+    ledger.save()
+
+    def waiting():
+        return ask(server, f"/tessera/folder?{urlencode(PLACE)}")[1]["waiting"]
+
+    assert waiting() == 2
+    first = shown(server, step=1, only="review")
+    assert (first["name"], first["review"]) == ("a.png", 2)
+    assert save(server, first, first["text"]) == (200, {"undo": None, "text": "a red field"})
+    last = shown(server, first["file"], 1, "review")
+    assert (last["name"], last["review"], waiting()) == ("b.png", 1, 1)
+    assert save(server, last, "a fox")[0] == 200
+    assert waiting() == 0 and shown(server, step=1, only="review") is None
 
 
 def test_search_and_replace_counts_first_and_leaves_alone_what_changed_since(server, home):
