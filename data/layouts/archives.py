@@ -32,8 +32,8 @@ from .companions import MASK_EXTENSION
 from .files import VIDEO_EXTENSIONS, is_skipped
 
 ARCHIVE_ENDINGS = (".zip", ".tar", ".tar.gz", ".tgz")
-_TEXTS = frozenset({".txt", ".caption", ".json", ".jsonl", ".csv", ".tsv"})
-_UNPACKED = EXTENSIONS | UNREAD_EXTENSIONS | VIDEO_EXTENSIONS | _TEXTS | {MASK_EXTENSION}
+TEXTS = frozenset({".txt", ".caption", ".json", ".jsonl", ".csv", ".tsv"})
+_UNPACKED = EXTENSIONS | UNREAD_EXTENSIONS | VIDEO_EXTENSIONS | TEXTS | {MASK_EXTENSION}
 _PIECE = 1 << 20
 _DAMAGED = (
     *(tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, struct.error, EOFError),

@@ -27,6 +27,10 @@ TRY_IT = "examples/try_it"
 logger = logging.getLogger(__name__)
 
 
+class AbsentFolder(ValueError):
+    """A folder that may be read, but does not exist."""
+
+
 @dataclass(frozen=True)
 class FolderSettings:
     """The user's settings.
@@ -163,7 +167,8 @@ def resolve_folder(choice: str) -> Path:
     """Resolve a folder named by a workflow: `input/…`, `datasets/…`, the pack's own `examples/…`, or an absolute path
     that the settings allow.
 
-    Links are followed before the check. Raises ValueError for any other folder, existing or not.
+    Links are followed before the check. Raises ValueError for any other folder, existing or not, and AbsentFolder for
+    one of these that does not exist.
     """
     if not isinstance(choice, str):
         raise ValueError(f"The folder is {quoted(choice)}, which is not text; choose one from the list.")
@@ -184,7 +189,7 @@ def resolve_folder(choice: str) -> Path:
     for folder in inside:
         if folder.is_dir():
             return folder
-    raise ValueError(
+    raise AbsentFolder(
         f"The folder {quoted(choice)} does not exist; put your pictures and captions there, or choose another."
     )
 

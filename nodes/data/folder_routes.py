@@ -4,6 +4,9 @@ GET `/tessera/folder?kind=pictures&folder=input/foxes&page=0` lists a page with 
 `/tessera/folder/thumbnail?kind=&folder=&file=` returns a small picture of a file, or of a clip's first frame. The
 folder must be one that a workflow may read, and the file one that the scan of the folder lists; links are followed
 before the check. Both only read. `large=1` asks for a picture to look at instead of a thumbnail.
+
+Lists hold the endings of files that a page may put into the folder: `endings` of those that are listed, `beside` of
+captions, masks and archives.
 """
 
 import asyncio
@@ -21,13 +24,15 @@ from aiohttp import web
 from ...common.untrusted.in_flight import return_freed_memory
 from ...data.captioning.ledger import Ledger
 from ...data.folders.pages import FolderPage, PageEntry, read_page
+from ...data.layouts.archives import ARCHIVE_ENDINGS, TEXTS
+from ...data.layouts.companions import MASK_EXTENSION
 from ...data.layouts.files import file_below, file_state, has_ending
 from ...data.layouts.kinds import IMAGES, VIDEOS, FileKind
 from ...data.layouts.layout import AUTO, LayoutRequest
 from ...data.media.thumbnails import LARGE, SIDE, image_thumbnail, video_thumbnail
 from ..common.answers import answer, refusal
 from ..common.byte_cache import ByteCache
-from ..common.folder_access import add_to_list, captions_folder, is_allowed_file, resolve_folder
+from ..common.folder_access import AbsentFolder, add_to_list, captions_folder, is_allowed_file, resolve_folder
 from .crop_frames import crops_of
 from .image_inputs import NONE
 from .places import is_unpacked, shown_places
@@ -39,6 +44,7 @@ CACHED_SECONDS = 3600  # in the browser: the address changes with the file
 logger = logging.getLogger(__name__)
 
 KINDS = {"pictures": (IMAGES, image_thumbnail), "clips": (VIDEOS, video_thumbnail)}
+BESIDE = sorted({*TEXTS, MASK_EXTENSION, *ARCHIVE_ENDINGS})
 _thumbnails = ByteCache(MOST_CACHED)
 
 
@@ -163,15 +169,16 @@ async def list_folder(request: web.Request) -> web.Response:
         return _refused("page is not a number; give 0 or more.")
     if query.get("kind") not in KINDS:
         return _refused("kind is neither pictures nor clips.")
-    endings = sorted(KINDS[query["kind"]][0].read)  # also for a folder that does not exist yet
+    # Also for a folder that does not exist yet.
+    endings = {"endings": sorted(KINDS[query["kind"]][0].read), "beside": BESIDE}
     loop = asyncio.get_running_loop()
     try:
         listing = await loop.run_in_executor(_listers, _list, query["kind"], query, int(page))
     except ValueError as error:
-        return _refused(str(error), endings=endings)
+        return _refused(str(error), **endings, absent=isinstance(error, AbsentFolder))
     except OSError as error:
-        return _refused(f"The folder can't be read ({error.strerror}).", endings=endings)
-    return answer(listing | {"endings": endings}, headers=_HEADERS)
+        return _refused(f"The folder can't be read ({error.strerror}).", **endings)
+    return answer(listing | endings, headers=_HEADERS)
 
 
 async def show_thumbnail(request: web.Request) -> web.Response:

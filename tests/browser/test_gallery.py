@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import zipfile
 
 import pytest
 from PIL import Image
@@ -201,8 +202,8 @@ def test_pages_of_another_folder_and_first_frames_of_clips_are_shown(frontend, c
     frontend.set_widgets({"TesseraImageFolder": {"folder": "input/gallery"}})
     expect(page.locator(".tessera-gallery", has_text="10 pictures")).to_have_count(1)
     frontend.set_widgets({"TesseraImageFolder": {"folder": "input/absent"}})
-    expect(page.locator(".tessera-gallery")).to_have_count(1)  # the clips'
-    expect(page.locator(".tessera-error")).to_contain_text("input/absent is not among the folders")
+    expect(page.locator(".tessera-gallery", has_text="No pictures yet: drop them here.")).to_have_count(1)
+    expect(page.locator(".tessera-error")).to_contain_text("No pictures in input/absent yet: drop them on this node")
     assert frontend.crashes == []
 
 
@@ -229,9 +230,19 @@ def test_dropped_files_are_copied_under_new_names_and_shown(frontend, comfyui, n
     assert sorted(path.name for path in folder.iterdir()) == ["a (1).png", "a (1).txt", "a.png", "a.txt", "b.png"]
     assert (folder / "a.png").read_bytes() == png("red") and (folder / "a.txt").read_text() == "a red square"
 
+    # What lies beside pictures is taken without them.
+    with zipfile.ZipFile(packed := io.BytesIO(), "w") as archive:
+        archive.writestr("inside.txt", "a caption")
+    drop(page, {"b.txt": b"a blue square", "b.mask": png("white"), "more.zip": packed.getvalue()})
+    expect(tiles(frontend).last).to_have_text("a blue square")
+    assert {"b.txt", "b.mask", "more.zip"} <= {path.name for path in folder.iterdir()}
+    expect(page.locator(".tessera-gallery")).not_to_contain_text("Not taken")
+
     outside = (comfyui.base / "photos of mine").as_posix()
     frontend.set_widgets({"TesseraImageFolder": {"folder": outside}})
     expect(tiles(frontend)).to_have_count(24)
+    drop(page, {"a.txt": b"a caption without its picture"})
+    expect(page.locator(".tessera-gallery")).to_contain_text("Not taken: a.txt. Put them beside their pictures")
     drop(page, {"a.png": png("red")})
     expect(tiles(frontend)).to_have_count(1)
     new_folder = page.evaluate("app.graph.nodes[0].widgets.find((w) => w.name === 'folder').value")

@@ -11,8 +11,8 @@ import { t } from './common/words.js'
 
 let renewed // definitions after R; nodes that stand there keep the class of the old ones
 const ABSENT_WORDS = {
-  TesseraImageFolder: '{folder} is not among the folders that hold pictures.',
-  TesseraVideoFolder: '{folder} is not among the folders that hold clips.',
+  TesseraImageFolder: 'No pictures in {folder} yet: drop them on this node, or choose another folder.',
+  TesseraVideoFolder: 'No clips in {folder} yet: drop them on this node, or choose another folder.',
 }
 const KINDS = { TesseraImageFolder: 'pictures', TesseraVideoFolder: 'clips' }
 const EVERY = 1000 // milliseconds between two looks at subgraph nodes, of whose inputs Nodes 2.0 tells nobody
@@ -60,7 +60,7 @@ function absent(node, hosts) {
     if (!unlisted.has(key)) look(key, node.type, folder)
     if (unlisted.get(key) !== false) return ''
   }
-  return `${t(ABSENT_WORDS[node.type], { folder })} ${t('Put them there and press R, or choose another folder.')}`
+  return t(ABSENT_WORDS[node.type], { folder })
 }
 
 const folderOf = (node) => node.comfyClass in ABSENT_WORDS && widgetOf(node, 'folder')

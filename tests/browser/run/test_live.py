@@ -228,8 +228,7 @@ def test_what_is_wrong_stands_in_red_on_its_node_until_it_is_mended(frontend, co
     prompt["7"] = node("TesseraImageFolder", folder="input/absent")
     open_graph(frontend, prompt)
     page.evaluate("async () => { await app.loadGraphData(app.graph.serialize()) }")
-    absent = "input/absent is not among the folders that hold pictures. "
-    absent += "Put them there and press R, or choose another folder."
+    absent = "No pictures in input/absent yet: drop them on this node, or choose another folder."
     page.wait_for_function(f"Object.keys(({ON_NODES})()).length === 1")
     assert page.evaluate(ON_NODES) == {"TesseraImageFolder": absent}  # marked when it is opened
 

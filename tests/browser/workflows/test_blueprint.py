@@ -176,7 +176,7 @@ def test_an_absent_folder_is_marked_on_it_when_it_is_opened_until_another_is_cho
     page.evaluate(WIRE, [frontend.ENCODERS, {}, {"folder": "input/absent", "name": "of no run"}])
     page.evaluate("async () => app.loadGraphData(app.graph.serialize())")
     error = page.locator(".tessera-error:visible")  # newer frontends draw those inside too, hidden
-    playwright.expect(error).to_contain_text("input/absent is not among the folders that hold pictures.")
+    playwright.expect(error).to_contain_text("No pictures in input/absent yet: drop them on this node")
     page.evaluate(f"{OUTER}.widgets.find((w) => w.name === 'folder').value = 'input/squares'")
     playwright.expect(error).to_have_count(0)
     page.wait_for_timeout(1500)  # each second it looks again

@@ -12,8 +12,8 @@
  * @property {Element} [sheet] The newest sheet of previews.
  * @property {{sheets: number, shown: number}} [run] Sheets that were announced, and the newest one that is shown.
  * @property {ReturnType<typeof import('../gallery/tiles.js').makeGallery>} [gallery]
- * @property {{page: number, missing: boolean, folder?: string, endings?: string[], again?: boolean, asking?: Promise<void>}} [page]
- * Of the gallery: which page of its folder it shows, and the endings that the server reads.
+ * @property {{page: number, missing: boolean, folder?: string, endings?: string[], beside?: string[], again?: boolean, asking?: Promise<void>}} [page]
+ * Of the gallery: which page of its folder it shows, and the endings of files that the server reads in it, and beside those.
  * @property {{tell(): void, shrink(): void}} [more] Of the widgets behind *more*.
  */
 

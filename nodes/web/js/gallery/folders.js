@@ -17,6 +17,7 @@ const ASKED = ['folder', 'caption_extension', 'control_folder', 'mask_folder', '
 const LEAST_HEIGHT = { row: 225, rows: 345 } // of the gallery: one row, or two; a taller node shows more of them
 const IN_A_ROW = 3 // of the least width
 const LEAST_WIDTH = 380
+const NOTHING = { count: 0, missing: 0, unread: '', page: 0, pages: 1, entries: [], notes: [] } // of a folder that is absent
 
 /** The widget that an input's value comes from; in a subgraph it may be one of the node around it. */
 function widgetFor(node, name) {
@@ -128,8 +129,10 @@ async function update(node, state) {
   const answer = await api.fetchApi(`/tessera/folder?${asked}`, { cache: 'no-store' })
   const found = await answer.json()
   if (!node.graph) return removeGallery(node) // deleted meanwhile
-  if (found.endings) state.endings = found.endings
-  if (!answer.ok) return removeGallery(node) // errors.js and the run say why
+  const { endings = state.endings, beside = state.beside } = found
+  Object.assign(state, { endings, beside })
+  if (!answer.ok && !found.absent) return removeGallery(node) // errors.js and the run say why
+  if (found.absent) Object.assign(found, NOTHING)
   state.page = found.page
   const url = ({ file, state: changed }) => addressOf(place, { file, changed })
   drawPage(galleryOf(node), found, { kind, missing: state.missing, framed: isPrepared(node), url })
@@ -144,17 +147,17 @@ function refreshAll() {
   for (const node of folderNodes()) refresh(node)
 }
 
-/** Names the subfolder of ComfyUI's input that dropped files go to: the node's own, or a new one. */
+/** The subfolder of ComfyUI's input that dropped files go to: the node's own, or a new one. */
 function placeFor(node) {
   const folder = widgetFor(node, 'folder')
   if (!folder) return undefined
   const [root, ...below] = String(folder.value ?? '').split('/')
-  if (root === 'input' && below.length) return below.join('/')
+  if (root === 'input' && below.length) return { subfolder: below.join('/'), isNew: false }
   const taken = folder.options?.values ?? []
   const name = (count) => `dropped_${KINDS[node.type]}${count > 1 ? `_${count}` : ''}`
   let count = 1
   while (taken.includes(`input/${name(count)}`)) count += 1
-  return name(count)
+  return { subfolder: name(count), isNew: true }
 }
 
 /** Shows the folder that dropped files went to. Returns what to tell where it is another one than before. */
@@ -202,7 +205,7 @@ app.registerExtension({
     acceptDrops(node, {
       gallery: () => galleryOf(node),
       place: () => placeFor(node),
-      endings: () => stateOf(node).page?.endings,
+      endings: () => stateOf(node).page,
       captionEnding: () => `.${captionExtension(node).trim().replace(/^\.+/, '')}`,
       shown: (subfolder) => showFolder(node, subfolder),
     })

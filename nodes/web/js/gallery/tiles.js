@@ -45,8 +45,8 @@ const COUNT_WORDS = {
   clips: ['1 clip', '{count} clips', '1 clip without a caption', '{count} clips without a caption'],
 }
 const EMPTY_WORDS = {
-  pictures: 'This folder holds no pictures yet. Drop some here.',
-  clips: 'This folder holds no clips yet. Drop some here.',
+  pictures: 'No pictures yet: drop them here.',
+  clips: 'No clips yet: drop them here.',
 }
 
 const number = (count) => count.toLocaleString('en')

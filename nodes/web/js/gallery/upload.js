@@ -9,9 +9,9 @@ const stemOf = (name) => name.slice(0, name.length - endingOf(name).length)
 const hasFiles = (event) => [...(event?.dataTransfer?.items ?? [])].some(({ kind }) => kind === 'file')
 
 /**
- * Has a node take dropped files. `gallery` gives what shows them; `place` the subfolder that they go to,
- * none where the folder is another node's; `endings` those that are read;
- * `captionEnding` that of captions; `shown(subfolder)` shows the folder and returns what to tell of it.
+ * Has a node take dropped files. `gallery` gives what shows them; `place` the subfolder that they go to and whether it is
+ * a new one, none where the folder is another node's; `endings` those that are read, and those of captions, masks and
+ * archives (`beside`); `captionEnding` that of the node's captions; `shown(subfolder)` shows the folder and returns what to tell of it.
  */
 export function acceptDrops(node, { gallery, place, endings, captionEnding, shown }) {
   const say = (text) => tellNews(gallery(), text)
@@ -27,39 +27,50 @@ export function acceptDrops(node, { gallery, place, endings, captionEnding, show
   }
 
   async function take(files) {
-    const subfolder = place()
+    const { subfolder, isNew } = place() ?? {}
     if (!subfolder) return say(t('The folder comes from another node; drop files there.'))
-    const listed = endings()
+    const { endings: listed, beside } = endings() ?? {}
     if (!listed) return say(t('The server has not said yet which files it reads; try again.'))
     const chosen = files.filter((file) => listed.includes(endingOf(file.name)))
     const ending = captionEnding()
     const captionOf = (file) => files.find(({ name }) => name === `${stemOf(file.name)}${ending}`)
-    const taken = [...chosen, ...chosen.map(captionOf)]
-    const others = files.filter((file) => !taken.includes(file)).map(({ name }) => name)
+    const captions = chosen.map(captionOf)
+    const isBeside = ({ name }) => [...beside, ending].some((each) => name.toLowerCase().endsWith(each.toLowerCase()))
+    const isArchive = ({ name }) => /\.(zip|tar|tgz|tar\.gz)$/i.test(name)
+    // Captions alone would lie in a new folder without their pictures.
+    const lone = files.filter((file) => !chosen.includes(file) && !captions.includes(file) && isBeside(file))
+      .filter((file) => !isNew || chosen.length || isArchive(file))
+    const others = files.filter((file) => ![...chosen, ...captions, ...lone].includes(file)).map(({ name }) => name)
     const problems = []
+    const tellTaken = (wanted, got) =>
+      problems.push(t('{wanted} already exists with other text and is still used; your caption was saved as {got}.', { wanted, got }))
     if (others.length) {
       const named = [...others.slice(0, 5), ...(others.length > 5 ? [t('{count} more', { count: others.length - 5 })] : [])]
       const told = { files: named.join(', '), endings: listed.join(' '), ending }
-      problems.push(t('Not taken: {files}. Drop files of {endings}, and their captions ({ending}) with them.', told))
+      problems.push(others.some((name) => isBeside({ name }))
+        ? t('Not taken: {files}. Put them beside their pictures, in the folder of this node.', told)
+        : t('Not taken: {files}. Drop {endings}, captions ({ending}), masks, zip or tar.', told))
     }
-    for (const [at, file] of chosen.entries()) {
-      say(t('Copying {at} of {all}: {file}', { at: at + 1, all: chosen.length, file: file.name }))
+    const copied = [...chosen, ...lone]
+    for (const [at, file] of copied.entries()) {
+      say(t('Copying {at} of {all}: {file}', { at: at + 1, all: copied.length, file: file.name }))
       try {
         const name = await upload(file, file.name, subfolder)
-        const caption = captionOf(file)
+        if (lone.includes(file) && name !== file.name && file.name.endsWith(ending)) {
+          tellTaken(file.name, name)
+          continue
+        }
         if (name !== file.name) problems.push(t('{file} already exists, so the new file is named {name}.', { file: file.name, name }))
+        const caption = chosen.includes(file) && captionOf(file)
         if (!caption) continue
         const wanted = `${stemOf(name)}${ending}`
         const got = await upload(caption, wanted, subfolder)
-        if (got !== wanted) {
-          const told = { wanted, got }
-          problems.push(t('{wanted} already exists with other text and is still used; your caption was saved as {got}.', told))
-        }
+        if (got !== wanted) tellTaken(wanted, got)
       } catch (error) {
         problems.push(t('{file} was not copied: {reason}', { file: file.name, reason: error.message }))
       }
     }
-    const moved = chosen.length ? await shown(subfolder) : ''
+    const moved = copied.length ? await shown(subfolder) : ''
     say([moved, ...problems].filter(Boolean).join(' '))
   }
 }

@@ -78,6 +78,10 @@ def test_a_folder_is_listed_with_captions_and_thumbnails_are_small_and_upright(s
     assert (page["count"], page["missing"], page["unread"], page["pages"]) == (2, 1, "d.heic", 1)
     assert [(e["name"], e["caption"]) for e in page["entries"]] == [("a.png", "a red field"), ("turned.jpg", None)]
     assert ".jpg" in page["endings"] and ".mp4" not in page["endings"]
+    assert {".txt", ".mask", ".zip", ".tar.gz"} <= set(page["beside"])
+    status, nothing = request(server, "/tessera/folder", kind="pictures", folder="input/not there")
+    assert (status, nothing["absent"], nothing["endings"]) == (400, True, page["endings"])
+    assert request(server, "/tessera/folder", kind="pictures", folder="/etc")[1]["absent"] is False
     assert list(entries(server, "input/shown", missing="1")) == ["turned.jpg"]
     status, data = thumbnail(server, "input/shown", page["entries"][1]["file"])
     image = opened(data)
