@@ -154,8 +154,8 @@ HEAD = """# What trains
 
 This page is made by `python dev.py models`. It has a row for every model class of ComfyUI {version}.
 
-Train LoRA trains whatever ComfyUI loads to make pictures or video. A few models have a **forward of our own**; every
-other model runs **ComfyUI's own forward**, made safe for training.
+Train LoRA trains what ComfyUI loads to make pictures or video from a caption, except Stable Cascade. A few models have
+a **forward of our own**; every other model runs **ComfyUI's own forward**, made safe for training.
 
 | tier | what is tested, on a tiny model of the class |
 |---|---|
@@ -204,8 +204,8 @@ NEWER = """
 The tests run ComfyUI {version}. Qwen Image 2.1 came later: it is known by name, and tested with a class of the tests'
 own that does what its stored sources do. The models below came later too, and no package tells the names of their
 classes: they train with ComfyUI's own forward by rule (default layers, noise levels of ComfyUI's class), and nothing of
-them is tested by name. Files and sampling are those of ComfyUI's workflow templates of October 2026. PAN 2 and
-MiniMax-H3-Image came after those; nothing is known of them here.
+them is tested by name. Files and sampling are those of ComfyUI's workflow templates of October 2026. Nothing
+is known here of SenseNova-U1, nor of PAN 2 and MiniMax-H3-Image, which came after those templates.
 
 | model | file | text encoders (type) | VAE | megapixels | steps | cfg | sampler, scheduler |
 |---|---|---|---|---:|---:|---:|---|
