@@ -22,7 +22,8 @@ def no_family_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "FAMILIES", ())
 
 
-@pytest.mark.parametrize("row", TRAINED, ids=str)
+# In containers, as newer ComfyUIs hand q, k and v over, every row is compared in test_containers.py.
+@pytest.mark.parametrize("row", one_in(4, TRAINED), ids=str)
 def test_the_forward_is_core_s_own(row, tmp_path):
     trainer = trainer_of(row, tmp_path)
     batch, sample = batch_of(trainer), trainer.context.data.samples[0]
@@ -35,21 +36,20 @@ def test_the_forward_is_core_s_own(row, tmp_path):
     assert float((actual - expected).norm()) <= BOUND * float(expected.norm())
 
 
-@pytest.mark.parametrize("row", TRAINED, ids=str)
-def test_every_target_has_the_gradient_of_plain_autograd(row, tmp_path):
-    expected = None
-    for mode in ("none", "full"):
-        trainer = trainer_of(row, tmp_path / mode, mode)
-        fill_up_matrices(trainer)
-        expected = expected or written_out(row, trainer)
-        loss = trainer.train_step.forward_backward([micro_batch(0)])
-        assert abs(loss - expected[0]) <= BOUND * expected[0]
-        error = difference(lora_gradients(trainer), expected[1])
-        assert error <= BOUND, (mode, error)
-        trainer.close()
+@pytest.mark.parametrize(
+    ("row", "mode"), [*((row, "full") for row in TRAINED), *one_in(4, [(row, "none") for row in TRAINED])], ids=str
+)
+def test_every_target_has_the_gradient_of_plain_autograd(row, mode, tmp_path):
+    trainer = trainer_of(row, tmp_path, mode)
+    fill_up_matrices(trainer)
+    expected_loss, expected = written_out(row, trainer)
+    loss = trainer.train_step.forward_backward([micro_batch(0)])
+    assert abs(loss - expected_loss) <= BOUND * expected_loss
+    assert difference(lora_gradients(trainer), expected) <= BOUND
+    trainer.close()
 
 
-@pytest.mark.parametrize("row", one_in(3, TRAINED), ids=str)
+@pytest.mark.parametrize("row", one_in(4, TRAINED), ids=str)
 def test_a_step_leaves_nothing_for_the_next(row, tmp_path):
     """A second step on one caption with another LoRA gives what a fresh model gives."""
     used, fresh = (trainer_of(row, tmp_path / name) for name in ("used", "fresh"))
@@ -64,7 +64,7 @@ def test_a_step_leaves_nothing_for_the_next(row, tmp_path):
     assert loss == other and all(torch.equal(gradients[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("row", NAMED, ids=str)
+@pytest.mark.parametrize("row", one_in(2, NAMED), ids=str)
 def test_swapped_blocks_give_the_same_gradients(row, tmp_path):
     resident, swapped = (trainer_of(row, tmp_path / f"{n}", "full", blocks_to_swap=n) for n in (0, 2))
     assert swapped.placed.weights.swap is not None
