@@ -1,7 +1,6 @@
 """Progress of a run: ComfyUI's progress bar and text, and live events for the browser."""
 
 import logging
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from . import training_now
 log = logging.getLogger(__name__)
 
 EVENT = "tessera.train"
-LEAST_WAIT = 0.1  # seconds between two progress lines, as between two updates of ComfyUI's bar: each is redrawn
 
 
 def client_server() -> PromptServer | None:
@@ -65,7 +63,7 @@ class ServerObserver:
         self.node_id = node_id
         self.prompt_id = prompt_id()
         self.bar = ProgressBar(steps, node_id=node_id)
-        self.last_shown = -LEAST_WAIT  # time of the last line
+        self.has_panel = False  # whether the page shows the run, with its phase and its step
 
     def _send(self, kind: str, **values: Any) -> None:
         if server := client_server():
@@ -73,6 +71,7 @@ class ServerObserver:
             server.send_sync(EVENT, event, server.client_id)
 
     def began(self, folder: Path) -> None:
+        self.has_panel = True
         training_now.begin(folder, self.node_id or "", self.prompt_id, self.can_pause)
         self._send("begin", folder=place_in_output(folder).as_posix())
 
@@ -83,7 +82,8 @@ class ServerObserver:
     def phase(self, text: str) -> None:
         training_now.phase(text)
         log.info(text)
-        show_progress_text(self.node_id, text)
+        if not self.has_panel:
+            show_progress_text(self.node_id, text)
         self._send("phase", text=text)
 
     def note(self, text: str) -> None:
@@ -93,10 +93,6 @@ class ServerObserver:
     def step(self, report: StepReport) -> None:
         training_now.step(report)
         self.bar.update_absolute(report.step, report.steps)
-        current_time = time.monotonic()
-        if current_time - self.last_shown >= LEAST_WAIT or report.step == report.steps:
-            self.last_shown = current_time
-            show_progress_text(self.node_id, report.text())
         self._send(
             "step",
             step=report.step,

@@ -183,6 +183,7 @@ class Runs:
                 "seconds": curve.seconds,
                 "timed_from": curve.timed_from,
                 "first_steps": curve.first_steps or steps,
+                "changed": _changed(folder),
                 **(outlook(text["prompt_id"]) if curve.status == PAUSED else {}),
                 **_state_of(folder),
             }

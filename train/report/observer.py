@@ -25,16 +25,6 @@ class StepReport:
     seconds_per_step: float | None
     seconds_left: float | None
 
-    def text(self) -> str:
-        """Format as one line for a progress display."""
-        parts = [f"step {self.step}/{self.steps}", f"loss {self.loss:.4f}"]
-        if self.seconds_per_step is not None:
-            parts.append(f"{self.seconds_per_step:.2f} s/step")
-        if self.seconds_left is not None:
-            minutes, seconds = divmod(round(self.seconds_left), 60)
-            parts.append(f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d} left")
-        return ", ".join(parts)
-
 
 SAVE = "save"
 STOP = "stop"

@@ -3,7 +3,7 @@
 import { app } from '../../../scripts/app.js'
 import { api } from '../../../scripts/api.js'
 import { isElsewhere, ourNodes, placeOf } from './common/nodes.js'
-import { setError } from './report_widget.js'
+import { setError, show } from './report_widget.js'
 import { every } from './common/poll.js'
 import { stateOf } from './common/state.js'
 import { after, sourceWidget, widgetOf } from './common/widgets.js'
@@ -32,7 +32,11 @@ function showRefused() {
       said.set(place, [...(said.get(place) ?? []), ...(errors ?? []).map(refusal).filter(Boolean)])
     }
   }
-  for (const [place, sentences] of said) if (sentences.length) setError(place, [...new Set(sentences)].join('\n'))
+  for (const [place, sentences] of said) {
+    if (!sentences.length) continue
+    if (place.type === 'TesseraTrainLora') show(place, []) // the lines below it are of an earlier run
+    setError(place, [...new Set(sentences)].join('\n'))
+  }
 }
 
 const unlisted = new Map() // whether files are there, by type and folder; the list ends at some depth and number

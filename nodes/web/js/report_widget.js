@@ -4,12 +4,11 @@ import { addSubgraphWidget, removeSubgraphWidget, seat } from './subgraph_widget
 import { widgetOf } from './common/widgets.js'
 
 const WIDGET = 'tessera_report'
-const LINE_HEIGHT = 15 // of tessera.css, as is the padding, and what a picture has at most
+const LINE_HEIGHT = 15 // of tessera.css, as is the padding
 const PADDING = 6
 const MARGIN = 10 // the frontend's own, around every DOM widget
 const MOST_LINES = 12
 const MOST_LINES_OF_A_TABLE = 30
-const MOST_PIXELS_OF_A_PICTURE = 360
 const PANEL_WIDTH = 360
 
 function reportOf(node) {
@@ -39,27 +38,12 @@ export function monospaced(text) {
   return element
 }
 
-/** A picture as wide as the node; `loaded` is called when its size is known. */
-export function picture(url, text, loaded) {
-  const image = document.createElement('img')
-  Object.assign(image, { className: 'tessera-picture', src: url, alt: text, onload: loaded })
-  return image
-}
-
-function pictureHeight(node, image) {
-  if (!image.naturalWidth) return 0
-  const width = Math.min(image.naturalWidth, node.size[0] - 2 * (PADDING + MARGIN))
-  return Math.min(MOST_PIXELS_OF_A_PICTURE, (width * image.naturalHeight) / image.naturalWidth)
-}
-
 function height(node, element) {
   const letters = Math.max(20, Math.floor((node.size[0] - 40) / 6))
   const folded = (text) => text.split('\n').reduce((sum, line) => sum + Math.ceil((line.length || 1) / letters), 0)
-  const pictures = [...element.querySelectorAll(':scope > img')]
   const fixed = [...element.children].filter((part) => part.dataset.height)
-  const shown = pictures.reduce((sum, image) => sum + pictureHeight(node, image), 0) +
-    fixed.reduce((sum, part) => sum + Number(part.dataset.height), 0)
-  const texts = [...element.childNodes].filter((part) => !pictures.includes(part) && !fixed.includes(part))
+  const shown = fixed.reduce((sum, part) => sum + Number(part.dataset.height), 0)
+  const texts = [...element.childNodes].filter((part) => !fixed.includes(part))
   const most = texts.some((part) => part.rows || part.className === 'tessera-monospaced') ? MOST_LINES_OF_A_TABLE : MOST_LINES
   const lines = texts.reduce((sum, part) => sum + (part.rows?.length ?? folded(part.textContent)), 0)
   return Math.min(lines, most) * LINE_HEIGHT + shown + 2 * (PADDING + MARGIN)

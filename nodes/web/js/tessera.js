@@ -1,12 +1,13 @@
 // Shows on Tessera's nodes what they say of themselves: notes and saved files while they run, a summary at the end.
-// The phase and the step stand in ComfyUI's own progress text.
+// The state of a run, its step and its previews stand in its panel alone (run/run_panel.js).
 import { app } from '../../../scripts/app.js'
 import { api } from '../../../scripts/api.js'
 import { TABLE_WIDTH, describeCompiling } from './compile_report.js'
-import { isElsewhere, nodeAt } from './common/nodes.js'
-import { monospaced, picture, show } from './report_widget.js'
+import { isElsewhere, nodeAt, ourNodes } from './common/nodes.js'
+import { monospaced, show } from './report_widget.js'
 import { describeCheck } from './review/check_folder.js'
 import { stateOf } from './common/state.js'
+import { widgetOf } from './common/widgets.js'
 import { t } from './common/words.js'
 
 const describe = {
@@ -32,18 +33,12 @@ const describe = {
 
 const leastWidth = { TesseraLoraNetwork: TABLE_WIDTH, TesseraCompileReport: TABLE_WIDTH, TesseraTuneCompile: TABLE_WIDTH }
 
+const TRAIN = 'TesseraTrainLora'
+const PROGRESS_TEXT = '$$node-text-preview' // the frontend's name of the widget
 const MOST_LINES = 100 // of a run, while it runs
 
 function describeRun(run) {
   const lines = [run.path ? t('Saved: {file}', { file: `output/${run.path}` }) : t('The LoRA could not be saved, see below.')]
-  const loss = run.loss ?? []
-  if (loss.length) {
-    const tenth = Math.max(1, Math.floor(loss.length / 10))
-    const mean = (part) => (part.reduce((sum, value) => sum + value, 0) / part.length).toFixed(4)
-    const values = { steps: run.steps_done, first: mean(loss.slice(0, tenth)), last: mean(loss.slice(-tenth)) }
-    lines.push(t('{steps} steps, mean loss {first} in the first tenth, {last} in the last', values))
-  }
-  if (run.seconds_per_step != null) lines.push(t('{seconds} s per step', { seconds: run.seconds_per_step }))
   if (run.compile) {
     const values = { graphs: run.graphs_compiled, seconds: run.compile_seconds, backend: run.compile_report?.regions?.[0]?.how?.backend }
     lines.push(values.backend
@@ -58,40 +53,16 @@ function describeRun(run) {
     const values = { memory: run.peak_memory_of, size: (run.peak_memory_mib / 1024).toFixed(2) }
     lines.push(t('Peak memory of the {memory}: {size} GiB', values))
   }
-  const previews = run.previews?.files.length
-  if (previews) {
-    const folder = run.path ? `: output/${run.path.replace(/[^/]*$/, 'previews')}` : ''
-    lines.push(`${previews > 1 ? t('{count} previews', { count: previews }) : t('1 preview')}${folder}`)
-  }
   return [...lines, ...(run.notes ?? [])]
 }
-
-/** The previews so far, under the lines: the file is written anew each time, under one name. The last sheet stays until
- * the next one is loaded, and one that is loaded late takes no newer one's place. */
-function showPreviews(node, { filename, subfolder, type, step }) {
-  const state = stateOf(node)
-  const run = (state.run ??= newRun()) // a page that was opened meanwhile has seen no beginning
-  const number = ++run.sheets
-  const place = new URLSearchParams({ filename, subfolder, type, step })
-  const sheet = picture(api.apiURL(`/view?${place}`), t('Previews up to step {step}', { step }), () => {
-    if (state.run !== run || run.shown > number) return
-    run.shown = number
-    state.sheet = sheet
-    showLive(node)
-  })
-}
-
-const newRun = () => ({ sheets: 0, shown: 0 })
 
 /** The lines so far; those of the run's record on a page that has seen no beginning. */
 const linesOf = (node) => stateOf(node).lines ?? stateOf(node).notes ?? []
 
-function showLive(node) {
-  show(node, [...linesOf(node), stateOf(node).sheet])
-}
-
-function begin(node, lines) {
-  Object.assign(stateOf(node), { run: newRun(), lines, sheet: undefined })
+/** Takes away ComfyUI's own line of progress, which would go on telling what a run did last. */
+function removeProgressText(node) {
+  const shown = widgetOf(node, PROGRESS_TEXT)
+  if (shown) node.removeWidget(shown)
 }
 
 const liveLines = {
@@ -107,11 +78,20 @@ app.registerExtension({
       const line = liveLines[detail.kind]?.(detail)
       const node = nodeAt(detail.node)
       if (!node || isElsewhere(detail.prompt_id)) return
-      if (detail.kind === 'preview') showPreviews(node, detail)
+      if (detail.kind === 'begin') removeProgressText(node) // from here on the panel says it
       if (!line || linesOf(node).includes(line)) return
       stateOf(node).lines = [...linesOf(node), line].slice(-MOST_LINES) // the summary at the end has all notes
-      showLive(node)
+      show(node, linesOf(node))
     })
+    api.addEventListener('execution_start', ({ detail }) => {
+      if (isElsewhere(detail.prompt_id)) return
+      for (const [node] of ourNodes()) if (node.type === TRAIN) show(node, []) // the lines are of an earlier run
+    })
+    for (const end of ['execution_success', 'execution_error', 'execution_interrupted']) {
+      api.addEventListener(end, () => {
+        for (const [node] of ourNodes()) if (node.type === TRAIN) removeProgressText(node)
+      })
+    }
     api.addEventListener('tessera.compile', ({ detail }) => {
       const node = nodeAt(detail.node)
       if (node && !isElsewhere(detail.prompt_id)) show(node, detail.notes)
@@ -126,17 +106,17 @@ app.registerExtension({
       const result = onNodeCreated?.apply(this, rest)
       const width = LiteGraph.NODE_TEXT_SIZE * this.title.length // a node without widgets is narrower than its title
       if (width > this.size[0]) this.setSize([width, this.size[1]])
+      if (nodeData.name === TRAIN) Object.assign(this, { hideOutputImages: true }) // the panel shows the previews one by one
       return result
     }
     prototype.onExecutionStart = function (...rest) {
       onExecutionStart?.apply(this, rest)
-      begin(this, [])
+      stateOf(this).lines = []
     }
     prototype.onExecuted = function (output, ...rest) {
       onExecuted?.call(this, output, ...rest)
       if (isElsewhere()) return
       const payloads = output?.tessera ?? []
-      begin(this, stateOf(this).lines) // at the end the frontend itself shows the sheet
       if (payloads.length) show(this, payloads.flatMap((payload) => lines(payload)), leastWidth[nodeData.name])
     }
   },

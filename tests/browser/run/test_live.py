@@ -49,6 +49,8 @@ PRESS_RENAMED = """button => {
 VALUES = "app.graph.serialize().nodes.find((n) => n.type === 'TesseraTrainLora').widgets_values"
 
 
+PROGRESS_TEXTS = """app.graph.nodes.flatMap((n) => n.widgets ?? [])
+  .filter((w) => w.name === '$$node-text-preview').length"""
 CUT_OFF = """() => {
   const panel = document.querySelector('.tessera-run').getBoundingClientRect()
   const inside = (r) =>
@@ -85,7 +87,9 @@ def test_the_curve_grows_is_there_after_a_reload_and_cancel_says_what_it_saved(f
         assert (
             frontend.prompt() == workflow and page.evaluate(VALUES) == values
         )  # the panel is no value of the workflow
-        comfyui.interrupt()
+        center(page)
+        page.get_by_role("button", name="Cancel", exact=True).click()  # ComfyUI's own knows of no prompt now
+        panel_says(frontend, "Ends and saves.")
     comfyui.wait(prompt_id)
     panel_says(frontend, "and saved; Run goes on from there.")
     button = page.get_by_role("button", name="Stop and keep")
@@ -110,6 +114,10 @@ def test_the_curve_grows_is_there_after_a_reload_and_cancel_says_what_it_saved(f
     first, last = (sum(p[1] for p in part) / 3 for part in (run["loss"][:3], run["loss"][-3:]))
     card = page.locator(".tessera-run", has_text=re.compile(r"Done in 0:\d\d:\d\d, loss from "))
     playwright.expect(card).to_contain_text(f"loss from {loss_text(page, first)} to {loss_text(page, last)}")
+    playwright.expect(page.locator(".tessera-report")).to_contain_text("Saved: output/")
+    text = page.locator(".tessera-report").inner_text()
+    assert text.count("loss ") == 2, text  # in the legend, and in the sentence at the end
+    assert page.evaluate(PROGRESS_TEXTS) == 0  # of ComfyUI, which would go on saying Training
     playwright.expect(button).to_be_hidden()
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.get_by_role("button", name="Copy LoRA name").click()

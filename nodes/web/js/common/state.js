@@ -9,8 +9,6 @@
  * @property {string} [hint] A line on what the node is set to.
  * @property {string[]} [notes] Those of a run's record, on a page that did not see the run begin.
  * @property {string[]} [lines] Said so far by the run that the page saw begin.
- * @property {Element} [sheet] The newest sheet of previews.
- * @property {{sheets: number, shown: number}} [run] Sheets that were announced, and the newest one that is shown.
  * @property {ReturnType<typeof import('../gallery/tiles.js').makeGallery>} [gallery]
  * @property {{page: number, missing: boolean, folder?: string, endings?: string[], beside?: string[], again?: boolean, asking?: Promise<void>}} [page]
  * Of the gallery: which page of its folder it shows, and the endings of files that the server reads in it, and beside those.

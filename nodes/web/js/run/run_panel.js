@@ -2,7 +2,7 @@
 // set as text, never as HTML.
 
 import { button, curveIn, drawing, part } from '../common/elements.js'
-import { t } from '../common/words.js'
+import { language, t } from '../common/words.js'
 import { between, lineOf, placing } from './curve.js'
 import { drawStrip, makeStrip } from './preview_strip.js'
 
@@ -19,6 +19,7 @@ const ASK_WORDS = {
   stop: ['Stop and keep', 'End after this step as if it were the last: the LoRA is saved and the workflow continues.'],
   save: ['Save now', 'Save the LoRA and the state after this step, and continue training.'],
   sample: ['Sample now', 'Make all previews after this step, and continue training.'],
+  cancel: ['Cancel', 'End now and save, without the rest of the workflow. The next Run continues.'],
 }
 const CURVE_WORDS = ['loss', 'mean', 'validation', 'saves']
 
@@ -55,7 +56,8 @@ export function makePanel(ask, { copy, compare, goOn }, addressOf) {
   for (const [what, [text, title]] of Object.entries(ASK_WORDS)) {
     asks[what] = button(buttons, t(text), t(title), async () => {
       wait(buttons, true)
-      tell((await ask(what)) ?? t('{what}: after this step.', { what: t(text) }))
+      const problem = await ask(what)
+      tell(problem ?? (what === 'cancel' ? t('Ends and saves.') : t('{what}: after this step.', { what: t(text) })))
     })
   }
   const tell = (text) => {
@@ -102,6 +104,11 @@ function clock(seconds) {
   return `${Math.floor(whole / 3600)}:${two(Math.floor(whole / 60) % 60)}:${two(whole % 60)}`
 }
 
+/** When a run last changed its record, short. */
+const date = (seconds) => new Date(seconds * 1000).toLocaleString(language(), { dateStyle: 'short', timeStyle: 'short' })
+
+const isDone = (run) => run.status === 'finished' && !run.running && run.loss_ends
+
 /**
  * Shows a run as the server's routes tell it; `points` are all its points so far: step, loss, rate, mean. `further`:
  * steps that Continue would raise `steps` to, none to hide it.
@@ -116,7 +123,8 @@ export function draw(panel, run, points, previews, further) {
   if (run.running) left.textContent = run.seconds_left == null ? '' : t('{time} left', { time: clock(run.seconds_left) })
   else left.textContent = Object.hasOwn(END_WORDS, run.status) ? t(END_WORDS[run.status]) : t('Broke off')
   facts.textContent = [
-    last && t('loss {value}', { value: digits(last[3]) }),
+    !run.running && run.changed && date(run.changed),
+    last && !isDone(run) && t('loss {value}', { value: digits(last[3]) }), // the sentence at the end says it
     last?.[2] != null && t('rate {value}', { value: Number(last[2].toPrecision(3)) }),
     run.seconds_per_step != null && t('{seconds} s per step', { seconds: digits(run.seconds_per_step) }),
     run.folder,

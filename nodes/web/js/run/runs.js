@@ -30,7 +30,9 @@ async function ask(path) {
 /** Asks something of the run that trains. Returns why it can't be met, undefined where it will be. */
 async function askFor({ run }, what) {
   try {
-    await change(`runs/${run.id}/${what}`, { prompt_id: run.prompt_id })
+    // ComfyUI's own button knows no prompt after a reload of the page.
+    if (what === 'cancel') await api.interrupt(run.prompt_id)
+    else await change(`runs/${run.id}/${what}`, { prompt_id: run.prompt_id })
     return undefined
   } catch (error) {
     return error.message
