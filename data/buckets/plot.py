@@ -35,12 +35,9 @@ def describe_plan(plan: BucketPlan) -> str:
             f"{tokens} tokens{f', as {shapes}' if clips else ''} ({megapixels} megapixels; {plan.wanted_tokens} tokens "
             f"{'a frame ' if clips else ''}asked for): {_contents(grids)} on {_count(len(set(grids)), 'grid')}."
         )
+    lines.append(f"{plan.mean_crop:.2%} of a picture is cropped on average, {plan.worst_crop:.2%} at most.")
     lines.append(
-        f"Fit: {plan.fit}. Cropping cuts off {plan.mean_crop:.2%} of a picture on average, {plan.worst_crop:.2%} at "
-        "worst."
-    )
-    lines.append(
-        f"Buckets of equal area in steps of 64 pixels would cut off {plan.equal_area_crop:.2%} on average, with "
+        f"Ordinary buckets would crop {plan.equal_area_crop:.2%} on average, with "
         f"{_count(plan.equal_area_counts, 'token count')} to compile for instead of {len(plan.token_counts)}."
     )
     if plan.upscaled:

@@ -86,7 +86,7 @@ def test_the_menu_puts_nodes_of_ours_in_its_place(frontend, new_renderer):
     assert train[1] | COPIED | {"model": ["1", 0], "data": [data[0], 0]} == train[1]
     assert nodes["LossGraphNode"][1]["loss"] == [train[0], 1] and nodes["SaveLoRA"][1]["lora"] == [train[0], 0]
     head, *lines = page.evaluate(NOTE).splitlines()
-    assert head == "What core's Train LoRA had and these nodes have not:"
+    assert head == "Settings that couldn't be carried over:"
     assert [line.removeprefix("- ") for line in lines] == TOLD
     assert frontend.faults() == {}
     frontend.picture("replaced", "TesseraLatentsToDataset", "TesseraTrainLora", "Note")

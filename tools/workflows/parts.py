@@ -11,10 +11,11 @@ def hub_file(path: str, directory: str) -> ModelFile:
     return ModelFile(f"{HUB}/{path}", directory)
 
 
-SWAPPED = "Blocks that do not fit the GPU stream from the computer's memory."
+SWAPPED = "Too big for your GPU? The model is split with RAM by itself; with 12 GB or less set **quantize** to int8."
 # Heights and widths of nodes after a run, so that they do not overlap.
 PLAN_TALL = 430
-PANEL_TALL = 740
+PANEL_TALL = 880
+LOW_PANEL_TALL = 740  # beside what leaves no room for more
 PICTURE_TALL = 330
 LOADER_TALL = 270
 MEMORY_TALL = 250
@@ -41,7 +42,7 @@ Below `ComfyUI/models`:
 `a.txt`. Press R and choose the folder.
 
 ### 3. Press Run
-The LoRA is saved in `output/loras`; LoRA loaders list it. If you stop, the next Run continues.
+Pick the LoRA in any LoRA loader (press R). Stop any time: the next Run continues.
 
 {more}"""
 PLAIN = """### 1. Get the files
@@ -141,9 +142,8 @@ def train(
     if adapter is not None:
         network = graph.node("TesseraLoraNetwork", tall=330, files=[adapter], training_adapter=adapter.name)
         linked["network"] = network[0]
-    trained = graph.node(
-        "TesseraTrainLora", tall=PANEL_TALL, model=model, data=data[0], output_name=name, **linked, **inputs
-    )
+    tall = PANEL_TALL if low is None and adapter is None else LOW_PANEL_TALL
+    trained = graph.node("TesseraTrainLora", tall=tall, model=model, data=data[0], output_name=name, **linked, **inputs)
     if adapter is not None:
         return trained
     for place in (0,) if low is None else (0, 3):
@@ -152,8 +152,6 @@ def train(
             tall=SAVED_TALL if low is None else 130,
             lora=trained[place],
         )
-    row = graph.columns[-1].nodes[-1]
-    row.append(row.pop(0))  # at the bottom, with room for what it shows of the run
     return trained
 
 

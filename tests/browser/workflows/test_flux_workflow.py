@@ -107,7 +107,7 @@ def test_the_run_button_trains_and_the_api_workflow_gives_the_same_lora(frontend
     assert any("_without_" in file for file in pictures) and any("_with_" in file for file in pictures)
     reports = frontend.page.locator(".tessera-report")
     playwright.expect(reports.filter(has_text=graph_file.name)).to_be_visible()
-    playwright.expect(reports.filter(has_text="Cropping cuts off")).to_be_visible()
+    playwright.expect(reports.filter(has_text="is cropped on average")).to_be_visible()
     live = frontend.page.evaluate("app.graph.nodes.find((n) => n.type === 'TesseraTrainLora').tessera.lines")
     assert f"Saved: {graph_file.name}" in live  # told by an event while the run went on
     values = frontend.page.evaluate(

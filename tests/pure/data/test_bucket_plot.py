@@ -98,10 +98,11 @@ def test_the_text_says_the_numbers_of_the_plan():
         line = next(line for line in text.splitlines() if line.startswith(f"{tokens} tokens"))
         assert f"({tokens * 256 / 1024**2:.2f} megapixels; 4096 tokens asked for)" in line
         assert f": {len(placed)} pictures on {len(grids)} grid" in line
-    assert f"{100 * plan.mean_crop:.2f}% of a picture on average, {100 * plan.worst_crop:.2f}% at worst" in text
-    assert f"would cut off {100 * plan.equal_area_crop:.2f}%" in text
+    assert (
+        f"{100 * plan.mean_crop:.2f}% of a picture is cropped on average, {100 * plan.worst_crop:.2f}% at most" in text
+    )
+    assert f"would crop {100 * plan.equal_area_crop:.2f}%" in text
     assert f"{plan.equal_area_counts} token counts to compile for instead of 2." in text
-    assert "whole grids" in text
 
 
 def test_the_text_names_enlarged_pictures_only_where_there_are_any():

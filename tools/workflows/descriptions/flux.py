@@ -151,10 +151,10 @@ def _face(graph: Graph, clip: Output, vae: Output, **folder_inputs: object) -> t
 
 
 def lora_with_everything(graph: Graph) -> None:
-    hint = "Each node has settings for a face. Delete one around *Train LoRA*, and its defaults are used."
+    hint = "Each node has settings for a face. You can delete any options node around *Train LoRA*."
     training_note(graph, FILES, hint)
     model, clip, vae = load(graph, FLUX, "flux", [CLIP_L, T5], FLUX_VAE)
-    data, _, guided = _face(graph, clip[0], vae[0], caption_dropout=0.05)
+    data, _, guided = _face(graph, clip[0], vae[0])
     options = preview(graph, vae[0], guided, width=768, height=768)
     graph.column("Options", NARROW)
     network = graph.node("TesseraLoraNetwork", tall=560, rank=16, alpha=16, model=model[0])
@@ -169,7 +169,7 @@ def lora_with_everything(graph: Graph) -> None:
 def lora_with_validation(graph: Graph) -> None:
     hint = (
         "**Validation** sets a tenth of the pictures aside and saves the LoRA that does best on them. **class_word** "
-        "keeps what the model makes of *woman* as it is, at the price of two more forward passes."
+        "keeps other women as they were, and takes about twice as long."
     )
     training_note(graph, FILES, hint)
     model, clip, vae = load(graph, FLUX, "flux", [CLIP_L, T5], FLUX_VAE)

@@ -155,7 +155,7 @@ def hunyuan_video15_lora(graph: Graph) -> None:
     ]
     vae_file = hub_file(f"{files}/vae/hunyuanvideo15_vae_fp16.safetensors", "vae")
     hint = (
-        "**target_frames** are the lengths cut from each clip, 4 n + 1 frames. What a caption puts in double quotes is "
+        "**target_frames**: frames per clip, 17, 33, 49 …. What a caption puts in double quotes is "
         "text that the clip shows."
     )
     training_note(graph, [model_file, *clip_files, vae_file], hint, "my_clips", "your clips")
@@ -187,7 +187,7 @@ def minimax_h3_lora(graph: Graph) -> None:
     adapter = "minimax_h3_training_adapter/resolve/main/minimax_h3_training_adapter_v1.safetensors"
     adapter_file = _hub("ostris", adapter, "loras")
     hint = (
-        "**target_frames** are the lengths cut from each clip, 17 n + 5 frames. The sound isn't trained. H3 is "
+        "**target_frames**: frames per clip, 22, 39, 56 …. The sound isn't trained. H3 is "
         "distilled; its training adapter is used while training only, so that the LoRA works on it as it is."
     )
     files = [model_file, clip_file, vae_file, sound_file, adapter_file]
@@ -212,7 +212,7 @@ def ltx_video_lora(graph: Graph) -> None:
     file = _hub("Lightricks", "LTX-Video/resolve/main/ltx-video-2b-v0.9.safetensors", "checkpoints")
     clip_file = _hub("comfyanonymous", "flux_text_encoders/resolve/main/t5xxl_fp16.safetensors", "text_encoders")
     hint = (
-        "**target_frames** are the lengths cut from each clip, 8 n + 1 frames. Give *LTXVConditioning* the **fps** of "
+        "**target_frames**: frames per clip, 17, 25, 33 …. Give *LTXVConditioning* the **fps** of "
         "your clips. Later LTX-Video files load the same way."
     )
     training_note(graph, [file, clip_file], hint, "my_clips", "your clips")
@@ -240,7 +240,7 @@ def ltx2_3_lora(graph: Graph) -> None:
     fast = "ltx_2.3_22b_distilled_1.1_lora_dynamic_fro09_avg_rank_111_bf16.safetensors"
     fast_file = hub_file(f"ltx-2.3/{split}/loras/{fast}", "loras")
     hint = (
-        "**target_frames** are the lengths cut from each clip, 8 n + 1 frames. The sound of your clips isn't used: the "
+        "**target_frames**: frames per clip, 17, 25, 33 …. The sound of your clips isn't used: the "
         "model hears silence while it trains. Trained on dev, sampled in 8 **steps** with the distilled LoRA. Have 16 "
         "GB on the card and 64 GB in the computer (calculated, not measured)."
     )

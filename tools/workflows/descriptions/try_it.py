@@ -17,7 +17,7 @@ the LoRA*, on the right, is the result.
 ### 3. Ask for another picture
 Set the prompt to *the face of a black cat* or *a yellow house at night* and press Run. Nothing is trained again.
 
-The model is tiny and starts from nothing, so its settings don't suit real models. Next: *1 Train a FLUX LoRA*."""
+The model is tiny, so don't copy these settings. Next: *1 Train a FLUX LoRA*."""
 
 
 def try_it(graph: Graph) -> None:

@@ -30,7 +30,7 @@ SMALL = {"width": 480, "height": 272, "frames": 17}
 
 
 def wan_t2v_lora(graph: Graph) -> None:
-    hint = "**target_frames** are the lengths cut from each clip, 4 n + 1 frames. Pictures train as well: chain "
+    hint = "**target_frames**: frames per clip, 17, 33, 49 …. Pictures train as well: chain "
     training_note(graph, [WAN_T2V, UMT5, WAN_VAE], f"{hint}*Training Images*.", "my_clips", "your clips")
     model, clip, vae = load(graph, WAN_T2V, "wan", [UMT5], WAN_VAE)
     data = clips(graph, vae[0], clip[0], "17, 33")

@@ -97,7 +97,7 @@ function place(old, data, train, note, reasons) {
 
   note.title = "From core's Train LoRA"
   widgetOf(note, 'text').value = [
-    reasons.length ? "What core's Train LoRA had and these nodes have not:" : 'All settings were copied.',
+    reasons.length ? "Settings that couldn't be carried over:" : 'All settings were copied.',
     ...reasons.map((reason) => `- ${reason}`),
   ].join('\n')
   size(note, 50 + 18 * reasons.reduce((lines, reason) => lines + Math.ceil((7 * reason.length) / width), 1))
