@@ -17,7 +17,7 @@ const ASKED = ['folder', 'caption_extension', 'control_folder', 'mask_folder', '
 const LEAST_HEIGHT = { row: 225, rows: 345 } // of the gallery: one row, or two; a taller node shows more of them
 const IN_A_ROW = 3 // of the least width
 const LEAST_WIDTH = 380
-const NOTHING = { count: 0, missing: 0, unread: '', page: 0, pages: 1, entries: [], notes: [] } // of a folder that is absent
+const NOTHING = { count: 0, missing: 0, waiting: 0, unread: '', page: 0, pages: 1, entries: [], notes: [] } // of a folder that is absent
 
 /** The widget that an input's value comes from; in a subgraph it may be one of the node around it. */
 function widgetFor(node, name) {
