@@ -8,8 +8,8 @@ from comfy.model_patcher import ModelPatcher
 
 from ..common.text import shortlist
 from ..models.adapters.registry import algorithms_with
+from ..models.catalogue.registry import family_of
 from ..models.family import Family
-from ..models.registry import family_of
 from .files.comfyui_loader import read_otherwise
 from .files.coverage import check_finite, no_layer_met, reading_notes
 from .files.fit import fitting_patches

@@ -33,7 +33,7 @@ def main(comfyui: str) -> None:
     assert spec is not None and spec.loader is not None
     sys.modules["tessera"] = pack = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(pack)
-    models = importlib.import_module("tessera.models.registry").titles_with_releases()
+    models = importlib.import_module("tessera.models.catalogue.registry").titles_with_releases()
     named_titles = importlib.import_module("tessera.models.native.facts.lookup").named_titles()
     for page in PAGES:
         text = page.read_text(encoding="utf-8")

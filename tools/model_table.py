@@ -310,9 +310,9 @@ def make_page() -> str:
     """Make the page of the ComfyUI and the pack that are loaded."""
     import comfy.supported_models
     import comfyui_version
+    from tessera.models.catalogue.registry import FAMILIES
     from tessera.models.native.facts.lookup import NAMED
     from tessera.models.native.facts.newer import BY_RULE
-    from tessera.models.registry import FAMILIES
     from tiny.native import ROWS
 
     families = {family.name: family.title for family in FAMILIES}

@@ -65,7 +65,7 @@ def sample(spec: dict[str, Any]) -> dict[str, Any]:
         patcher = state_dict_model(spec, model)
         size = patcher.model_size()
     if mode == "swap":
-        from tessera.models.swapped_model import SwapSettings, swap
+        from tessera.models.catalogue.swapped_model import SwapSettings, swap
 
         reserved = take_away(size / 2 + ROOM * GB) if cuda else None
         patcher, notes = swap(patcher, SwapSettings(-1 if cuda else 2))

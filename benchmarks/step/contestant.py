@@ -43,7 +43,7 @@ def make_trainer(spec: dict[str, Any], patcher: Any, data: Any, folder: Path) ->
     run = import_module("tessera.train.config.settings")
     loop, plan = import_module("tessera.train.loop.trainer"), import_module("tessera.lora.plan")
     events, apply = import_module("tessera.train.report.observer"), import_module("tessera.compile.settings")
-    registry = import_module("tessera.models.registry")
+    registry = import_module("tessera.models.catalogue.registry")
     # A family of our own that is not there cannot claim the model.
     with patch.object(registry, "FAMILIES", () if spec.get("path") == "native" else registry.FAMILIES):
         family = registry.family_of(patcher)

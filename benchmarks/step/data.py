@@ -9,7 +9,7 @@ from families import Picture
 
 def random_data(patcher: Any, picture: Picture, count: int) -> Any:
     """`count` pictures or clips with their texts as our trainer takes them, fp32 on the host."""
-    family = import_module("tessera.models.registry").family_of(patcher)
+    family = import_module("tessera.models.catalogue.registry").family_of(patcher)
     generator = torch.Generator().manual_seed(1)
     samples = [_sample(family, patcher.model, picture, f"sample {i}", generator) for i in range(count)]
     return import_module("tessera.data.samples").TrainingData(tuple(samples), "random")

@@ -50,7 +50,7 @@ class CountedStep:
     def __init__(self, model: Model, file: str, picture: Picture):
         dtype = torch.bfloat16 if model.write is None else torch.float32
         self.patcher = model.load(file, "meta", dtype)
-        self.family = import_module("tessera.models.registry").family_of(self.patcher)
+        self.family = import_module("tessera.models.catalogue.registry").family_of(self.patcher)
         compute = self.patcher.model.get_dtype_inference()
         self.transformer = self.family.forward.build(self.patcher, torch.device("meta"), compute, "auto")
         (self.sample,) = random_data(self.patcher, picture, 1).samples

@@ -9,7 +9,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
-from ...models.registry import usual_settings
+from ...models.catalogue.registry import usual_settings
 
 Conditioning = list[list[Any]]
 

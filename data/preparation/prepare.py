@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ...common.fingerprint import changed_fields, fingerprint
 from ...common.progress import Interrupted, Progress
+from ...models.catalogue.registry import text_policy
 from ...models.latents import WAN21, WAN22, latent_policy
-from ...models.registry import text_policy
 from ...models.text import AS_COMFYUI, PLUS, TextPolicy, check_pair
 from ..buckets.grids import Placement
 from ..buckets.plot import describe_plan

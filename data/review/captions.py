@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ...models.registry import text_policy
+from ...models.catalogue.registry import text_policy
 from ..layouts.subsets import Example, Subset
 from .findings import EMPTY, EQUAL, LONG, NO_CAPTION, NO_TRIGGER, Finding
 

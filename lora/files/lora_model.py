@@ -10,8 +10,8 @@ from torch import Tensor
 from ...common.text import quoted
 from ...common.untrusted.budgets import METADATA
 from ...common.untrusted.json_text import parse_json
+from ...models.catalogue.registry import native_name, table_of
 from ...models.name_table import NameTable, flat_name, read_recorded, uncompiled
-from ...models.registry import native_name, table_of
 from .spellings import ALPHA, DORA, DOWN, UP, is_text_encoder, split_key, without_containers
 
 PREFIX = "lora_unet_"

@@ -30,11 +30,11 @@ from .comfyui.leftovers import as_loaded
 from .facts.lookup import facts_of, is_tested, named_facts
 from .facts.model_facts import ModelFacts
 from .facts.untrained import why_untrained
-from .inputs import native_inputs, patchify
+from .forward.inputs import native_inputs, patchify
+from .forward.shadow import Shadow
+from .forward.transformer import ForwardRecord, NativeTransformer
 from .names import native_names, origin_of
 from .objective import SamplingObjective, default_shift, objective_of
-from .shadow import Shadow
-from .transformer import ForwardRecord, NativeTransformer
 from .verify.checks import NativeChecks
 
 

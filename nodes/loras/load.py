@@ -8,7 +8,7 @@ from comfy_api.latest import io
 
 from ...lora.files.loading import load_lora
 from ...lora.source import read_lora_file
-from ...models.registry import family_of
+from ...models.catalogue.registry import family_of
 from ..common.types import LoraModelType
 from ..options.lora_files import lora_file_fingerprint, lora_files, lora_path
 

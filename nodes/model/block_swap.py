@@ -8,7 +8,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
 from ...memory.host.pinning import PIN_MEMORY
-from ...models.swapped_model import SwapSettings, swap
+from ...models.catalogue.swapped_model import SwapSettings, swap
 from .compile import check_is_diffusion_model
 
 

@@ -15,8 +15,8 @@ from ...memory.low_bit.quantize import AS_STORED, QUANTIZE
 from ...memory.swap.selection import check_count
 from ...memory.weights.dynamic_vram import cast_as_asked
 from ...models.blocks import most_blocks
+from ...models.catalogue.swapped_model import SwapSettings
 from ...models.name_table import uncompiled
-from ...models.swapped_model import SwapSettings
 from .block_swap import swap_inputs, with_swap
 from .model_file import SAFETENSORS, is_of_compiled, load_of_compiled, open_quantized, readable
 

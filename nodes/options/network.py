@@ -10,7 +10,7 @@ from torch import Tensor
 from ...lora.options import NONE, SAME, NetworkOptions
 from ...lora.patterns import parse_targets
 from ...lora.plan import describe_network
-from ...models.registry import family_of
+from ...models.catalogue.registry import family_of
 from ..common.types import NetworkType
 from .lora_files import lora_file_fingerprint, lora_source, low_noise_source
 from .network_inputs import network_inputs

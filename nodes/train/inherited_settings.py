@@ -7,7 +7,7 @@ from comfy.model_patcher import ModelPatcher
 from ...compile.attach import compiled_model_of
 from ...compile.settings import CompileSettings
 from ...lora.options import SAME
-from ...models.swapped_model import swap_settings_of
+from ...models.catalogue.swapped_model import swap_settings_of
 from ...train.config.settings import MemoryOptions, TrainSettings
 
 

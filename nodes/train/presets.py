@@ -8,8 +8,8 @@ DreamBooth, arXiv 2208.12242; LoRA, arXiv 2106.09685; musubi-tuner's docs/wan.md
 from collections.abc import Mapping
 from typing import Any
 
+from ...models.catalogue.registry import known_by_file_name
 from ...models.family import Family, UsualSettings
-from ...models.registry import known_by_file_name
 
 CUSTOM = "custom"
 MOTION = "motion"

@@ -3,7 +3,7 @@
 from comfy_api.latest import io
 
 from ...common.text import joined
-from ...models.registry import titles
+from ...models.catalogue.registry import titles
 from ...train.checkpoint.resume import list_states
 from ...train.config.settings import TrainSettings
 from ...train.distributed.device_list import THIS_ONE

@@ -13,7 +13,7 @@ from ...common.text import joined, quoted
 from ...data.samples import TrainingData
 from ...lora.base import with_base
 from ...lora.options import NetworkOptions
-from ...models.registry import family_of, titles
+from ...models.catalogue.registry import family_of, titles
 from ...train.checkpoint.resume import find_state
 from ...train.config.settings import MemoryOptions, TrainSettings, ValidationOptions
 from ...train.distributed.device_list import THIS_ONE

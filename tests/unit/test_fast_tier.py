@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from family_cases import CASES
-from tessera.models.registry import FAMILIES
+from tessera.models.catalogue.registry import FAMILIES
 from tessera_dev import FAST_TESTS, ROOT, find_comfyui
 
 

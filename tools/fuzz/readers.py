@@ -33,7 +33,7 @@ from tessera.lora.options import NetworkOptions
 from tessera.lora.patterns import parse_targets
 from tessera.lora.plan import adapter_specs, choose_targets
 from tessera.lora.source import LoraSource, read_lora_file
-from tessera.models.registry import family_of
+from tessera.models.catalogue.registry import family_of
 from tessera.nodes.loras.lora_list import lines_of, matching
 from tessera.train.checkpoint.metadata import read_best
 from tessera.train.checkpoint.state import load_state

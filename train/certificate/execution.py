@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ...memory.swap.training import frozen_modules
 from ...memory.weights.check_format import relative_error
+from ...models.catalogue.registry import run_in_fp32
 from ...models.family import Block, ModelInputs
-from ...models.registry import run_in_fp32
 from ..placement.placed_model import PlacedModel
 
 NOISES, LEAST = 4.0, 1e-4

@@ -9,7 +9,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
 
 from ...common.core import quantised_layout
-from ...models.registry import in_fp32
+from ...models.catalogue.registry import in_fp32
 from ..loop.watcher import RunView
 from ..preflight.context import RunContext
 from ..report.errors import log_error

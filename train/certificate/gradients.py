@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ...memory.activations import checkpointing
+from ...models.catalogue.registry import as_fp32, in_fp32, run_in_fp32
 from ...models.family import Block, ModelInputs
-from ...models.registry import as_fp32, in_fp32, run_in_fp32
 from ..placement.placed_model import PlacedModel
 from .adapters import without_adapters
 from .probe import DirectionProbe

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from ...models.catalogue.registry import in_fp32
 from ...models.family import ModelInputs
-from ...models.registry import in_fp32
 from ..placement.placed_model import PlacedModel
 from ..verify.forward import relative
 from .adapters import patched_by_core, perturbed

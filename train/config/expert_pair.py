@@ -3,7 +3,7 @@
 from comfy.model_patcher import ModelPatcher
 
 from ...models.blocks import linear_shapes
-from ...models.registry import family_of
+from ...models.catalogue.registry import family_of
 
 HIGH, LOW = "high_noise", "low_noise"
 SAME_WEIGHTS = (

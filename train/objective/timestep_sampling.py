@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 
 from ...common.rng import generator as generator_for
-from ...models.registry import resolution_shifts
+from ...models.catalogue.registry import resolution_shifts
 from .distribution import Distribution, distribution_of, sample_from
 from .options import ObjectiveOptions
 

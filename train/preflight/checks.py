@@ -13,10 +13,10 @@ from ...lora.plan import choose_targets, network_notes
 from ...lora.warm_start import WarmStart, read_warm_start
 from ...memory.weights.formats.gguf_reader import held_in_full_notes
 from ...memory.weights.frozen import dequantised_notes
+from ...models.catalogue.registry import family_of
 from ...models.family import Family
 from ...models.layers.attention import attention_function, attention_notes
 from ...models.model_patches import trainable_model
-from ...models.registry import family_of
 from ..config.settings import TrainSettings
 from ..objective.batch import strata_sizes
 from ..objective.flow_options import check_schedule_options

@@ -15,7 +15,7 @@ from ...lora.files.patches import DoesNotFit
 from ...lora.files.reader import read_patches
 from ...memory.host.flat_weights import restore_inference_mode
 from ...memory.weights.frozen import unload
-from ...models.registry import known_family, names_of_model
+from ...models.catalogue.registry import known_family, names_of_model
 from ..config.expert_pair import SAME_WEIGHTS, meeting_sigma
 from .contact_sheet import Cell, render_frames, render_sheet
 from .sampling import (

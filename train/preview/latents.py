@@ -8,7 +8,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.nested_tensor import NestedTensor
 from torch import Tensor
 
-from ...models.registry import model_latents, silent_shape
+from ...models.catalogue.registry import model_latents, silent_shape
 
 
 def pictures_of(samples: Any) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...common.core import end_of_node
 from ...lora.files.fit import fitting_patches
 from ...lora.files.reader import read_patches
-from ...models.registry import model_latents, names_of_model, related_family
+from ...models.catalogue.registry import model_latents, names_of_model, related_family
 from .latents import check_latent, check_latent_fits, empty_latent, pictures_of
 
 Conditioning = list[list[Any]]

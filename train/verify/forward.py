@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ...common.core import features
 from ...data.samples import Sample
+from ...models.catalogue.registry import core_forward
 from ...models.family import Family, ModelInputs, RunBlock, Transformer
-from ...models.registry import core_forward
 from ..report.errors import CannotContinue
 from .sample import SMALL, SMALL_FRAMES, check_sample, cut_to, inputs_of, sigmas, smallest
 

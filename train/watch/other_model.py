@@ -7,8 +7,8 @@ from comfy.model_patcher import ModelPatcher
 
 from ...lora.options import NetworkOptions
 from ...lora.plan import choose_targets
+from ...models.catalogue.registry import family_of
 from ...models.convolutions import WeightShape, weight_shapes
-from ...models.registry import family_of
 from ..preview.sampling import with_lora
 from .previewer import Preview
 

@@ -18,8 +18,8 @@ from ...lora.files.formats import convert
 from ...memory.host.flat_weights import restore_inference_mode
 from ...memory.swap.host_copies import host_copies_retained
 from ...memory.weights.frozen import unload
+from ...models.catalogue.registry import family_of, known_family
 from ...models.family import Family
-from ...models.registry import family_of, known_family
 from ..config.expert_pair import HIGH
 from ..loop.watcher import RunView
 from ..preview.gallery import FOLDER, SHEET, Shot, read_index, save_shot, write_index, write_sheet

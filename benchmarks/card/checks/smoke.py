@@ -201,8 +201,8 @@ class Smoke:
     ) -> Tensor:
         from tessera.compile.attach import compile_model
         from tessera.compile.settings import CompileSettings
-        from tessera.models.swapped_model import SwapSettings
-        from tessera.models.swapped_model import swap as swap_blocks
+        from tessera.models.catalogue.swapped_model import SwapSettings
+        from tessera.models.catalogue.swapped_model import swap as swap_blocks
         from tiny.compile.compiling import make_lora, with_lora
 
         choose_attention(plain=not mode)

@@ -9,8 +9,8 @@ import torch
 from ....common.core import version
 from ....common.text import joined
 from ...family import ForwardChecks, ModelInputs, Transformer
-from ..kernels import AttentionCalls, watched_calls
-from ..transformer import NativeTransformer
+from ..forward.kernels import AttentionCalls, watched_calls
+from ..forward.transformer import NativeTransformer
 from ..writes.out_of_place import blocks_to_leave_eager
 from .comparison import ForwardComparison, OnDevice
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ...family import ModelInputs
-from ..blocks import NativeBlock
-from ..gradients import check_gradients
-from ..inputs import NativeInputs
-from ..transformer import NativeTransformer
+from ..forward.blocks import NativeBlock
+from ..forward.gradients import check_gradients
+from ..forward.inputs import NativeInputs
+from ..forward.precision import run_in
+from ..forward.transformer import NativeTransformer
 from .outside import Unloaded
-from .precision import run_in
 
 OnDevice = Callable[..., Any]
 

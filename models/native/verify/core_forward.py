@@ -13,10 +13,10 @@ from ....memory.comfy_compiler import without_comfy_compiler
 from ....memory.weights.check_format import FormatMismatch
 from ...family import Block, Family, NoisySample, RunBlock, Transformer
 from ..comfyui.refusals import OF_CORE, cause_of, is_of_core, refusal, unusable
-from ..inputs import NativeGroup, native_inputs
-from ..shadow import SharedTensors, restore
+from ..forward.inputs import NativeGroup, native_inputs
+from ..forward.precision import cast_buffers, cast_floating, computing_in, dtype_told, run_in
+from ..forward.shadow import SharedTensors, restore
 from .placed_shadow import shadow_over
-from .precision import cast_buffers, cast_floating, computing_in, dtype_told, run_in
 
 
 class CoreForward:

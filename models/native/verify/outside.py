@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..blocks import NativeBlock, flatten
+from ..forward.blocks import NativeBlock, flatten
 
 # Names in torch of what doesn't need a tensor's values.
 _VALUELESS = frozenset(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ....memory.weights.frozen import FrozenWeights
 from ....memory.weights.frozen_linear import FrozenLinear
 from ...layers.lora_linear import LoraLayer
-from ..shadow import Shadow
+from ..forward.shadow import Shadow
 
 
 class PlacedLinear(nn.Module):

@@ -16,8 +16,8 @@ from tessera.compile.settings import CompileSettings
 from tessera.compile.tune.inputs import StepSize, step_inputs
 from tessera.compile.tune.search import tune
 from tessera.memory.comfy_compiler import without_comfy_compiler
-from tessera.models import registry
-from tessera.models.swapped_model import SwapSettings, swap
+from tessera.models.catalogue import registry
+from tessera.models.catalogue.swapped_model import SwapSettings, swap
 from tessera.train.config.settings import MemoryOptions
 from tiny.train.training import make_data, make_trainer, micro_batch
 

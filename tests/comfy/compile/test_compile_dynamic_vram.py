@@ -17,7 +17,7 @@ from tessera.common.core import quantised_data
 from tessera.compile.attach import compile_model, compiled_model_of
 from tessera.compile.settings import CompileSettings
 from tessera.memory.low_bit.quantize import quantize_of, quantize_weights
-from tessera.models.swapped_model import SwapSettings, swap
+from tessera.models.catalogue.swapped_model import SwapSettings, swap
 from tessera.nodes.model import model_file
 from tiny.models.sampling import sample
 

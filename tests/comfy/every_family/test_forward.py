@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 from family_cases import cases, every_case
-from tessera.models.registry import family_of
+from tessera.models.catalogue.registry import family_of
 from tiny.models.family_case import computing_in, noisy, our_velocity, relative_error
 from tiny.train.runs import training_data
 

@@ -20,7 +20,7 @@ from tessera.lora.files.lora_model import LoraModel
 from tessera.lora.files.readers import PROGRAMS
 from tessera.lora.patterns import match_targets
 from tessera.models.blocks import linear_shapes
-from tessera.models.registry import family_of
+from tessera.models.catalogue.registry import family_of
 from tiny.lora.foreign_loras import foreign
 from tiny.lora.lora_files import assert_same_deltas, delta, loaded_in_comfyui, patched_deltas, random_updates
 from tiny.models.family_case import ALL, FamilyCase, relative_error

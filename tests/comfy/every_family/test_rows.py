@@ -1,7 +1,7 @@
 """Every family that can be trained has rows in tests/families."""
 
 from family_cases import CASES
-from tessera.models.registry import FAMILIES
+from tessera.models.catalogue.registry import FAMILIES
 
 
 def test_every_family_has_a_row():

@@ -9,7 +9,7 @@ import tiny
 import torch
 from family_cases import cases, every_case, marks_of, modes_in_turn
 from tessera.lora.options import NetworkOptions
-from tessera.models.registry import family_of
+from tessera.models.catalogue.registry import family_of
 from tessera.train.config.settings import MemoryOptions
 from thinned import one_in
 from tiny.compile.compiling import Graphs

@@ -15,7 +15,7 @@ from tessera.lora.plan import describe_network
 from tessera.lora.source import LoraSource
 from tessera.models.adapters.lora import LoraAdapter
 from tessera.models.adapters.registry import ADAPTERS
-from tessera.models.registry import family_of
+from tessera.models.catalogue.registry import family_of
 from tessera.train.optim.checks import check_optimizer
 from tessera.train.optim.options import OptimizerOptions
 from tiny.lora.adapters import fill

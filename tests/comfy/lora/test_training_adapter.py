@@ -17,7 +17,7 @@ from tessera.lora.files.lora_model import LoraModel
 from tessera.lora.options import NetworkOptions
 from tessera.lora.source import LoraSource
 from tessera.lora.warm_start import read_warm_start
-from tessera.models.registry import family_of
+from tessera.models.catalogue.registry import family_of
 from tessera.nodes.options.lora_files import low_noise_source
 from tessera.nodes.options.network import TesseraLoraNetwork
 from tessera.nodes.train.inherited_settings import shared_lora_notes

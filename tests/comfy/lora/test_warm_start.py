@@ -181,7 +181,7 @@ def test_a_run_goes_on_bit_for_bit_and_without_the_file(tiny_flux, tmp_path):
 
 
 def test_what_does_not_fit_is_one_sentence(tiny_flux, tiny_files):
-    from tessera.models.registry import family_of
+    from tessera.models.catalogue.registry import family_of
 
     def start(updates, targets=("single_blocks.0.linear2",), **changes):
         options = NetworkOptions(start_from=LoraSource.from_lora(updates), **changes)

@@ -11,8 +11,8 @@ from tessera.lora.files.formats import convert
 from tessera.lora.files.loading import load_lora
 from tessera.lora.options import NetworkOptions
 from tessera.lora.source import LoraSource
+from tessera.models.catalogue.registry import family_of
 from tessera.models.convolutions import layer_shapes
-from tessera.models.registry import family_of
 from tessera.train.report.errors import broken_weight, not_finite
 from tiny.lora.foreign_loras import foreign
 from tiny.lora.lora_files import loaded_in_comfyui, patched_deltas, random_update

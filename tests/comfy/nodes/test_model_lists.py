@@ -3,8 +3,8 @@
 import importlib.util
 from pathlib import Path
 
+from tessera.models.catalogue.registry import FAMILIES, titles, titles_with_releases
 from tessera.models.native.facts.lookup import named_titles
-from tessera.models.registry import FAMILIES, titles, titles_with_releases
 from tessera.nodes.train.train_lora import TesseraTrainLora
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "model_lists.py"

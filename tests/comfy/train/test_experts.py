@@ -15,7 +15,7 @@ from tessera.lora.options import NetworkOptions
 from tessera.lora.plan import choose_targets
 from tessera.lora.source import LoraSource
 from tessera.models.blocks import linear_shapes
-from tessera.models.registry import family_of
+from tessera.models.catalogue.registry import family_of
 from tessera.nodes.options.lora_files import low_noise_source
 from tessera.nodes.train.inherited_settings import shared_lora_notes
 from tessera.train.config.expert_pair import HIGH, LOW

@@ -13,7 +13,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import PatcherInjection, WrappersMP
 from tessera.memory.swap import oom_retry
 from tessera.memory.swap.slot_ring import SlotRing
-from tessera.models.swapped_model import SwapSettings, swap
+from tessera.models.catalogue.swapped_model import SwapSettings, swap
 from tiny.compile.compiling import make_lora, memory_for_weights, with_lora
 from tiny.models.sampling import sample
 

@@ -8,7 +8,7 @@ import tiny
 import torch
 from tessera.data.samples import TrainingData
 from tessera.lora.source import LoraSource
-from tessera.models.registry import family_of
+from tessera.models.catalogue.registry import family_of
 from tessera.train.config.settings import MemoryOptions
 from tessera.train.objective.timestep_sampling import Strata
 from tessera.train.preflight.checks import check_run

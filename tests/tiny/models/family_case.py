@@ -272,7 +272,7 @@ def computing_in(model: Any, dtype: torch.dtype) -> Any:
 
 
 def block_count(model: Any) -> int:
-    from tessera.models.registry import family_of
+    from tessera.models.catalogue.registry import family_of
 
     return sum(family_of(model).forward.block_lists(model.model).values())
 
@@ -280,8 +280,8 @@ def block_count(model: Any) -> int:
 def our_velocity(model: Any, samples: list[Any], sigmas: list[float], guidance: float = 1.0) -> Tensor:
     """(B, N, C), in the model's dtype: the samples as one batch through our forward, each latent taken as x_t."""
     from tessera.memory.weights.frozen import unload
+    from tessera.models.catalogue.registry import family_of
     from tessera.models.model_patches import trainable_model
-    from tessera.models.registry import family_of
 
     patcher, _ = trainable_model(model)
     unload()

@@ -125,7 +125,7 @@ def training() -> Iterator[None]:
     """Kernels with a gradient: by ComfyUI's own switch, and for ropes that are reached in spite of it by name."""
     import comfy.model_management as management
     import comfy.quant_ops
-    from tessera.models.native.ropes import ROPES
+    from tessera.models.native.forward.ropes import ROPES
 
     kitchen = comfy.quant_ops.ck
     with ExitStack() as stack:

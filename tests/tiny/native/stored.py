@@ -36,7 +36,7 @@ def dequantised_model(row: NativeRow, kind_name: str) -> Any:
 def _quantised(model: torch.nn.Module, kind_name: str) -> dict[str, Tensor]:
     """Return the weights as a file holds them: quantised block Linears and all others."""
     from tessera.models.blocks import find_blocks
-    from tessera.models.native.shadow import is_linear
+    from tessera.models.native.forward.shadow import is_linear
 
     file = dict(model.state_dict())
     inside = tuple(f"{block.name}." for block in find_blocks(model))

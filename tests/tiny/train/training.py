@@ -33,8 +33,8 @@ def make_trainer(
     from tessera.compile.settings import CompileSettings
     from tessera.lora.options import NetworkOptions
     from tessera.lora.plan import choose_targets
+    from tessera.models.catalogue.registry import family_of
     from tessera.models.model_patches import trainable_model
-    from tessera.models.registry import family_of
     from tessera.train.config.settings import MemoryOptions, TrainSettings
     from tessera.train.loop.trainer import Trainer
     from tessera.train.objective.options import ObjectiveOptions

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from tessera.models.registry import FAMILIES as KNOWN
+from tessera.models.catalogue.registry import FAMILIES as KNOWN
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))

@@ -32,7 +32,7 @@ from tessera.compile.tune.results import (
     to_json,
 )
 from tessera.compile.tune.search import candidates, tune, tuned_model
-from tessera.models.swapped_model import SwapSettings, swap
+from tessera.models.catalogue.swapped_model import SwapSettings, swap
 from torch._dynamo.backends import registry
 from torch._dynamo.utils import counters
 

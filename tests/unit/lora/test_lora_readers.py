@@ -8,8 +8,8 @@ import torch
 from tessera.lora.files.formats import FORMATS
 from tessera.lora.files.lora_model import LoraModel, LowRank
 from tessera.lora.files.readers import PROGRAMS, reader_notes
+from tessera.models.catalogue.registry import FAMILIES
 from tessera.models.family import Family
-from tessera.models.registry import FAMILIES
 
 PAGE = Path(__file__).resolve().parents[3] / "nodes" / "web" / "docs" / "TesseraSaveLora.md"
 BOTH = "ComfyUI and diffusers read this file."

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tessera.data.encode.text import encode_caption
-from tessera.models.registry import text_policy
+from tessera.models.catalogue.registry import text_policy
 
 PLAIN = [
     "",

@@ -5,8 +5,8 @@ import tiny
 import torch
 from safetensors.torch import save_file
 from tessera.data.encode.text import encode_caption
+from tessera.models.catalogue.registry import text_policy
 from tessera.models.latents import FLUX2, WAN21, WAN22
-from tessera.models.registry import text_policy
 from tessera.models.text import FIRST_EDIT, PLUS, check_pair
 from tiny.data.image_encoders import load_klein_clip, load_mistral_clip, load_seeing_qwen_clip, replaced
 

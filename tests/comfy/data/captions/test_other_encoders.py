@@ -19,10 +19,10 @@ from tessera.data.media.frames import VideoPixels
 from tessera.data.media.images import load_image
 from tessera.data.preparation.checks import cut_to_latent_frames
 from tessera.data.preparation.from_latents import latents_to_data
+from tessera.models.catalogue.registry import text_policy
 from tessera.models.latents import FLUX, WAN21, latent_policy
 from tessera.models.native.facts.videos import MINIMAX_LATENTS
 from tessera.models.native.text import CoreText
-from tessera.models.registry import text_policy
 from tessera.models.text import check_pair
 from tiny.data import other_encoders
 from tiny.data.films import write_film

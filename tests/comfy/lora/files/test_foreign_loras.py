@@ -21,7 +21,7 @@ from tessera.lora.warm_start import read_warm_start
 from tessera.models.adapters.base import AdapterSpec
 from tessera.models.adapters.lora import LoraAdapter
 from tessera.models.blocks import linear_shapes
-from tessera.models.registry import family_of
+from tessera.models.catalogue.registry import family_of
 from tessera.train.preflight.checks import check_run
 from tiny.lora.foreign_loras import FOREIGN, foreign
 from tiny.lora.lora_files import patched_deltas

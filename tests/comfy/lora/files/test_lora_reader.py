@@ -7,7 +7,7 @@ import torch
 from tessera.lora.files.formats import convert
 from tessera.lora.files.lora_model import LoraModel, LowRank, low_rank, normalised
 from tessera.lora.files.reader import join_rows, read_lora
-from tessera.models.registry import family_of
+from tessera.models.catalogue.registry import family_of
 from tiny.lora.lora_files import (
     assert_same_deltas,
     delta,

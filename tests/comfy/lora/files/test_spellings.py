@@ -7,8 +7,8 @@ import tiny
 import torch
 from tessera.lora.files.lora_model import low_rank
 from tessera.lora.files.reader import read_lora, read_patches
+from tessera.models.catalogue.registry import family_of
 from tessera.models.convolutions import layer_shapes
-from tessera.models.registry import family_of
 from tiny.lora.lora_files import delta, random_update
 from tiny.lora.spellings import KOHYA, NAMED, PEFT, SPELLINGS, Spelling
 from tiny.models.chroma import load_chroma, write_chroma

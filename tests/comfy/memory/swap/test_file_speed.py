@@ -13,7 +13,7 @@ from tessera.memory.host import file_speed
 from tessera.memory.host.file_speed import in_cache, measure_file_bandwidth, pieces_of, read_speeds
 from tessera.memory.host.mapped_file import KeepMapped
 from tessera.memory.swap.training import frozen_modules
-from tessera.models.swapped_model import SwapSettings, swap
+from tessera.models.catalogue.swapped_model import SwapSettings, swap
 from tessera.train.config.settings import MemoryOptions
 from tessera.train.placement import auto
 from tessera.train.placement.auto import AutomaticMemory, StepCost
@@ -114,7 +114,7 @@ def test_sampling_says_how_fast_the_file_is(tiny_files, monkeypatch) -> None:
     monkeypatch.setattr(model.model, "memory_required", lambda input_shape: 0)
     monkeypatch.setattr("comfy.model_management.get_free_memory", lambda device: whole * 3 // 4)
     monkeypatch.setattr("comfy.model_management.current_loaded_models", [])
-    monkeypatch.setattr("tessera.models.swapped_model.link_bandwidth", lambda device: 25e9)
+    monkeypatch.setattr("tessera.models.catalogue.swapped_model.link_bandwidth", lambda device: 25e9)
     _, notes = swap(model, SwapSettings(-1))
     assert "blocks stream from the model file at 1.9 GB/s, 1 ahead." in notes[0]
 

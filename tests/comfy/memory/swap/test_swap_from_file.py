@@ -30,7 +30,7 @@ from tessera.memory.host.flat_weights import parts_of, weight_refs
 from tessera.memory.host.mapped_file import FileMaps, KeepMapped, MappedWeights, bytes_in_file, copy_into_ram
 from tessera.memory.host.pinning import stream_from_file
 from tessera.memory.swap.host_copies import host_copies_retained
-from tessera.models.swapped_model import SwapSettings, swap
+from tessera.models.catalogue.swapped_model import SwapSettings, swap
 from tessera.nodes.model.load import TesseraLoadDiffusionModel
 from tessera.train.config.settings import MemoryOptions
 from tiny.compile.compiling import compiled, make_lora, with_lora

@@ -12,7 +12,7 @@ import pytest
 import tiny
 import torch
 from tessera.memory.swap.training import frozen_modules
-from tessera.models.swapped_model import SwapSettings, swap
+from tessera.models.catalogue.swapped_model import SwapSettings, swap
 from tessera.train.config.settings import MemoryOptions
 from tiny.memory.alive import Since, size_of
 from tiny.models.sampling import sample

@@ -9,7 +9,7 @@ from typing import Any
 import comfy.model_management
 import pytest
 import tiny
-from tessera.models.swapped_model import SwapSettings, swap
+from tessera.models.catalogue.swapped_model import SwapSettings, swap
 from tessera.train.config.settings import MemoryOptions
 from tessera.train.report.errors import TrainingStopped
 from tiny.compile.compiling import make_lora, with_lora

@@ -7,10 +7,10 @@ import tiny
 import torch
 from comfy_extras.nodes_cond import T5TokenizerOptions
 from tessera.data.encode.text import encode_caption
+from tessera.models.catalogue.registry import family_of, text_policy
 from tessera.models.chroma.family import Chroma
 from tessera.models.family import NoisySample, SampleFacts
 from tessera.models.latents import FLUX, WAN21
-from tessera.models.registry import family_of, text_policy
 from tessera.models.text import check_pair
 from tiny.data.encoders import load_chroma_clip
 from tiny.models.chroma import chroma_sample, load_chroma, write_chroma

@@ -12,9 +12,9 @@ from tessera.lora.files.lora_model import LoraModel
 from tessera.lora.options import NetworkOptions
 from tessera.lora.plan import choose_targets
 from tessera.models.blocks import linear_shapes
+from tessera.models.catalogue.registry import family_of, table_of
 from tessera.models.chroma.names import CHROMA_NAMES
 from tessera.models.flux.names import FLUX1_NAMES
-from tessera.models.registry import family_of, table_of
 from tiny.lora.lora_files import assert_same_deltas, loaded_in_comfyui, patched_deltas, random_updates
 from tiny.models.chroma import APPROXIMATOR
 

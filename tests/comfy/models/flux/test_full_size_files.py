@@ -9,7 +9,7 @@ from diffusers.loaders.lora_pipeline import FluxLoraLoaderMixin
 from family_cases.flux import rows_by_table
 from tessera.lora.files.formats import save_lora
 from tessera.lora.files.lora_model import LoraModel
-from tessera.models.registry import FAMILIES
+from tessera.models.catalogue.registry import FAMILIES
 from tiny.lora.lora_files import (
     RANK,
     random_update,

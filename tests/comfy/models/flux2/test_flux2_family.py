@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from family_cases import CASES
+from tessera.models.catalogue.registry import family_of
 from tessera.models.family import SampleFacts
 from tessera.models.flux.family import Flux2
-from tessera.models.registry import family_of
 from tiny.models.family_case import our_velocity
 from tiny.models.flux import flux_sample
 from tiny.train.runs import train, training_data

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tessera.models import registry
+from tessera.models.catalogue import registry
 from thinned import one_in
 from tiny.compile.compiling import Graphs
 from tiny.native import NAMED, TRAINED, build

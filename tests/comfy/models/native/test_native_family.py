@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 from tessera.lora.options import NetworkOptions
+from tessera.models.catalogue.registry import family_of
 from tessera.models.family import SampleFacts
-from tessera.models.native import inputs
-from tessera.models.native.blocks import NativeBlock
-from tessera.models.native.transformer import NativeTransformer
-from tessera.models.registry import family_of
+from tessera.models.native.forward import inputs
+from tessera.models.native.forward.blocks import NativeBlock
+from tessera.models.native.forward.transformer import NativeTransformer
 from tessera.train.config.settings import MemoryOptions
 from tessera.train.objective.batch import fixed_batch
 from thinned import one_in

@@ -7,7 +7,7 @@ import pytest
 import torch
 from comfy_extras.nodes_lt import EmptyLTXVLatentVideo, LTXVConcatAVLatent
 from comfy_extras.nodes_minimax_h3 import EmptyMiniMaxH3LatentAV
-from tessera.models.registry import family_of
+from tessera.models.catalogue.registry import family_of
 from tessera.train.preview.sampling import Sampling
 from tessera.train.train_lora import RunRequest, train_lora
 from tessera.train.watch.previewer import Preview, Previewer, check_previews

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from tessera.memory.weights.frozen import unload
-from tessera.models.swapped_model import SwapSettings, swap
+from tessera.models.catalogue.swapped_model import SwapSettings, swap
 from tessera.nodes.train.run import run
 from tessera.train.preview.compare import AppliedLora, Column, compare
 from tessera.train.preview.sampling import Sampling, Stages

@@ -10,9 +10,9 @@ import torch
 from tessera.lora.files.formats import convert, save_lora
 from tessera.lora.files.lora_model import MODULES, LoraModel, LowRank
 from tessera.lora.files.reader import read_lora
+from tessera.models.catalogue.registry import family_of
 from tessera.models.convolutions import layer_shapes
 from tessera.models.native.names import native_names
-from tessera.models.registry import family_of
 from tessera.train.config.settings import MemoryOptions
 from tiny.native.reference import plain_model, tokens, training, with_lora
 from tiny.native.rows import qwen_image21

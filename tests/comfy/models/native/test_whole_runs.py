@@ -3,7 +3,7 @@ forward of our own."""
 
 import pytest
 from safetensors.torch import load_file
-from tessera.models.registry import known_family
+from tessera.models.catalogue.registry import known_family
 from tessera.train.train_lora import RunRequest, train_lora
 from thinned import one_in
 from tiny.native import ROWS, build, data_of

@@ -2,9 +2,9 @@
 
 from family_cases import CASES
 from tessera.models.blocks import linear_shapes
+from tessera.models.catalogue.registry import table_of
 from tessera.models.flux.names import FLUX1_NAMES
 from tessera.models.qwen_image.names import QWEN_IMAGE_NAMES
-from tessera.models.registry import table_of
 
 
 def test_the_names_of_a_file_tell_the_family_where_a_single_one_does_not(case_file):

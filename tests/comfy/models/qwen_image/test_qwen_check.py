@@ -4,9 +4,9 @@ import pytest
 import tiny
 import torch
 from tessera.memory.weights.frozen import unload
+from tessera.models.catalogue.registry import family_of
 from tessera.models.family import NoisySample, SampleFacts
 from tessera.models.qwen_image.family import QwenImage
-from tessera.models.registry import family_of
 from tessera.train.train_lora import RunRequest, train_lora
 from tiny.models.qwen_image import qwen_sample
 from tiny.train.runs import Watcher, run_settings, training_data

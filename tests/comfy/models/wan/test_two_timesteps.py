@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from family_cases import CASES
 from tessera.memory.weights.frozen import unload
+from tessera.models.catalogue.registry import family_of
 from tessera.models.layers.math import modulate
 from tessera.models.model_patches import trainable_model
-from tessera.models.registry import family_of
 from tessera.models.wan.blocks import TextBlock
 from tessera.models.wan.layers import gate_frames, modulate_frames
 from torch import Tensor

@@ -3,9 +3,9 @@
 import tiny
 import torch
 from family_cases import CASES
+from tessera.models.catalogue.registry import family_of
 from tessera.models.family import SampleFacts
 from tessera.models.model_patches import trainable_model
-from tessera.models.registry import family_of
 from tessera.models.wan.family import Wan
 from tessera.train.preflight.notes import masked_text_notes
 from tiny.models.family_case import noisy

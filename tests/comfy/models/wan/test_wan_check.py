@@ -3,9 +3,9 @@
 import pytest
 import tiny
 import torch
+from tessera.models.catalogue.registry import family_of
 from tessera.models.family import SampleFacts
 from tessera.models.model_patches import trainable_model
-from tessera.models.registry import family_of
 from tiny.train.runs import Watcher, train, training_data
 from torch import nn
 

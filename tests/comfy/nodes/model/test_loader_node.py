@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tessera.memory.swap.patcher import SwapPatcher
 from tessera.models.blocks import find_blocks, most_blocks
-from tessera.models.swapped_model import SwapSettings, swap_settings_of
+from tessera.models.catalogue.swapped_model import SwapSettings, swap_settings_of
 from tessera.nodes.model.block_swap import TesseraBlockSwap
 from tessera.nodes.model.load import TesseraLoadDiffusionModel
 from tiny.models.sampling import sample

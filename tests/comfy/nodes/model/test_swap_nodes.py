@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 from comfy.patcher_extension import WrappersMP
-from tessera.models.swapped_model import SwapSettings, swap, swap_settings_of
+from tessera.models.catalogue.swapped_model import SwapSettings, swap, swap_settings_of
 from tessera.nodes.model.block_swap import TesseraBlockSwap
 from tessera.nodes.options.memory import TesseraMemory
 from tessera.nodes.train.inherited_settings import inherited_memory

@@ -18,7 +18,7 @@ from comfy.model_management import InterruptProcessingException
 from comfy_server import ServerFailure, error_of
 from tessera.data.loader import batch_order
 from tessera.data.samples import TrainingData
-from tessera.models.registry import family_of
+from tessera.models.catalogue.registry import family_of
 from tessera.nodes.train.run import outputs, summary_payload
 from tessera.train.loop.train_step import TrainStep
 from tessera.train.loop.trainer import Trainer

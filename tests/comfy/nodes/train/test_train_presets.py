@@ -3,8 +3,8 @@
 import re
 
 import pytest
+from tessera.models.catalogue.registry import FAMILIES, known_by_file_name
 from tessera.models.native.facts.lookup import NAMED
-from tessera.models.registry import FAMILIES, known_by_file_name
 from tessera.nodes.train.presets import CUSTOM, PRESETS, preset_notes
 from tiny.nodes.prompt import node
 

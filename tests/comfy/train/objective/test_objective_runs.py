@@ -7,8 +7,8 @@ from comfy.model_management import InterruptProcessingException
 from comfy_extras.nodes_model_advanced import ModelSamplingDiscrete
 from tessera.common.rng import generator
 from tessera.lora.options import NetworkOptions
+from tessera.models.catalogue.registry import family_of
 from tessera.models.native.objective import objective_of
-from tessera.models.registry import family_of
 from tessera.train.objective import batch as batches
 from tessera.train.objective.batch import make_batch, strata_sizes
 from tessera.train.objective.noise import sample_noise

@@ -9,7 +9,7 @@ import tiny
 import torch
 from comfy.model_management import InterruptProcessingException
 from tessera.data.samples import Sample, SampleTensors
-from tessera.models.registry import family_of
+from tessera.models.catalogue.registry import family_of
 from tessera.train.certificate import certificate
 from tessera.train.certificate import watcher as certificates
 from tessera.train.report.errors import CannotContinue, TrainingStopped

@@ -13,8 +13,8 @@ import pytest
 import torch
 from comfy.ldm.flux.math import rope
 from tessera.models.layers.attention import attention_function, attention_notes
-from tessera.models.native.kernels import core_attention, training_kernels, watched_calls
-from tessera.models.native.ropes import ROPES
+from tessera.models.native.forward.kernels import core_attention, training_kernels, watched_calls
+from tessera.models.native.forward.ropes import ROPES
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 

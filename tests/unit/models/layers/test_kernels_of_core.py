@@ -18,7 +18,7 @@ import pytest
 import torch
 from comfy.ldm.flux.math import rope
 from tessera.models.layers.attention import attention_function
-from tessera.models.native.kernels import training_kernels
+from tessera.models.native.forward.kernels import training_kernels
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 

@@ -4,7 +4,7 @@ import comfy_kitchen
 import pytest
 import torch
 from comfy.ldm.flux.math import rope as table_of_core
-from tessera.models.native.ropes import ROPES
+from tessera.models.native.forward.ropes import ROPES
 
 BATCH = 2
 HEADS = 3

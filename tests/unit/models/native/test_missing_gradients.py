@@ -4,7 +4,7 @@ import comfy_kitchen
 import pytest
 import torch
 from comfy.ldm.flux.math import rope
-from tessera.models.native.gradients import check_gradients, explain_missing_gradient
+from tessera.models.native.forward.gradients import check_gradients, explain_missing_gradient
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

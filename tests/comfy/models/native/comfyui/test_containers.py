@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tessera.models import registry
+from tessera.models.catalogue import registry
 from tiny.native import TRAINED
 from tiny.native.containers import Container, containers
 from tiny.native.step import batch_of, difference, trainer_of, written_out

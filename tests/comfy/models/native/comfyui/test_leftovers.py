@@ -6,7 +6,7 @@ import pytest
 import torch
 from tessera.memory.weights.frozen import FrozenWeights
 from tessera.models.native.comfyui.leftovers import OF_TORCH, Leftovers, as_loaded, fresh_attributes
-from tessera.models.native.shadow import Shadow
+from tessera.models.native.forward.shadow import Shadow
 from tiny.native import TRAINED, build, core_forward, data_of
 from torch import Tensor
 

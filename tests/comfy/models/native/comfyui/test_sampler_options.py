@@ -7,7 +7,7 @@ from typing import Any
 
 import comfy
 import torch
-from tessera.models.native.inputs import NativeGroup
+from tessera.models.native.forward.inputs import NativeGroup
 
 COMFY = Path(next(iter(comfy.__path__)))
 # Set by hooks, for several devices, and by nodes: not by the sampler for every model.

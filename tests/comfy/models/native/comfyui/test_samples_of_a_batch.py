@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tessera.models import registry
+from tessera.models.catalogue import registry
 from tessera.train.objective.batch import fixed_batch
 from thinned import one_in
 from tiny.native import ROWS, TRAINED, build, sample_of

@@ -11,7 +11,7 @@ from tessera.data.media.clip_windows import Extraction
 from tessera.models.family import NoisySample
 from tessera.models.native.facts.lookup import NAMED
 from tessera.models.native.facts.model_facts import Sound
-from tessera.models.native.inputs import native_inputs
+from tessera.models.native.forward.inputs import native_inputs
 from tiny.data.films import write_film
 from tiny.data.preparing import prepare
 from tiny.native import ROWS, build, sample_of

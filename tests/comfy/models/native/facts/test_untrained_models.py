@@ -4,8 +4,8 @@ import comfy.model_patcher
 import comfy.supported_models
 import pytest
 import torch
+from tessera.models.catalogue.registry import family_of
 from tessera.models.native.facts.untrained import UNTRAINED
-from tessera.models.registry import family_of
 from tiny.native import ROWS, build
 from tiny.train.runs import Watcher, train, training_data
 

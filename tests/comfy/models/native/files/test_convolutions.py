@@ -13,9 +13,9 @@ from tessera.lora.plan import choose_targets, describe_network
 from tessera.lora.source import LoraSource
 from tessera.lora.warm_start import read_warm_start
 from tessera.models.adapters.base import DropMask
+from tessera.models.catalogue.registry import family_of
 from tessera.models.convolutions import convolutions, layer_shapes, weight_shapes
-from tessera.models.native.blocks import flatten
-from tessera.models.registry import family_of
+from tessera.models.native.forward.blocks import flatten
 from tessera.train.checkpoint.metadata import collect_facts, metadata_for
 from tessera.train.config.settings import MemoryOptions
 from tessera.train.objective.batch import make_batch

@@ -163,7 +163,7 @@ class _WrongBackward(torch.autograd.Function):
 
 
 def _forward(patch: pytest.MonkeyPatch) -> None:
-    from tessera.models.native.blocks import NativeBlock
+    from tessera.models.native.forward.blocks import NativeBlock
 
     forward = NativeBlock.forward
     patch.setattr(
@@ -172,14 +172,14 @@ def _forward(patch: pytest.MonkeyPatch) -> None:
 
 
 def _gradients(patch: pytest.MonkeyPatch) -> None:
-    from tessera.models.native.blocks import NativeBlock
+    from tessera.models.native.forward.blocks import NativeBlock
 
     forward = NativeBlock.forward
     patch.setattr(NativeBlock, "forward", lambda self, *args: _map_output(forward(self, *args), _WrongBackward.apply))
 
 
 def _targets(patch: pytest.MonkeyPatch) -> None:
-    from tessera.models.native.shadow import NativeLinear
+    from tessera.models.native.forward.shadow import NativeLinear
 
     forward = NativeLinear.forward
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tessera.memory.weights.check_format import compare_formats
 from tessera.memory.weights.frozen import FrozenWeights
-from tessera.models.native.shadow import Shadow
+from tessera.models.native.forward.shadow import Shadow
 from tiny.memory.quantised import LAYER, core_layer
 from tiny.models.flux import QUANTISED
 from tiny.native import ROWS, build, data_of

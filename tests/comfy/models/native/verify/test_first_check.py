@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tessera.models.native.blocks import NativeBlock
 from tessera.models.native.comfyui.refusals import refusal
+from tessera.models.native.forward.blocks import NativeBlock
 from tessera.train.config.settings import MemoryOptions
 from tiny.memory.flash_attn import installed
 from tiny.native import ROWS, build, data_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 from family_cases import every_case
 from tessera.lora.options import NetworkOptions
-from tessera.models import registry
+from tessera.models.catalogue import registry
 from tessera.train.config.settings import MemoryOptions
 from tessera.train.objective.options import ObjectiveOptions
 from tiny.train.reference_gradients import lora_gradients

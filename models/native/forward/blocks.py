@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..blocks import BlockOfModel
-from ..family import Block, ModelInputs
-from .comfyui.entries import Running
+from ...blocks import BlockOfModel
+from ...family import Block, ModelInputs
+from ..comfyui.entries import Running
+from ..writes.out_of_place import out_of_place
 from .shadow import NativeLayer, SharedTensors
-from .writes.out_of_place import out_of_place
 
 # Attributes that hold a block's index. If its forward reads one, each block has a separate graph.
 _PLACES = frozenset(

@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from comfy.model_patcher import ModelPatcher
 
-from ..memory.weights.frozen import check_readable
-from .family import Block, Family, ModelInputs, RunBlock, Transformer, UsualSettings
-from .latents import LatentPolicy, policy_of_format
-from .name_table import NameTable, Shape
-from .native.facts.lookup import NAMED, facts_of, named_facts
-from .native.family import NativeFamily
-from .native.names import native_names
-from .native.text import CoreText
-from .native.transformer import NativeTransformer
-from .native.verify.core_forward import CoreForward
-from .native.verify.precision import cast_floating, computing_in, run_in
-from .text import TextPolicy
+from ...memory.weights.frozen import check_readable
+from ..family import Block, Family, ModelInputs, RunBlock, Transformer, UsualSettings
+from ..latents import LatentPolicy, policy_of_format
+from ..name_table import NameTable, Shape
+from ..native.facts.lookup import NAMED, facts_of, named_facts
+from ..native.family import NativeFamily
+from ..native.forward.precision import cast_floating, computing_in, run_in
+from ..native.forward.transformer import NativeTransformer
+from ..native.names import native_names
+from ..native.text import CoreText
+from ..native.verify.core_forward import CoreForward
+from ..text import TextPolicy
 
 # Each folder's module `family` has a tuple FAMILIES.
 FOLDERS = (
@@ -29,7 +29,7 @@ FOLDERS = (
     "chroma",
 )
 FAMILIES: tuple[Family, ...] = tuple(
-    family for folder in FOLDERS for family in import_module(f".{folder}.family", __package__).FAMILIES
+    family for folder in FOLDERS for family in import_module(f"..{folder}.family", __package__).FAMILIES
 )
 
 

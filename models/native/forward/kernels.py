@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..layers.attention import Attention, sdpa
-from .comfyui.refusals import unusable
+from ...layers.attention import Attention, sdpa
+from ..comfyui.refusals import unusable
 from .ropes import ROPES
 
 Function = Callable[..., Any]

@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.text import quoted
-from ...memory.comfy_compiler import without_comfy_compiler
-from ...memory.weights.residency import FrozenModule
-from ..blocks import BlockOfModel, list_of
-from ..family import ModelInputs, RunBlock
-from ..layers.attention import Attention
-from ..layers.lora_linear import LoraLayer
+from ....common.text import quoted
+from ....memory.comfy_compiler import without_comfy_compiler
+from ....memory.weights.residency import FrozenModule
+from ...blocks import BlockOfModel, list_of
+from ...family import ModelInputs, RunBlock
+from ...layers.attention import Attention
+from ...layers.lora_linear import LoraLayer
+from ..comfyui.entries import entries_of, hook_block
+from ..comfyui.refusals import OF_CORE, cause_of, is_of_core, refusal
 from .blocks import NativeBlock, varying_attributes
-from .comfyui.calls import BlockCalls, RunCall
-from .comfyui.entries import entries_of, hook_block
-from .comfyui.refusals import OF_CORE, cause_of, is_of_core, refusal
+from .calls import BlockCalls, RunCall
 from .inputs import NativeGroup, NativeInputs, patchify
 from .kernels import kernel_that_raised, training_kernels
+from .precision import cast_buffers, dtype_told
 from .shadow import Shadow, restore
-from .verify.precision import cast_buffers, dtype_told
 
 
 @dataclass

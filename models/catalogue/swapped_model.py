@@ -9,21 +9,21 @@ import psutil
 from comfy.model_patcher import ModelPatcher
 from torch import nn
 
-from ..common.core import bytes_to_unload, usable_memory
-from ..common.notes import Notes
-from ..common.processes import processes_here
-from ..memory.host.file_speed import measure_file_bandwidth
-from ..memory.host.flat_weights import parts_of
-from ..memory.host.mapped_file import bytes_in_file
-from ..memory.host.pinning import HostWeights, place_on_host
-from ..memory.host.staging import link_bandwidth
-from ..memory.swap.block_cost import BlockCost
-from ..memory.swap.oom_retry import retry_on_oom
-from ..memory.swap.patcher import SwapPatcher, swap_model
-from ..memory.swap.plan import Hardware, SearchSpace, SwapPlan, memory_place, plan, prefetches
-from ..memory.swap.selection import choose_blocks
-from ..memory.weights.dynamic_vram import without_dynamic_vram
-from .blocks import BlockOfModel, find_blocks, list_of, lists_of, numbered
+from ...common.core import bytes_to_unload, usable_memory
+from ...common.notes import Notes
+from ...common.processes import processes_here
+from ...memory.host.file_speed import measure_file_bandwidth
+from ...memory.host.flat_weights import parts_of
+from ...memory.host.mapped_file import bytes_in_file
+from ...memory.host.pinning import HostWeights, place_on_host
+from ...memory.host.staging import link_bandwidth
+from ...memory.swap.block_cost import BlockCost
+from ...memory.swap.oom_retry import retry_on_oom
+from ...memory.swap.patcher import SwapPatcher, swap_model
+from ...memory.swap.plan import Hardware, SearchSpace, SwapPlan, memory_place, plan, prefetches
+from ...memory.swap.selection import choose_blocks
+from ...memory.weights.dynamic_vram import without_dynamic_vram
+from ..blocks import BlockOfModel, find_blocks, list_of, lists_of, numbered
 from .registry import FAMILIES
 
 KEY = "tessera.swap_settings"

@@ -13,11 +13,11 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from ...memory.host.to_device import to_device
-from ..conditioning import model_conditioning
-from ..family import ModelInputs, NoisySample, Patches
-from .comfyui.leftovers import as_loaded
-from .facts.model_facts import Sound
+from ....memory.host.to_device import to_device
+from ...conditioning import model_conditioning
+from ...family import ModelInputs, NoisySample, Patches
+from ..comfyui.leftovers import as_loaded
+from ..facts.model_facts import Sound
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ...transformer_options import steady
-from ..blocks import NativeBlock, flatten
 from ..writes.out_of_place import OutOfPlace
+from .blocks import NativeBlock, flatten
 
 RunCall = Callable[[NativeBlock, list[Tensor], Any], Any]  # (block, tensors of the call, the call without them)
 

@@ -13,14 +13,14 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
-from ...memory.weights.check_format import LOADING, FormatMismatch, check_format, has_known_forward
-from ...memory.weights.frozen import FrozenWeights, share_outside_inference_mode
-from ...memory.weights.residency import FrozenModule
-from ..convolutions import convolutions
-from ..layers.lora_conv import LoraConv
-from ..layers.lora_linear import LoraLinear
-from .comfyui.entries import Running
-from .comfyui.leftovers import OF_TORCH, Inner, Leftovers, cannot_be_copied, holds_attributes, is_setting, reset
+from ....memory.weights.check_format import LOADING, FormatMismatch, check_format, has_known_forward
+from ....memory.weights.frozen import FrozenWeights, share_outside_inference_mode
+from ....memory.weights.residency import FrozenModule
+from ...convolutions import convolutions
+from ...layers.lora_conv import LoraConv
+from ...layers.lora_linear import LoraLinear
+from ..comfyui.entries import Running
+from ..comfyui.leftovers import OF_TORCH, Inner, Leftovers, cannot_be_copied, holds_attributes, is_setting, reset
 
 _NOT_COPIED = object()
 _MUTABLE = (dict, list, set)

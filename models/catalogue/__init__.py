@@ -1,0 +1,1 @@
+"""The registry of families, and a whole model whose blocks are swapped."""
