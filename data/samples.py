@@ -143,6 +143,20 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Preparation:
+    """Work and disk space of preparing data.
+
+    cropping: sentences on how much of the images is cropped; empty if nothing was planned.
+    seconds: of encoding, without reading what the cache had.
+    cache_bytes: size of the data's files in the cache.
+    """
+
+    cropping: str = ""
+    seconds: float = 0.0
+    cache_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class TrainingData:
     """Prepared data (TESSERA_TRAINING_DATA).
 
@@ -151,6 +165,7 @@ class TrainingData:
     notes: hints to the user.
     made_with: options of the preparation as plain values, for the LoRA's metadata.
     family: the `TextPolicy.family` of the encoders, with which the model family's title begins; empty if unknown.
+    preparation: what encoding it took, for an estimate.
     """
 
     samples: tuple[Sample, ...]
@@ -158,6 +173,7 @@ class TrainingData:
     notes: tuple[str, ...] = ()
     made_with: Mapping[str, Any] = field(default_factory=dict, compare=False)
     family: str = ""
+    preparation: Preparation = field(default=Preparation(), compare=False)
 
     def graph_keys(self, empty: bool = False) -> list[GraphKey]:
         """List the distinct graph keys; each kind of block is compiled once for each.

@@ -35,7 +35,7 @@ def describe_plan(plan: BucketPlan) -> str:
             f"{tokens} tokens{f', as {shapes}' if clips else ''} ({megapixels} megapixels; {plan.wanted_tokens} tokens "
             f"{'a frame ' if clips else ''}asked for): {_contents(grids)} on {_count(len(set(grids)), 'grid')}."
         )
-    lines.append(f"{plan.mean_crop:.2%} of a picture is cropped on average, {plan.worst_crop:.2%} at most.")
+    lines.append(describe_cropping(plan))
     lines.append(
         f"Ordinary buckets would crop {plan.equal_area_crop:.2%} on average, with "
         f"{_count(plan.equal_area_counts, 'token count')} to compile for instead of {len(plan.token_counts)}."
@@ -45,6 +45,11 @@ def describe_plan(plan: BucketPlan) -> str:
         enlarged = f"1 {noun} is" if plan.upscaled == 1 else f"{plan.upscaled:,} {noun.replace(' or ', 's or ')}s are"
         lines.append(f"{enlarged} smaller than the training size and will be enlarged.")
     return "\n".join(lines)
+
+
+def describe_cropping(plan: BucketPlan) -> str:
+    """Describe how much of the images the plan crops, in one sentence."""
+    return f"{plan.mean_crop:.2%} of a picture is cropped on average, {plan.worst_crop:.2%} at most."
 
 
 def plot_plan(plan: BucketPlan, sizes: Sequence[tuple[int, int]]) -> Image.Image:

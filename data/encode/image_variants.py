@@ -47,6 +47,11 @@ class ImageKeys:
     vision: str | None = None
     mask: str | None = None
 
+    @property
+    def all_keys(self) -> tuple[str, ...]:
+        """All keys."""
+        return tuple(key for key in (self.latent, *self.references, self.start, self.vision, self.mask) if key)
+
 
 @dataclass(frozen=True)
 class VariantJobs:

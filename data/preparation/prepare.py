@@ -1,5 +1,6 @@
 """Prepare Dataset: plan the buckets, encode the inputs missing from the cache, and return samples that load lazily."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +15,7 @@ from ...models.catalogue.registry import text_policy
 from ...models.latents import WAN21, WAN22, latent_policy
 from ...models.text import AS_COMFYUI, PLUS, TextPolicy, check_pair
 from ..buckets.grids import Placement
-from ..buckets.plot import describe_plan
+from ..buckets.plot import describe_cropping, describe_plan
 from ..buckets.sizes import SizePlan, plan_sizes
 from ..cache import Cache, check_space, missing_jobs, run_jobs
 from ..captions.notes import encoding_notes
@@ -38,6 +39,7 @@ from ..media.integrity import check_images
 from ..media.masks import TOKENS, mask_notes, token_weights
 from ..samples import (
     FIRST_VARIANT,
+    Preparation,
     Prompt,
     Sample,
     SampleTensors,
@@ -199,8 +201,10 @@ def prepare(
     # Both checks come before the first encoder is loaded, so that a full disk or a damaged file fails early.
     check_space(cache_dir, [job for jobs, _ in work for job in jobs])
     check_images(images_to_encode(flat_jobs, {job.key for job in work[0][0]}), progress, interrupted)
+    started = time.monotonic()
     for missing, noun in work:
         run_jobs(cache, missing, noun, progress, interrupted)
+    seconds = time.monotonic() - started if any(missing for missing, _ in work) else 0.0
 
     keys = [tuple(variant.keys() for variant in item_jobs) for item_jobs in jobs]
     texts = [tuple(caption.keys() for caption in item_captions) for item_captions in captions]
@@ -250,7 +254,16 @@ def prepare(
     }
     if options.more_megapixels:
         made_with["more_megapixels"] = list(options.more_megapixels)
-    data = TrainingData(samples, _fingerprint(items, samples, keys, texts), notes, made_with, text.family)
+    image_keys = (key for item_keys in keys for variant_keys in item_keys for key in variant_keys.all_keys)
+    caption_keys = (key for item_keys in texts for variant_keys in item_keys for key in variant_keys.all_keys)
+    preparation = Preparation(
+        cropping=" ".join(
+            f"At {size.megapixels:g} megapixels: " * (len(plans) > 1) + describe_cropping(size.plan) for size in plans
+        ),
+        seconds=seconds,
+        cache_bytes=sum(cache.size(key) for key in {*image_keys, *caption_keys}),
+    )
+    data = TrainingData(samples, _fingerprint(items, samples, keys, texts), notes, made_with, text.family, preparation)
     return PreparedData(
         data, plans, notes, tuple(variant.crop for item_variants in variants for variant in item_variants)
     )

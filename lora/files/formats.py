@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import Tensor
 
 from ...common.files import write_atomically
@@ -72,6 +72,10 @@ class LoraFile:
     def write(self, path: Path) -> None:
         """Write the file atomically. Raises OSError with one sentence if it can't be written."""
         write_atomically(path, lambda beside: save_file(self.tensors, beside, metadata=self.header))
+
+    def size(self) -> int:
+        """Return the bytes of the file."""
+        return len(save(self.tensors, self.header))
 
     def equals(self, path: Path, ignored: Collection[str] = ()) -> bool:
         """Return whether a file has the same contents; False for one that can't be read.

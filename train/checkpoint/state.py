@@ -90,6 +90,17 @@ def state_path(folder: Path, step: int) -> Path:
 
 def save_state(path: Path, state: TrainingState) -> None:
     """Write a state atomically. Raises OSError if the write fails."""
+    tensors, metadata = _contents(state)
+    write_atomically(path, lambda temporary: safetensors.torch.save_file(tensors, temporary, metadata=metadata))
+
+
+def state_size(state: TrainingState) -> int:
+    """Return the bytes of the file that `save_state` would write."""
+    return len(safetensors.torch.save(*_contents(state)))
+
+
+def _contents(state: TrainingState) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of a state's file and its metadata."""
     moving = {"optimizer": state.optimizer, "scheduler": state.scheduler, "scaler": state.scaler}
     if state.average:
         moving["average"] = state.average
@@ -109,8 +120,7 @@ def save_state(path: Path, state: TrainingState) -> None:
         "parts": state.parts,
     }
     plain |= {name: value for name in OPTIONAL if (value := getattr(state, name))}
-    metadata = {"tessera": json.dumps(plain, allow_nan=False), _WRITTEN_BY: VERSION}
-    write_atomically(path, lambda temporary: safetensors.torch.save_file(tensors, temporary, metadata=metadata))
+    return tensors, {"tessera": json.dumps(plain, allow_nan=False), _WRITTEN_BY: VERSION}
 
 
 def load_state(path: Path) -> TrainingState:

@@ -41,6 +41,17 @@ def memory_peak(device: torch.device) -> dict[str, Any]:
     return {"peak_memory_mib": getattr(memory, "peak_wset", _peak_resident()) // 2**20, "peak_memory_of": "process"}
 
 
+def driver_memory(device: torch.device) -> dict[str, int]:
+    """Return MiB in use on a GPU, other programs included, and MiB of it in all, as the driver counts them.
+
+    torch returns nothing of what it has reserved, so during a run the first is the peak. Empty without a GPU.
+    """
+    if device.type != "cuda":
+        return {}
+    free, total = torch.cuda.mem_get_info(device)
+    return {"driver_memory_mib": (total - free) // 2**20, "device_memory_mib": total // 2**20}
+
+
 def _peak_resident() -> int:
     """Return the peak resident memory in bytes. Windows has no `resource`; there psutil gives the peak itself."""
     try:

@@ -3,7 +3,7 @@
 import logging
 from pathlib import Path
 
-from ...lora.files.formats import save_lora
+from ...lora.files.formats import lora_file, save_lora
 from ...lora.files.lora_model import LoraModel
 from ..preflight.context import RunContext
 from .learner import Learner
@@ -40,6 +40,10 @@ class LoraWriter:
             self.folder.write_companion_file(ending, self._companion_files[ending])
             del self._companion_files[ending]
         save_lora(path, lora, "kohya", "fp32")
+
+    def size(self) -> int:
+        """Return the bytes of a LoRA file of the current step."""
+        return lora_file(self.snapshot()).size()
 
     def remove_old(self) -> None:
         """Remove the LoRAs of earlier steps that `keep_last` no longer keeps."""

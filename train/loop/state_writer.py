@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..blocks.low_bit_policy import LowBitPolicy
-from ..checkpoint.state import TrainingState, save_state, state_path
+from ..checkpoint.state import TrainingState, save_state, state_path, state_size
 from ..distributed.store import Topic
 from ..preflight.context import RunContext
 from ..runs.run_folder import place_of
@@ -52,6 +52,10 @@ class StateWriter:
             with suppress(RuntimeError):  # the store may have ended with another process
                 world.store.set(Topic.SAVED_STEP, step)
         self.context.folder.remove_old_states(step, self.resumed_from)
+
+    def size(self) -> int:
+        """Return the bytes of a state of the current step."""
+        return state_size(self._state())
 
     def read_saved_step(self) -> None:
         """Learn which state rank 0 has written last; nothing changes if the store has ended."""

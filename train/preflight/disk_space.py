@@ -2,9 +2,12 @@
 
 import contextlib
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from ...lora.options import NetworkOptions
 from ...lora.plan import adapter_specs, parameter_count
 from ...models.convolutions import layer_shapes
 from ..config.settings import TrainSettings
@@ -45,11 +48,15 @@ class DiskSpace:
         return f"a LoRA of {_size(self.lora)} and {states}{'' if self.count == 1 else ' each'}"
 
 
+def trained_parameters(model: Any, network: NetworkOptions, targets: Sequence[str]) -> int:
+    """Count the trained parameters of a LoRA on these layers of a model."""
+    shapes = layer_shapes(model)
+    return sum(parameter_count(spec, shapes[name]) for name, spec in adapter_specs(network, targets).items())
+
+
 def required_space(checked: CheckedRun, settings: TrainSettings, run_start: RunStart) -> DiskSpace:
     """Compute the disk space of a run from its first step or the state it resumes from."""
-    shapes = layer_shapes(checked.patcher.model)
-    specs = adapter_specs(settings.network, checked.targets)
-    numbers = sum(parameter_count(spec, shapes[name]) for name, spec in specs.items())
+    numbers = trained_parameters(checked.patcher.model, settings.network, checked.targets)
     average = 4 if settings.optimizer.ema_decay else 0
     resumed_from = run_start.state if settings.names_state else None
     present_states = min(STATES_KEPT, len(run_start.folder.states_except(resumed_from)))
@@ -65,7 +72,7 @@ def required_space(checked: CheckedRun, settings: TrainSettings, run_start: RunS
 
 def check_disk_space(folder: RunFolder, need: DiskSpace) -> None:
     """Raise ValueError if the disk has less free space than the run needs."""
-    free = _free(folder.path)
+    free = free_space(folder.path)
     if free is not None and free < need.peak_bytes:
         raise ValueError(
             f"output_name: the disk with the output folder has only {_size(free)} free, but this run writes at least "
@@ -78,7 +85,7 @@ def check_disk_space_of_pair(folder: RunFolder, first: DiskSpace, second: DiskSp
 
     Both write to the same disk; `folder` is the folder of one of them.
     """
-    free, needed = _free(folder.path), max(first.peak_bytes, first.final_bytes + second.peak_bytes)
+    free, needed = free_space(folder.path), max(first.peak_bytes, first.final_bytes + second.peak_bytes)
     if free is not None and free < needed:
         raise ValueError(
             f"output_name: the disk with the output folder has only {_size(free)} free, but the runs of the two "
@@ -95,7 +102,7 @@ def remaining_saves(settings: TrainSettings, strata: Strata, step: int) -> int:
     return 1 + (last_step * per_step // interval - step * per_step // interval if interval else 0)
 
 
-def _free(folder: Path) -> int | None:
+def free_space(folder: Path) -> int | None:
     """Return the free bytes of the disk of `folder`, which need not exist yet; None if they are unknown."""
     with contextlib.suppress(OSError):
         usage = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists()))

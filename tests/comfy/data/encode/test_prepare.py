@@ -197,6 +197,10 @@ def test_broken_cache_files_are_made_again_and_a_vanished_one_is_told(folder, ti
     vae_calls.since_last(), clip_calls.since_last()
     files = sorted((tmp_path / "cache").rglob("*.safetensors"))
     assert len(files) == 7
+    assert data.preparation.seconds > 0 and "of a picture is cropped on average" in data.preparation.cropping
+    assert data.preparation.cache_bytes == sum(file.stat().st_size for file in files)
+    assert run(folder, tiny_vae, tiny_clip, tmp_path).data.preparation.seconds == 0
+    vae_calls.since_last(), clip_calls.since_last()
     for file in files:
         file.write_bytes(file.read_bytes()[:-5])
     data = run(folder, tiny_vae, tiny_clip, tmp_path).data
