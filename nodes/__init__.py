@@ -20,7 +20,7 @@ from .model import block_swap, compile, load, try_it, tune
 from .options import memory, network, objective, optimizer, preview, validation
 from .queue import queue_routes
 from .review import check_folder, mask_folder, mask_routes
-from .train import run_deletion, run_files, run_routes, train_lora
+from .train import run_deletion, run_files, run_routes, train_lora, training_estimate
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +40,7 @@ NODES: list[type[io.ComfyNode]] = [
     *preview.NODES,
     *validation.NODES,
     *train_lora.NODES,
+    *training_estimate.NODES,
     *save.NODES,
     *loss_by_picture.NODES,
     *load_lora.NODES,

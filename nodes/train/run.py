@@ -52,6 +52,22 @@ def run(
     partner: the other expert of a pair.
     elsewhere: see `RunRequest`.
     """
+    request = run_request(model, data, settings, observer, files, previews, partner, elsewhere)
+    with threads_for(model):
+        return train_lora(request, current_world())
+
+
+def run_request(
+    model: ModelPatcher,
+    data: TrainingData,
+    settings: TrainSettings,
+    observer: Observer,
+    files: Mapping[str, str],
+    previews: Sequence[Preview] = (),
+    partner: Partner | None = None,
+    elsewhere: Callable[[RunStart], TrainResult | None] | None = None,
+) -> RunRequest:
+    """Make the request of a run, with the settings attached to its MODEL. The arguments are those of `run`."""
     previews = on_other_models(previews, model, settings.network)
     based = with_base(model, settings.network)
     watchers = [Previewer(previews, based, partner, workflow_texts(files))] if previews else []
@@ -62,7 +78,7 @@ def run(
     job = Job.current()
     spare = Path(folder_paths.get_temp_directory() if job is None else job.facts.spare)
     queued = prompt_facts() if job is None else job.facts.queued
-    request = RunRequest(
+    return RunRequest(
         model=model,
         data=data,
         settings=settings,
@@ -75,8 +91,6 @@ def run(
         queued=queued,
         elsewhere=elsewhere,
     )
-    with threads_for(model):
-        return train_lora(request, current_world())
 
 
 def prompt_facts() -> dict[str, str]:

@@ -3,10 +3,13 @@
 from comfy_api.latest import io
 
 from ...common.text import joined
+from ...lora.options import NetworkOptions
 from ...models.catalogue.registry import titles
 from ...train.checkpoint.resume import list_states
-from ...train.config.settings import TrainSettings
+from ...train.config.settings import MemoryOptions, TrainSettings, ValidationOptions
 from ...train.distributed.device_list import THIS_ONE
+from ...train.objective.options import ObjectiveOptions
+from ...train.optim.options import OptimizerOptions
 from ..common.types import (
     MemoryType,
     NetworkType,
@@ -198,3 +201,43 @@ def train_inputs() -> list[io.Input]:
             advanced=True,
         ),
     ]
+
+
+def make_settings(  # noqa: PLR0913
+    *,
+    output_name: str,
+    steps: int,
+    learning_rate: float,
+    rank: int,
+    batch_size: int,
+    gradient_accumulation: int,
+    seed: int,
+    compile: str,
+    save_every: int,
+    resume: str,
+    network: NetworkOptions | None = None,
+    optimizer: OptimizerOptions | None = None,
+    objective: ObjectiveOptions | None = None,
+    memory: MemoryOptions | None = None,
+    validation: ValidationOptions | None = None,
+    save_every_epochs: int = TrainSettings.save_every_epochs,
+    keep_last: int = TrainSettings.keep_last,
+) -> TrainSettings:
+    """Make the settings of a run from the inputs. A connected options node comes before the input that it replaces."""
+    return TrainSettings(
+        output_name=output_name,
+        steps=steps,
+        batch_size=batch_size,
+        gradient_accumulation=gradient_accumulation,
+        seed=seed,
+        compile=compile,
+        save_every=save_every,
+        resume=resume,
+        network=network or NetworkOptions(rank=rank, alpha=float(rank)),
+        optimizer=optimizer or OptimizerOptions(learning_rate=learning_rate),
+        objective=objective or ObjectiveOptions(),
+        memory=memory or MemoryOptions(),
+        save_every_epochs=save_every_epochs,
+        keep_last=keep_last,
+        validation=validation,
+    )

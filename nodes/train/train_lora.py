@@ -44,7 +44,7 @@ from .run import (
     summary_payload,
 )
 from .session_outputs import record_outputs, record_stopped, times_lost
-from .train_inputs import train_inputs
+from .train_inputs import make_settings, train_inputs
 
 
 class TesseraTrainLora(io.ComfyNode):
@@ -131,19 +131,21 @@ class TesseraTrainLora(io.ComfyNode):
         while_others_wait: str = FINISH_FIRST,
         minutes_between_pauses: float = MINUTES,
     ) -> io.NodeOutput:
-        settings = TrainSettings(
+        settings = make_settings(
             output_name=output_name,
             steps=steps,
+            learning_rate=learning_rate,
+            rank=rank,
             batch_size=batch_size,
             gradient_accumulation=gradient_accumulation,
             seed=seed,
             compile=compile,
             save_every=save_every,
             resume=resume,
-            network=network or NetworkOptions(rank=rank, alpha=float(rank)),
-            optimizer=optimizer or OptimizerOptions(learning_rate=learning_rate),
-            objective=objective or ObjectiveOptions(),
-            memory=memory or MemoryOptions(),
+            network=network,
+            optimizer=optimizer,
+            objective=objective,
+            memory=memory,
             save_every_epochs=save_every_epochs,
             keep_last=keep_last,
             validation=validation,

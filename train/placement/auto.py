@@ -34,7 +34,7 @@ from ...memory.swap.plan import (
     step_down,
 )
 from ...memory.swap.training import frozen_modules
-from ...models.family import Family
+from ...models.family import Family, Transformer
 from ..blocks.low_bit_policy import LowBitPolicy
 from ..config.settings import MemoryOptions, TrainSettings
 from ..objective.batch import make_batch
@@ -58,6 +58,8 @@ class StepCost:
     machine: free memory and bandwidths.
     structures: the structure of each block.
     shapes: shape of the first input at which each structure was measured.
+    lora_bytes, batch_bytes: the parts of `other_bytes` that the LoRA with its gradient and optimizer state takes, and
+        the batch with all that is saved outside the blocks.
     """
 
     blocks: tuple[BlockCost, ...]
@@ -65,6 +67,8 @@ class StepCost:
     machine: Hardware
     structures: tuple[str, ...] = ()
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    lora_bytes: int = 0
+    batch_bytes: int = 0
 
     def timed_anew(self, forward: Mapping[str, float]) -> "StepCost":
         """Return the cost with these forward seconds of the blocks, by structure.
@@ -242,6 +246,31 @@ def compiles(settings: CompileSettings | None, device: torch.device) -> Callable
     return is_compiled
 
 
+def block_bytes(patcher: ModelPatcher, family: Family, memory: MemoryOptions) -> dict[str, int]:
+    """Return the bytes of each block's weights in the format that `memory.quantize` asks for, without reading them."""
+    transformer = _on_host(patcher, family, memory)
+    sizes = _block_bytes(transformer)
+    for module in transformer.frozen_modules():
+        module.release()
+    return sizes
+
+
+def _on_host(patcher: ModelPatcher, family: Family, memory: MemoryOptions) -> Transformer:
+    """Build the transformer with all blocks on the host, quantised ones in zeros."""
+    lists = family.forward.block_lists(patcher.model)
+    on_host = frozenset(f"{name}.{i}" for name, length in lists.items() for i in range(length))
+    device, dtype = patcher.load_device, patcher.model.get_dtype_inference()
+    return family.forward.build(patcher, device, dtype, memory.attention, on_host, memory.quantize, in_zeros=True)
+
+
+def _block_bytes(transformer: Transformer) -> dict[str, int]:
+    sizes = {}
+    for name, block in transformer.blocks():
+        buffers = ((key, b) for m in frozen_modules(block).values() for key, b in m._buffers.items() if b is not None)
+        sizes[name] = Layout.from_tensors(buffers).size
+    return sizes
+
+
 def measure(
     patcher: ModelPatcher,
     family: Family,
@@ -264,11 +293,7 @@ def measure(
     machine = Hardware(
         free_memory(patcher), link_bandwidth(device), available // processes, place=memory_place(device.type)
     )
-    lists = family.forward.block_lists(patcher.model)
-    on_host = frozenset(f"{name}.{i}" for name, length in lists.items() for i in range(length))
-    transformer = family.forward.build(
-        patcher, device, dtype, settings.memory.attention, on_host, settings.memory.quantize, in_zeros=True
-    )
+    transformer = _on_host(patcher, family, settings.memory)
     LowBitPolicy(settings.memory.low_bit_matmul, device, dtype, None, compile_settings).set(transformer.blocks())
     run_once = blocks_run_once(family, settings)
     network = build_network(transformer, targets, settings.network, settings.seed, run_once)
@@ -290,14 +315,11 @@ def measure(
 
     compiled = compiles(compile_settings, device)
     costs: list[BlockCost] = []
+    weights = _block_bytes(transformer)
     for name, block in transformer.blocks():
-        modules = frozen_modules(block).values()
-        weights = Layout.from_tensors(
-            (key, b) for module in modules for key, b in module._buffers.items() if b is not None
-        )
         # A block that this data does not reach (for reference pictures, say) takes no more than its weights.
         cost = (probe.compiled if compiled(name) else probe.costs).get(block.structure(), BlockCost("", 0))
-        costs.append(replace(cost, name=name, weights=weights.size, in_file=in_file[name]))
+        costs.append(replace(cost, name=name, weights=weights[name], in_file=in_file[name]))
     trained = sum(p.numel() for p in network.parameters())
     # Bytes per trained parameter: the fp32 weight, its gradient, the optimizer's state and the EMA.
     average = 4 if settings.optimizer.ema_decay else 0
@@ -311,7 +333,8 @@ def measure(
     lora = trained * (4 + 4 + step + settings.optimizer.spec.state_bytes + average + clone) + network.buffer_bytes()
     batch_storages = {storage_of(tensor): tensor for tensor in batch.tensors() if tensor.device.type == device.type}
     # One batch: the next one is made after this step's activations are freed, and before those of its own step.
-    other = sum(module.held_bytes() for module in outer) + lora + total_bytes(probe.outside | batch_storages)
+    saved = total_bytes(probe.outside | batch_storages)
+    other = sum(module.held_bytes() for module in outer) + lora + saved
     for module in transformer.frozen_modules():
         module.release()
-    return StepCost(tuple(costs), other, replace(machine, file=file), structures, probe.shapes)
+    return StepCost(tuple(costs), other, replace(machine, file=file), structures, probe.shapes, lora, saved)

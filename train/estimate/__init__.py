@@ -1,0 +1,1 @@
+"""Estimate of a run: its time, memory and disk, from two steps."""
