@@ -24,9 +24,10 @@ function refusal({ type, message, details, extra_info }) {
   return details ? `${message}: ${details}` : message
 }
 
-function showRefused() {
+/** Prints what the server refused on the nodes that it is about: errors by the node's path, as the server gives them. */
+export function showRefused(nodeErrors) {
   const said = new Map() // of each node, and of each subgraph around it
-  for (const [path, { errors }] of Object.entries(app.extensionManager.lastNodeErrors ?? {})) {
+  for (const [path, { errors }] of Object.entries(nodeErrors ?? {})) {
     const { node, hosts } = placeOf(path)
     for (const place of node ? [node, ...hosts] : []) {
       said.set(place, [...(said.get(place) ?? []), ...(errors ?? []).map(refusal).filter(Boolean)])
@@ -96,8 +97,9 @@ app.registerExtension({
   setup() {
     api.addEventListener('execution_error', ({ detail }) => {
       const { node, hosts } = placeOf(detail.node_id)
-      // In another workflow a node of the same number may be of another kind.
-      if (node?.type !== detail.node_type || isElsewhere(detail.prompt_id)) return
+      // In another workflow a node of the same number may be of another kind. An estimate runs in place of its node.
+      const kinds = detail.node_type === 'TesseraTrainingEstimate' ? ['TesseraTrainLora', detail.node_type] : [detail.node_type]
+      if (!kinds.includes(node?.type) || isElsewhere(detail.prompt_id)) return
       for (const place of [node, ...hosts]) setError(place, detail.exception_message?.trim())
     })
     const { queuePrompt } = app
@@ -109,7 +111,7 @@ app.registerExtension({
       try {
         return await queuePrompt.apply(this, rest)
       } finally {
-        showRefused()
+        showRefused(app.extensionManager.lastNodeErrors)
       }
     }
     every(EVERY, () => [...marked.values()].some(Boolean) && markFolders())

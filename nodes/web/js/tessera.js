@@ -6,6 +6,7 @@ import { TABLE_WIDTH, describeCompiling } from './compile_report.js'
 import { isElsewhere, nodeAt, ourNodes } from './common/nodes.js'
 import { monospaced, show } from './report_widget.js'
 import { describeCheck } from './review/check_folder.js'
+import { describeEstimate } from './run/estimate.js'
 import { stateOf } from './common/state.js'
 import { widgetOf } from './common/widgets.js'
 import { t } from './common/words.js'
@@ -18,6 +19,7 @@ const describe = {
   TesseraMaskFolder: ({ report }) => [report],
   TesseraLoraNetwork: ({ text }) => [monospaced(text)],
   TesseraTrainLora: describeRun,
+  TesseraTrainingEstimate: describeEstimate,
   TesseraSaveLora: ({ filename, subfolder, format, dtype, is_new: isNew, notes = [] }) => {
     const values = { file: `output/${subfolder ? `${subfolder}/` : ''}${filename}` }
     return [isNew ? t('Saved: {file}', values) : t('Saved before: {file}', values), `${format}, ${dtype}`, ...notes]
@@ -31,13 +33,16 @@ const describe = {
   TesseraTuneCompile: ({ text }) => [monospaced(text)],
 }
 
-const leastWidth = { TesseraLoraNetwork: TABLE_WIDTH, TesseraCompileReport: TABLE_WIDTH, TesseraTuneCompile: TABLE_WIDTH }
+const leastWidth = {
+  TesseraTrainingEstimate: TABLE_WIDTH, TesseraLoraNetwork: TABLE_WIDTH, TesseraCompileReport: TABLE_WIDTH, TesseraTuneCompile: TABLE_WIDTH,
+}
 
 const TRAIN = 'TesseraTrainLora'
 const PROGRESS_TEXT = '$$node-text-preview' // the frontend's name of the widget
 const MOST_LINES = 100 // of a run, while it runs
 
-function describeRun(run) {
+function describeRun(run, node) {
+  if (run.estimate) return describeEstimate(run, node)
   const lines = [run.path ? t('Saved: {file}', { file: `output/${run.path}` }) : t('The LoRA could not be saved, see below.')]
   if (run.compile) {
     const values = { graphs: run.graphs_compiled, seconds: run.compile_seconds, backend: run.compile_report?.regions?.[0]?.how?.backend }
@@ -117,7 +122,7 @@ app.registerExtension({
       onExecuted?.call(this, output, ...rest)
       if (isElsewhere()) return
       const payloads = output?.tessera ?? []
-      if (payloads.length) show(this, payloads.flatMap((payload) => lines(payload)), leastWidth[nodeData.name])
+      if (payloads.length) show(this, payloads.flatMap((payload) => lines(payload, this)), leastWidth[nodeData.name])
     }
   },
 })

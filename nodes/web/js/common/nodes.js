@@ -35,6 +35,15 @@ export function placeOf(path) {
 
 export const nodeAt = (path) => placeOf(path).node
 
+/** The node that gives the first such input, and the subgraph nodes that it is in; none where nothing does. */
+export function inFront({ node, hosts }, isIt) {
+  const link = node.graph?.getLink(node.inputs?.find(isIt)?.link)
+  const { outputNode, subgraphInput } = link?.resolve(node.graph) ?? {}
+  if (outputNode) return { node: outputNode, hosts }
+  if (!subgraphInput || !hosts.length) return undefined
+  return inFront({ node: hosts.at(-1), hosts: hosts.slice(0, -1) }, ({ name }) => name === subgraphInput.name)
+}
+
 const queued = new WeakMap() // ids of the prompts that this page queued, by the workflow that they are of
 const STORED = 'tessera.queued' // for a reload of the page: the paths of those workflows, by the prompt's id
 const MOST_STORED = 100

@@ -2,7 +2,7 @@
 // is linked to one of the subgraph around the node has its widget there. Which family the model is of, the browser reads
 // from the name of the file that the loader in front has; with another model the preset fills in that one's values.
 import { app } from '../../../../scripts/app.js'
-import { ourNodes } from '../common/nodes.js'
+import { inFront, ourNodes } from '../common/nodes.js'
 import { every } from '../common/poll.js'
 import { setHint } from '../report_widget.js'
 import { after, sourceWidget, widgetOf } from '../common/widgets.js'
@@ -125,15 +125,6 @@ function familyOf(node, hosts) {
     family = found ?? family
   }
   return family
-}
-
-/** The node that gives the first such input, and the subgraph nodes that it is in; none where nothing does. */
-function inFront({ node, hosts }, isIt) {
-  const link = node.graph?.getLink(node.inputs?.find(isIt)?.link)
-  const { outputNode, subgraphInput } = link?.resolve(node.graph) ?? {}
-  if (outputNode) return { node: outputNode, hosts }
-  if (!subgraphInput || !hosts.length) return undefined
-  return inFront({ node: hosts.at(-1), hosts: hosts.slice(0, -1) }, ({ name }) => name === subgraphInput.name)
 }
 
 /** Prints on the node what its preset has set, and what connected nodes set in its place. */

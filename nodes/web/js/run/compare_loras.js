@@ -65,7 +65,7 @@ function sourceBefore(node, name) {
 }
 
 /** The first place that is free: right of the node, below it, right of all. */
-function freePlace(node, size) {
+export function freePlace(node, size) {
   const others = node.graph.nodes
   const [left, top, width, height] = node.boundingRect
   const right = Math.max(...others.map(({ boundingRect: [x, , w] }) => x + w))
