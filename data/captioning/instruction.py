@@ -93,7 +93,7 @@ class CaptionStyle:
             text = text[: ends[-1]]
         for pattern in self._patterns():
             text = pattern.sub("", text)
-        text = re.sub(r"\s+([,.;:!?])", r"\1", " ".join(text.split()))
+        text = re.sub(r" ([,.;:!?])", r"\1", " ".join(text.split()))
         return re.sub(r",(\s*,)+", ",", text).strip(" ,")
 
     def _patterns(self) -> list[re.Pattern[str]]:
