@@ -152,6 +152,8 @@ def train(
             tall=SAVED_TALL if low is None else 130,
             lora=trained[place],
         )
+    row = graph.columns[-1].nodes[-1]
+    row.append(row.pop(0))  # at the bottom, with room for what it shows of the run
     return trained
 
 

@@ -78,8 +78,8 @@ def test_the_same_seed_gives_the_same_inputs(tmp_path):
     assert inputs_of("1") == inputs_of("1") != inputs_of("2")
 
 
-def test_a_minute_of_hostile_inputs_breaks_no_bound():
-    command = [sys.executable, str(FUZZ), "--seconds", "40", "--seed", "0"]
+def test_hostile_inputs_break_no_bound():
+    command = [sys.executable, str(FUZZ), "--seconds", "20", "--seed", "0"]
     process = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert process.returncode == 0, f"{process.stdout[-6000:]}\n{process.stderr[-3000:]}"
     assert "0 faults" in process.stdout and "inputs to a server" in process.stdout

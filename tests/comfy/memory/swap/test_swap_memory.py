@@ -14,6 +14,7 @@ import torch
 from tessera.memory.swap.training import frozen_modules
 from tessera.models.catalogue.swapped_model import SwapSettings, swap
 from tessera.train.config.settings import MemoryOptions
+from thinned import one_in
 from tiny.memory.alive import Since, size_of
 from tiny.models.sampling import sample
 
@@ -99,7 +100,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("stored", FORMATS)
+@pytest.mark.parametrize("stored", one_in(2, FORMATS))
 def test_training_on_a_swapped_model_takes_over_its_masters_and_gives_them_back(stored: str, tmp_path: Path) -> None:
     """Sampled before, the MODEL has masters of its own; training has others, and the weights are there once."""
     file_options, load_options = FORMATS[stored]
