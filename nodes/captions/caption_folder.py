@@ -13,14 +13,13 @@ from ...data.captioning.caption_folder import EXISTING, KEEP, CaptionJob, write_
 from ...data.captioning.instruction import MOST_WORDS, SENTENCE, STYLES, CaptionStyle
 from ...data.captioning.tagger import Tagger
 from ...data.captioning.vision_language import VisionLanguageModel
-from ...data.folders.dataset import folder_fingerprint
 from ...data.layouts.kinds import IMAGES
 from ...data.layouts.layout import AUTO
 from ..common.folder_access import captions_folder, check_readable, list_image_folders, resolve_folder
 from ..common.progress import node_progress
 from ..data import folder_inputs
 from ..data.image_inputs import NONE
-from ..data.places import fingerprint_places, may_write_caption, shown_places, stop_if_cancelled
+from ..data.places import fingerprint_of_folder, may_write_caption, shown_places
 
 TAGGERS = "taggers"
 
@@ -161,17 +160,7 @@ class TesseraCaptionFolder(io.ComfyNode):
     def fingerprint_inputs(
         cls, folder: str | None, caption_extension: str | None = ".txt", layout: str | None = AUTO, **_: Any
     ) -> object:
-        if folder is None or caption_extension is None or layout is None:  # linked, unknown: count as changed
-            return float("nan")
-        try:
-            return folder_fingerprint(
-                resolve_folder(folder),
-                caption_extension,
-                places=fingerprint_places(layout),
-                interrupted=stop_if_cancelled,
-            )
-        except ValueError as error:  # execute reports it
-            return str(error)
+        return fingerprint_of_folder(folder, caption_extension, layout)
 
     @classmethod
     def execute(  # noqa: PLR0913

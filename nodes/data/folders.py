@@ -1,14 +1,13 @@
 """Training Images and Training Clips."""
 
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 from comfy.model_management import throw_exception_if_processing_interrupted
 from comfy_api.latest import io
 
 from ...data.captions.options import CaptionOptions
-from ...data.folders.dataset import Dataset, folder_fingerprint, scan_images, scan_videos
+from ...data.folders.dataset import Dataset, scan_images, scan_videos
 from ...data.folders.options import FolderOptions
 from ...data.layouts.kinds import VIDEOS
 from ...data.layouts.layout import AUTO
@@ -18,7 +17,7 @@ from ..common.types import DatasetType
 from . import folder_inputs, image_inputs
 from .caption_inputs import caption_inputs
 from .image_inputs import NONE
-from .places import fingerprint_places, read_places, stop_if_cancelled
+from .places import fingerprint_of_folder, folder_or_none, other_folder, read_places
 
 
 class TesseraImageFolder(io.ComfyNode):
@@ -72,8 +71,8 @@ class TesseraImageFolder(io.ComfyNode):
     @classmethod
     def validate_inputs(cls, folder=None, control_folder=NONE, mask_folder=NONE):
         optional_folders = {
-            "control_folder": _folder_or_none(control_folder),
-            "mask_folder": _folder_or_none(mask_folder),
+            "control_folder": folder_or_none(control_folder),
+            "mask_folder": folder_or_none(mask_folder),
         }
         return check_readable({"folder": folder} | optional_folders)
 
@@ -81,20 +80,9 @@ class TesseraImageFolder(io.ComfyNode):
     def fingerprint_inputs(
         cls, folder, caption_extension=".txt", control_folder=NONE, mask_folder=NONE, layout=AUTO, **kwargs
     ):
-        # Linked, value unknown: count as changed.
-        if None in (folder, caption_extension, control_folder, mask_folder, layout):
-            return float("nan")
-        try:
-            return folder_fingerprint(
-                resolve_folder(folder),
-                caption_extension,
-                control_folder=_other_folder(control_folder),
-                mask_folder=_other_folder(mask_folder),
-                places=fingerprint_places(layout),
-                interrupted=stop_if_cancelled,
-            )
-        except ValueError as error:  # execute reports it
-            return str(error)
+        return fingerprint_of_folder(
+            folder, caption_extension, layout, control_folder=control_folder, mask_folder=mask_folder
+        )
 
     @classmethod
     def execute(
@@ -116,8 +104,8 @@ class TesseraImageFolder(io.ComfyNode):
             caption_extension=caption_extension,
             repeats=repeats,
             trigger_words=trigger_words,
-            control_folder=_other_folder(control_folder),
-            mask_folder=_other_folder(mask_folder),
+            control_folder=other_folder(control_folder),
+            mask_folder=other_folder(mask_folder),
             options=treatment,
             captions=captions,
             places=read_places(layout),
@@ -224,23 +212,11 @@ class TesseraVideoFolder(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, folder=None, mask_folder=NONE):
-        return check_readable({"folder": folder, "mask_folder": _folder_or_none(mask_folder)})
+        return check_readable({"folder": folder, "mask_folder": folder_or_none(mask_folder)})
 
     @classmethod
     def fingerprint_inputs(cls, folder, caption_extension=".txt", mask_folder=NONE, layout=AUTO, **kwargs):
-        if None in (folder, caption_extension, mask_folder, layout):  # linked, value unknown: count as changed
-            return float("nan")
-        try:
-            return folder_fingerprint(
-                resolve_folder(folder),
-                caption_extension,
-                VIDEOS,
-                mask_folder=_other_folder(mask_folder),
-                places=fingerprint_places(layout),
-                interrupted=stop_if_cancelled,
-            )
-        except ValueError as error:  # execute reports it
-            return str(error)
+        return fingerprint_of_folder(folder, caption_extension, layout, VIDEOS, mask_folder=mask_folder)
 
     @classmethod
     def execute(  # noqa: PLR0913
@@ -268,7 +244,7 @@ class TesseraVideoFolder(io.ComfyNode):
             caption_extension=caption_extension,
             repeats=repeats,
             trigger_words=trigger_words,
-            mask_folder=_other_folder(mask_folder),
+            mask_folder=other_folder(mask_folder),
             options=treatment,
             captions=captions,
             places=read_places(layout),
@@ -283,12 +259,3 @@ def _split_options(inputs: dict[str, Any]) -> tuple[FolderOptions, CaptionOption
     pictures = {field.name for field in fields(FolderOptions)} & inputs.keys()
     captions = {name: value for name, value in inputs.items() if name not in pictures}
     return FolderOptions(**{name: inputs[name] for name in pictures}), CaptionOptions(**captions)
-
-
-def _folder_or_none(folder: str | None) -> str | None:
-    return None if folder in (None, "", NONE) else folder
-
-
-def _other_folder(folder: str | None) -> Path | None:
-    choice = _folder_or_none(folder)
-    return None if choice is None else resolve_folder(choice)

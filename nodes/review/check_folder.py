@@ -8,7 +8,6 @@ from comfy_api.latest import io, ui
 
 from ...common.fingerprint import weights_fingerprint
 from ...data.cache import Cache
-from ...data.folders.dataset import folder_fingerprint
 from ...data.layouts.kinds import IMAGES
 from ...data.layouts.layout import AUTO, read_layout
 from ...data.review.captions import caption_length
@@ -17,7 +16,7 @@ from ..common.folder_access import TRY_IT, cache_folder, check_readable, list_im
 from ..common.images import image_tensor
 from ..common.progress import node_progress
 from ..data import folder_inputs
-from ..data.places import fingerprint_places, read_places, stop_if_cancelled
+from ..data.places import fingerprint_of_folder, read_places
 
 
 class TesseraCheckFolder(io.ComfyNode):
@@ -102,17 +101,7 @@ class TesseraCheckFolder(io.ComfyNode):
     def fingerprint_inputs(
         cls, folder: str | None, caption_extension: str | None = ".txt", layout: str | None = AUTO, **_: Any
     ) -> object:
-        if folder is None or caption_extension is None or layout is None:  # linked, unknown: count as changed
-            return float("nan")
-        try:
-            return folder_fingerprint(
-                resolve_folder(folder),
-                caption_extension,
-                places=fingerprint_places(layout),
-                interrupted=stop_if_cancelled,
-            )
-        except ValueError as error:  # execute reports it
-            return str(error)
+        return fingerprint_of_folder(folder, caption_extension, layout)
 
     @classmethod
     def execute(

@@ -46,7 +46,7 @@ RECORDER = Recorder()
 
 
 class OfLoading:
-    """What a loader leaves on a module: a handle that can't be copied, and frees memory when it goes."""
+    """State that a loader leaves on a module: a handle that can't be copied, and frees memory when it goes."""
 
     uses = 0
 
@@ -58,7 +58,7 @@ class OfLoading:
 
 
 class Memory:
-    """What a model remembers in an object of its own."""
+    """State that a model keeps in an object of its own."""
 
     def __init__(self) -> None:
         self.turn, self.entries, self.lock = -1, {}, threading.Lock()
@@ -133,7 +133,7 @@ class TomorrowModel(nn.Module):
         self.is_tuned = False
 
     def _state(self, x: Tensor) -> Any:
-        """What a second call finds otherwise than the first one does."""
+        """Differences that a second call finds."""
         slots = self.slots
         first = slots[0] is None
         is_next = self.slots_dtype is not None
