@@ -108,10 +108,12 @@ async function queue(node) {
     return
   }
   const prompt = { ...needed(output, path), [path]: { ...output[path], class_type: ESTIMATE } }
+  // before it is queued: a short one is answered sooner than the request that queues it
+  show(node, [t('The estimate is queued: it takes two steps and writes no LoRA.')])
   try {
     await api.queuePrompt(0, { output: prompt, workflow })
-    show(node, [t('The estimate is queued: it takes two steps and writes no LoRA.')])
   } catch (error) {
+    show(node, [])
     const refused = error.response?.node_errors ?? {}
     if (Object.keys(refused).length) showRefused(refused)
     else setError(node, error.message)
