@@ -201,11 +201,12 @@ faster.
 NEWER = """
 ## Newer than the tests
 
-The tests run ComfyUI {version}. Qwen Image 2.1 came later: it is known by name, and tested with a class of the tests'
-own that does what its stored sources do. The models below came later too, and no package tells the names of their
-classes: they train with ComfyUI's own forward by rule (default layers, noise levels of ComfyUI's class), and nothing of
-them is tested by name. Files and sampling are those of ComfyUI's workflow templates of October 2026. Nothing
-is known here of SenseNova-U1, nor of PAN 2 and MiniMax-H3-Image, which came after those templates.
+The tests run ComfyUI {version}. Qwen Image 2.1 and LTX-2.5 came later: they are known by name, and tested with classes
+of the tests' own that do what their stored sources do. The models below came later too. They train with ComfyUI's own
+forward by rule (default layers, noise levels of ComfyUI's class), and nothing of them is tested by name. Of
+Wan-Animate 2 (`WAN_Animate2`) and Ming Image (`MingImage`) the name of the class is published; of the others no package
+tells it. Files and sampling are those of ComfyUI's workflow templates of October 2026. SenseNova U1.5 (`SenseNovaU15`)
+has no template among them. Nothing is known here of PAN 2 and MiniMax-H3-Image, which came after those templates.
 
 | model | file | text encoders (type) | VAE | megapixels | steps | cfg | sampler, scheduler |
 |---|---|---|---|---:|---:|---:|---|

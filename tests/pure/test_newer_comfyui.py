@@ -9,7 +9,7 @@ from newer_comfyui import OLDEST_ONLY, is_newer
 NATIVE = Path(__file__).resolve().parents[1] / "comfy" / "models" / "native"
 # What stands for a newer ComfyUI, or compares with the classes of the pinned one.
 PINNED = re.compile(
-    r"^from tiny\.native(\.containers|\.rows import qwen_image21| import containers)|model_table", re.MULTILINE
+    r"^from tiny\.native(\.containers|\.rows import (qwen_image21|ltx25)| import containers)|model_table", re.MULTILINE
 )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 OLDEST_ONLY = {
     "test_containers.py": "its models hand attention containers by themselves",
     "test_models_page.py": "docs/models.md lists the classes of the pinned ComfyUI",
+    "test_ltx25.py": "it has what the tests' own class adds",
     "test_qwen_image21.py": "it has the class that the tests' own stands for",
 }
 

@@ -50,11 +50,19 @@ def is_tested(model: Any) -> bool:
 
 
 def named_facts(model: Any) -> ModelFacts | None:
-    """Return the row of a model; None if no row names it. A pack's class with the same name as core's is not core's."""
-    kind, config = type(model), type(getattr(model, "model_config", None))
-    if kind.__module__ != "comfy.model_base":
+    """Return the row of a model, the closest of several; None if no row names it. A pack's class with the same name as
+    core's is not core's."""
+    if type(model).__module__ != "comfy.model_base":
         return None
-    for facts in NAMED:
-        if kind.__name__ in facts.model_classes and (not facts.configs or config.__name__ in facts.configs):
-            return facts
-    return None
+    matching = [facts for facts in NAMED if _matches(facts, model)]
+    return max(matching, key=lambda facts: len(facts.unet_config), default=None)
+
+
+def _matches(facts: ModelFacts, model: Any) -> bool:
+    config = getattr(model, "model_config", None)
+    entries = getattr(config, "unet_config", None) or {}
+    return (
+        type(model).__name__ in facts.model_classes
+        and (not facts.configs or type(config).__name__ in facts.configs)
+        and all(entries.get(name) == value for name, value in facts.unet_config)
+    )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from ...family import UsualSettings
 from ...latents import LatentPolicy
@@ -59,6 +60,7 @@ class ModelFacts:
     title: in messages.
     model_classes: names of its classes in comfy.model_base.
     configs: names of its classes in comfy.supported_models, if `model_classes` are used by other models too.
+    unet_config: entries of ComfyUI's configuration of the model, if all its classes are another model's too.
     default_targets: patterns of the Linears that a LoRA trains; a release lacks some of them.
     shift: timestep shift in training, as `objective.shift_sigma` applies it; None for that of ComfyUI's class.
     guidance: the distilled guidance to train at; None if it takes none.
@@ -79,6 +81,7 @@ class ModelFacts:
     title: str
     model_classes: tuple[str, ...]
     configs: tuple[str, ...] = ()
+    unet_config: tuple[tuple[str, Any], ...] = ()
     default_targets: tuple[str, ...]
     shift: float | None = None
     guidance: float | None = None

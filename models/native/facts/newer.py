@@ -1,15 +1,18 @@
 """Models newer than the ComfyUI that the tests run, from ComfyUI's workflow templates of October 2026
 (comfyui-workflow-templates 0.11.97)."""
 
+from dataclasses import replace
+
 from ...family import UsualSettings
 from .model_facts import ModelFacts, NamedRelease, PreviewDefaults
+from .videos import LTX_2
 
-# By the class name in published sources (comfy/ldm/qwen_image21/model.py, since ComfyUI 0.37).
+# By class names in published sources.
 NEWER = (
     ModelFacts(
         name="qwen-image-2.1",
         title="Qwen Image 2.1",
-        model_classes=("QwenImage21",),
+        model_classes=("QwenImage21",),  # comfy/ldm/qwen_image21/model.py, since ComfyUI 0.37
         # Attention and MLP of every block; all blocks share one modulation, outside of them.
         default_targets=("transformer_blocks.*.attn.*", "transformer_blocks.*.img_mlp.*"),
         vae="qwen_image_2.1_vae_bf16.safetensors",
@@ -32,9 +35,32 @@ NEWER = (
             ),
         ),
     ),
+    # LTX-2's class, and a marker on the tokens of the first frame (comfy/model_detection.py).
+    replace(
+        LTX_2,
+        name="ltx-2.5",
+        title="LTX-2.5",
+        unet_config=(("use_keyframes_abs_pos_embedding", True),),
+        megapixels=0.92,  # 1280 x 720, as the template starts
+        vae="ltx-2.5-video-vae-bf16.safetensors",
+        encoders=("gemma4-12b-with-proj-ltx-2.5-comfy-int8-convrot.safetensors",),
+        clip_type="ltxv",
+        usual=UsualSettings(),  # file names of LTX-2 match it as well
+        licence="licence on its download page",
+        releases=(
+            NamedRelease(
+                title="LTX-2.5",
+                file="ltx-2.5-22b-distilled-transformer-comfy-int8-convrot.safetensors",
+                template="video_ltx2_5_t2v",  # with its own eight sigmas, and an upscaler
+                sampling=PreviewDefaults(8, 1.0, "euler_ancestral", "simple"),
+                distilled=True,
+            ),
+        ),
+    ),
 )
 
-# Their class names are in no package or published source: they train by rule, without a row.
+# They train by rule, without a row: what their classes compute is in no package or published source, or nobody has
+# named their layers. `model_classes` has the class of those whose name is published (comfy/supported_models.py).
 BY_RULE = (
     ModelFacts(
         name="flux-3-klein",
@@ -56,25 +82,6 @@ BY_RULE = (
                 file="flux3-image-klein-int8-convrot.safetensors",
                 template="image_flux3_klein_distilled_t2i",
                 sampling=PreviewDefaults(16, 1.0, "euler", "simple"),
-                distilled=True,
-            ),
-        ),
-    ),
-    ModelFacts(
-        name="ltx-2.5",
-        title="LTX-2.5",
-        model_classes=(),
-        default_targets=(),
-        megapixels=0.92,  # 1280 x 720, as the template starts
-        vae="ltx-2.5-video-vae-bf16.safetensors",
-        encoders=("gemma4-12b-with-proj-ltx-2.5-comfy-int8-convrot.safetensors",),
-        clip_type="ltxv",
-        releases=(
-            NamedRelease(
-                title="LTX-2.5",
-                file="ltx-2.5-22b-distilled-transformer-comfy-int8-convrot.safetensors",
-                template="video_ltx2_5_t2v",  # with its own eight sigmas, and an upscaler
-                sampling=PreviewDefaults(8, 1.0, "euler_ancestral", "simple"),
                 distilled=True,
             ),
         ),
@@ -130,7 +137,7 @@ BY_RULE = (
     ModelFacts(
         name="wan-animate-2",
         title="Wan-Animate 2",
-        model_classes=(),
+        model_classes=("WAN_Animate2",),
         default_targets=(),
         megapixels=0.4,
         vae="Wan2_1_VAE_bf16.safetensors",
@@ -142,6 +149,31 @@ BY_RULE = (
                 file="wan_animate_2_int8_convrot.safetensors",
                 template="video_wan_animate2",  # with a LoRA that needs few steps
                 sampling=PreviewDefaults(6, 1.0, "lcm", "simple"),
+            ),
+            NamedRelease(
+                title="Wan-Animate 2 Distill",
+                file="wan_animate_2_distill_int8_convrot.safetensors",
+                template="video_wan_animate2_distilled",
+                sampling=PreviewDefaults(10, 1.0, "lcm", "simple"),
+                distilled=True,
+            ),
+        ),
+    ),
+    ModelFacts(
+        name="ming-image",
+        title="Ming Image",
+        model_classes=("MingImage",),
+        default_targets=(),
+        megapixels=4.0,  # 2048 x 2048, as the template starts
+        vae="ming_image_vae_bf16.safetensors",
+        encoders=("ming_image_0.1_ling_mini_2.0_int8_convrot.safetensors",),
+        clip_type="qwen_image",
+        releases=(
+            NamedRelease(
+                title="Ming Image 0.1 Design",
+                file="ming_image_0.1_design_int8_convrot.safetensors",
+                template="image_ming_image_01_design_t2i",
+                sampling=PreviewDefaults(12, 1.0, "euler", "simple"),
             ),
         ),
     ),

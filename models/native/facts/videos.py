@@ -91,6 +91,33 @@ def _ltx_sound(frames: int, rate: float | None) -> tuple[int, ...]:
     return 8, math.ceil(pictures / (rate or 25.0) * 25.0), 16
 
 
+LTX_2 = ModelFacts(
+    name="ltx-2",
+    title="LTX-2",
+    model_classes=("LTXAV",),
+    # The picture's part of diffusion-pipe's BasicAVTransformerBlock (models/ltx2.py); sound is not trained.
+    default_targets=("transformer_blocks.*.attn1.*", "transformer_blocks.*.attn2.*", "transformer_blocks.*.ff.*"),
+    megapixels=0.39,  # 768 x 512, as the template starts
+    encoders=("gemma_3_12B_it_fp4_mixed.safetensors",),
+    # Lightricks/LTX-2, packages/ltx-trainer/configs
+    usual=UsualSettings(file_names="(^|[^a-z])ltx[ _-]?2([^0-9b]|$)"),
+    releases=(
+        NamedRelease(
+            title="LTX-2",
+            file="ltx-2-19b-dev-fp8.safetensors",
+            checkpoint=True,
+            template="video_ltx2_t2v",
+            sampling=PreviewDefaults(20, 4.0, "euler_ancestral", "simple"),
+        ),
+    ),
+    licence="LTX-2 Community License",
+    sound=Sound(_ltx_sound),
+    notes=(SILENT,),
+    # Gates between sound and picture depend on the highest noise level of the batch
+    # (comfy/ldm/lightricks/av_model.py).
+    batches=False,
+)
+
 VIDEOS = (
     ModelFacts(
         name="ltx-video",
@@ -184,32 +211,7 @@ VIDEOS = (
         notes=(SILENT,),
         batches=False,
     ),
-    ModelFacts(
-        name="ltx-2",
-        title="LTX-2",
-        model_classes=("LTXAV",),
-        # The picture's part of diffusion-pipe's BasicAVTransformerBlock (models/ltx2.py); sound is not trained.
-        default_targets=("transformer_blocks.*.attn1.*", "transformer_blocks.*.attn2.*", "transformer_blocks.*.ff.*"),
-        megapixels=0.39,  # 768 x 512, as the template starts
-        encoders=("gemma_3_12B_it_fp4_mixed.safetensors",),
-        # Lightricks/LTX-2, packages/ltx-trainer/configs
-        usual=UsualSettings(file_names="(^|[^a-z])ltx[ _-]?2([^0-9b]|$)"),
-        releases=(
-            NamedRelease(
-                title="LTX-2",
-                file="ltx-2-19b-dev-fp8.safetensors",
-                checkpoint=True,
-                template="video_ltx2_t2v",
-                sampling=PreviewDefaults(20, 4.0, "euler_ancestral", "simple"),
-            ),
-        ),
-        licence="LTX-2 Community License",
-        sound=Sound(_ltx_sound),
-        notes=(SILENT,),
-        # Gates between sound and picture depend on the highest noise level of the batch
-        # (comfy/ldm/lightricks/av_model.py).
-        batches=False,
-    ),
+    LTX_2,
     ModelFacts(
         name="kandinsky-5",
         title="Kandinsky 5 Video",

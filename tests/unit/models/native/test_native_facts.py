@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import comfy.model_base
 import comfy.samplers
@@ -95,7 +96,7 @@ ROW = {row.name: row for row in ROWS}
 
 
 # Models of a newer ComfyUI than that of the tests, which plays their class in tests of their own.
-NEWER = {"qwen-image-2.1": "test_qwen_image21.py"}
+NEWER = {"qwen-image-2.1": "test_qwen_image21.py", "ltx-2.5": "test_ltx25.py"}
 
 
 def test_every_named_model_is_pinned():
@@ -139,7 +140,7 @@ def test_a_pattern_that_would_match_more_than_it_should_is_a_name():
 def test_every_row_names_classes_of_core_and_has_a_name_of_its_own():
     assert max(Counter(facts.name for facts in NAMED).values()) == 1
     assert max(Counter(facts.title for facts in NAMED).values()) == 1
-    claimed: Counter[tuple[str, str]] = Counter()
+    claimed: Counter[tuple[Any, ...]] = Counter()
     for facts in NAMED:
         classes = [getattr(comfy.model_base, name, None) for name in facts.model_classes]
         assert all(
@@ -149,7 +150,7 @@ def test_every_row_names_classes_of_core_and_has_a_name_of_its_own():
         )
         for config in facts.configs or [""]:
             assert not config or hasattr(comfy.supported_models, config)
-            claimed.update((kind, config) for kind in facts.model_classes)
+            claimed.update((kind, config, facts.unet_config) for kind in facts.model_classes)
     assert max(claimed.values()) == 1
 
 

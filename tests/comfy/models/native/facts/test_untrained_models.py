@@ -5,7 +5,7 @@ import comfy.supported_models
 import pytest
 import torch
 from tessera.models.catalogue.registry import family_of
-from tessera.models.native.facts.untrained import UNTRAINED
+from tessera.models.native.facts.untrained import NEWER_UNTRAINED, UNTRAINED
 from tiny.native import ROWS, build
 from tiny.train.runs import Watcher, train, training_data
 
@@ -35,6 +35,16 @@ def test_an_untrained_model_is_refused_by_name_with_the_reason(name):
         family_of(model_of(name))
     sentence = f"model is {name}, which Train LoRA can't train ({UNTRAINED[name]}); connect another MODEL."
     assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize("name", NEWER_UNTRAINED)
+def test_an_untrained_model_of_a_newer_comfyui_is_refused_by_name_too(name):
+    model = build(ROWS[0])
+    config = type(model.model.model_config)
+    newer = type(name, (config,), {"__module__": "comfy.supported_models"})
+    model.model.model_config = newer(model.model.model_config.unet_config)
+    with pytest.raises(ValueError, match=rf"^model is {name}, which .* can't train \({NEWER_UNTRAINED[name]}\)"):
+        family_of(model)
 
 
 def test_a_run_is_refused_before_the_model_is_loaded(tmp_path):
