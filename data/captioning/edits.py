@@ -162,7 +162,9 @@ def find_replacements(
     check_size(CAPTION_EDIT, "The text to search for", characters=len(search))
     check_size(CAPTION_EDIT, "The new text", characters=len(replacement))
     pattern = re.compile(re.escape(search), 0 if match_case else re.IGNORECASE)
-    changes, matches, locked = list[Change](), 0, 0
+    changes: list[Change] = []
+    matches = 0
+    locked = 0
     for caption in captions:
         if caption.text is None or not (count := len(pattern.findall(caption.text))):
             continue

@@ -347,7 +347,8 @@ def _fingerprint(
 
 def summary(prepared: PreparedData) -> str:
     """Summarise the preparation in a few lines: number of samples, crop loss, graphs to be compiled, and notes."""
-    samples, keys, plans = prepared.data.samples, prepared.data.graph_keys(), prepared.plans
+    samples = prepared.data.samples
+    plans = prepared.plans
     frames = {
         index: placement.grid.frames
         for size in plans
@@ -364,7 +365,7 @@ def summary(prepared: PreparedData) -> str:
                 f"Size of {size.megapixels:g} megapixels: " * (len(plans) > 1) + describe_plan(size.plan)
                 for size in plans
             ),
-            shapes_text(keys, "clips" if clips == len(frames) else "clips and pictures" if clips else "pictures"),
+            shapes_text(prepared.data.graph_keys(), _media_noun(clips, len(frames))),
             *prepared.notes,
         ]
     )
@@ -372,8 +373,14 @@ def summary(prepared: PreparedData) -> str:
 
 def _items_noun(items: Sequence[Item]) -> str:
     """Return the plural noun of the items, for progress texts."""
-    clips = sum(item.pixels.frames > 1 for item in items)
-    return "pictures" if not clips else "clips" if clips == len(items) else "pictures and clips"
+    return _media_noun(sum(item.pixels.frames > 1 for item in items), len(items))
+
+
+def _media_noun(clips: int, count: int) -> str:
+    """Return the plural noun for so many items of which some are clips."""
+    if not clips:
+        return "pictures"
+    return "clips" if clips == count else "pictures and clips"
 
 
 def _sample(

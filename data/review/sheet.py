@@ -13,8 +13,10 @@ from .findings import Finding
 
 MOST_SHOWN = 60
 _COLUMNS = 6
-_MARGIN, _LINE, _LINES = 12, 15, 4
+_MARGIN = 12  # pixels, as are the next two
 _HEAD = 30
+_LINE = 15
+_LINES = 4  # below a thumbnail
 _RED = (176, 32, 32)
 
 

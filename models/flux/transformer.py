@@ -166,5 +166,6 @@ class Flux2Transformer(FluxTransformer):
     def modulations(
         self, vec: Tensor, pe: Tensor, sample_tokens: int, text: int
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        double = self.img_modulation(vec), self.txt_modulation(vec[:, :1])
-        return (*double, pe, sample_tokens), (self.single_modulation(vec), pe, text + sample_tokens)
+        for_double = self.img_modulation(vec), self.txt_modulation(vec[:, :1]), pe, sample_tokens
+        for_single = self.single_modulation(vec), pe, text + sample_tokens
+        return for_double, for_single

@@ -153,9 +153,11 @@ def _kernel(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
         weight = torch.linspace(0.5, 1.5, 32).to(device, dtype)
         angle = torch.linspace(0, 3, 48).view(1, 3, 1, 16)
         table = torch.stack((angle.cos(), angle.sin()), dim=-1).to(device)
-        arguments = [x[:, :1], x[:, 1:]], [weight, weight], table, 1e-6
-        pairs = [(kernel.norm_rope(*arguments), _plain(*arguments))]
-        pairs += zip(kernel.norm_rope_backward(grad, *arguments), _plain_backward(grad, *arguments), strict=True)
+        parts, weights, eps = [x[:, :1], x[:, 1:]], [weight, weight], 1e-6
+        gradients = kernel.norm_rope_backward(grad, parts, weights, table, eps)
+        plain_gradients = _plain_backward(grad, parts, weights, table, eps)
+        pairs = [(kernel.norm_rope(parts, weights, table, eps), _plain(parts, weights, table, eps))]
+        pairs += zip(gradients, plain_gradients, strict=True)
         bound = 4 * torch.finfo(dtype).eps
         if all(
             (actual.float() - expected.float()).norm() <= bound * expected.float().norm() for actual, expected in pairs

@@ -6,7 +6,7 @@ more, plainly: eager, without recompute, its weights read from the MODEL. The er
 in that block is measured too, and sets the bound of each output and gradient.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,7 +20,8 @@ from ...models.catalogue.registry import run_in_fp32
 from ...models.family import Block, ModelInputs
 from ..placement.placed_model import PlacedModel
 
-NOISES, LEAST = 4.0, 1e-4
+NOISES = 4.0  # errors of the run's dtype, which a difference may reach
+LEAST = 1e-4  # bound of a difference, if that is larger
 ROUNDINGS = 2.0  # of the run's dtype, which every bound allows
 FLOOR = 0.05  # of the largest norm of its kind: a smaller tensor counts as that large
 
@@ -110,24 +111,33 @@ def _with_backward(run: Any, block: Block, args: tuple[Any, ...]) -> Results:
     leaf_args = [a.detach().requires_grad_() if isinstance(a, Tensor) and a.requires_grad else a for a in args]
     out = run(block, *leaf_args)
     outputs = (out,) if isinstance(out, Tensor) else out
+    leaves = [a for a in leaf_args if isinstance(a, Tensor) and a.requires_grad]
+    sources = _adapter_sources(block)
+    gradients = _gradients(outputs, [*leaves, *(tensor for pair in sources for tensor in pair if tensor is not None)])
+    rest = iter(gradients[len(leaves) :])
+    adapter_gradients = [next(rest) + (0.0 if cast is None else next(rest)) for _, cast in sources]
+    return [output.detach().float() for output in outputs], gradients[: len(leaves)], adapter_gradients
+
+
+def _adapter_sources(block: Block) -> list[tuple[Tensor, Tensor | None]]:
+    """Return each weight of the block's adapters with its cast, None if it has none: a forward reads the casts, if
+    there are any, or in another dtype the weights themselves."""
+    adapters = [layer.adapter for layer in block.linears().values() if layer.adapter is not None]
+    return [(weight, adapter.casts.get(name)) for adapter in adapters for name, weight in adapter.named_parameters()]
+
+
+def _gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Compute the gradients of the inputs, fp32, from a fixed random gradient of each output; zeros for unused ones."""
     outs = [output for output in outputs if output.requires_grad]
+    if not outs or not inputs:
+        return [torch.zeros_like(tensor).float() for tensor in inputs]
     generator = torch.Generator().manual_seed(0)
     ends = [torch.randn(output.shape, generator=generator).to(output.device, output.dtype) for output in outs]
-    leaves = [a for a in leaf_args if isinstance(a, Tensor) and a.requires_grad]
-    adapters = [layer.adapter for layer in block.linears().values() if layer.adapter is not None]
-    parameters = [(adapter, name, weight) for adapter in adapters for name, weight in adapter.named_parameters()]
-    # A forward reads the casts, if there are any, or in another dtype the weights themselves.
-    sources = [(weight, adapter.casts.get(name)) for adapter, name, weight in parameters]
-    inputs = [*leaves, *(tensor for pair in sources for tensor in pair if tensor is not None)]
-    partials = torch.autograd.grad(outs, inputs, ends, allow_unused=True) if outs and inputs else [None] * len(inputs)
-    gradients = [torch.zeros_like(w) if g is None else g for w, g in zip(inputs, partials, strict=True)]
-    rest = iter(gradients[len(leaves) :])
-    adapter_gradients = [next(rest).float() + (0.0 if cast is None else next(rest).float()) for _, cast in sources]
-    return (
-        [output.detach().float() for output in outputs],
-        [g.float() for g in gradients[: len(leaves)]],
-        adapter_gradients,
-    )
+    gradients = torch.autograd.grad(outs, inputs, ends, allow_unused=True)
+    return [
+        torch.zeros_like(tensor).float() if gradient is None else gradient.float()
+        for tensor, gradient in zip(inputs, gradients, strict=True)
+    ]
 
 
 @contextmanager

@@ -5,7 +5,7 @@ nothing about its contents. The rest of `train/` reads a checked state without f
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -184,7 +184,7 @@ def _check_validation(validation: Any, step: int) -> None:
         _need(isinstance(point, dict) and _is_count(point.get("step"), 0, step), "validation")
         _need(_is_number(point.get("loss")), "validation")
         for name in ("sigmas", "losses"):
-            _need(isinstance(point.get(name), list) and all(map(_is_number, point[name])), "validation")
+            _need(_are_numbers(point.get(name)), "validation")
 
 
 def _check_pictures(pictures: Any, step: int) -> None:
@@ -194,18 +194,22 @@ def _check_pictures(pictures: Any, step: int) -> None:
     _check_names(pictures, {"of", "levels", "spent", "entries"})
     _need(_is_name(pictures.get("of")) and _is_count(pictures.get("spent")), "pictures")
     levels, entries = pictures.get("levels"), pictures.get("entries")
-    _need(isinstance(levels, list) and bool(levels) and all(map(_is_number, levels)), "pictures")
+    _need(_are_numbers(levels) and bool(levels), "pictures")
     _need(isinstance(entries, list), "pictures")
-
-    def is_losses(values: Any) -> bool:
-        return isinstance(values, list) and len(values) == len(levels) and all(map(_is_number, values))
-
     for entry in entries:
-        _need(isinstance(entry, list) and len(entry) == 3 and _is_count(entry[0]) and is_losses(entry[1]), "pictures")
-        _need(isinstance(entry[2], list) and bool(entry[2]), "pictures")
-        for point in entry[2]:
-            _need(isinstance(point, list) and len(point) == 2, "pictures")
-            _need(_is_count(point[0], 1, step) and is_losses(point[1]), "pictures")
+        _check_picture(entry, len(levels), step)
+
+
+def _check_picture(entry: Any, levels: int, step: int) -> None:
+    """Check a picture's [number, losses of the base model, [[step, losses], …]], with a loss for each level."""
+    _need(isinstance(entry, list) and len(entry) == 3, "pictures")
+    number, base, points = entry
+    _need(_is_count(number) and _are_numbers(base) and len(base) == levels, "pictures")
+    _need(isinstance(points, list) and bool(points), "pictures")
+    for point in points:
+        _need(isinstance(point, list) and len(point) == 2, "pictures")
+        point_step, losses = point
+        _need(_is_count(point_step, 1, step) and _are_numbers(losses) and len(losses) == levels, "pictures")
 
 
 def _check_adapters(adapters: Any, trained: set[str]) -> None:
@@ -214,17 +218,20 @@ def _check_adapters(adapters: Any, trained: set[str]) -> None:
     for group in adapters:
         _check_names(group, {*_SPEC, "layers"})
         _need(all(name in group for name in _SPEC), "adapters")
-        spec = {name: group[name] for name in _SPEC}
-        for name, choices in (("algorithm", tuple(ADAPTERS)), ("init", INITS)):
-            _need(isinstance(choice := spec[name], str), name)
-            if choice not in choices:
-                raise UnreadableField(f"{name} {choice}", unknown=True)
-        _need(_is_count(spec["rank"], 1, _MOST_RANK), "rank")
-        _need(_is_number(spec["alpha"]) and spec["alpha"] > 0, "alpha")
-        _need((factor := spec["factor"]) == -1 or _is_count(factor, 1, _MOST_RANK), "factor")
-        _need(_is_number(limit := spec["constraint"]) and limit >= 0, "constraint")
+        _check_choice(group, "algorithm", ADAPTERS)
+        _check_choice(group, "init", INITS)
+        _need(_is_count(group["rank"], 1, _MOST_RANK), "rank")
+        _need(_is_number(group["alpha"]) and group["alpha"] > 0, "alpha")
+        _need(group["factor"] == -1 or _is_count(group["factor"], 1, _MOST_RANK), "factor")
+        _need(_is_number(group["constraint"]) and group["constraint"] >= 0, "constraint")
         _need(isinstance(group.get("layers"), list) and all(map(_is_name, group["layers"])), "layers")
     _need(trained == {name for group in adapters for name in group["layers"]}, "layers")
+
+
+def _check_choice(spec: Mapping[str, Any], name: str, choices: Container[str]) -> None:
+    _need(isinstance(spec[name], str), name)
+    if spec[name] not in choices:
+        raise UnreadableField(f"{name} {spec[name]}", unknown=True)
 
 
 def _check_parts(parts: Any, step: int) -> None:
@@ -263,6 +270,10 @@ def _check_names(entries: Mapping[Any, Any], allowed: set[str]) -> None:
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(map(_is_number, values))
 
 
 def _is_count(value: Any, minimum: int = 0, maximum: int = 2**63) -> bool:

@@ -95,24 +95,45 @@ def largest_sample(context: RunContext) -> Sample:
 
 
 def _variants(context: RunContext, cost: StepCost, present: SwapPlan) -> Iterator[_Variant]:
-    settings = context.device_settings
-    memory, network, batch = settings.memory, settings.network, context.settings.batch_size
-    model = context.patcher.model
-    parameters = trained_parameters(model, network, context.targets)
-    for rank in (network.rank // 2, network.rank * 2):
-        if rank:
-            other = trained_parameters(model, replace(network, rank=rank), context.targets)
-            yield _Variant("rank", network.rank, rank, memory, _with_lora(cost, other / parameters))
-    for size in (batch // 2, batch * 2):
-        if size:
-            yield _Variant("batch_size", batch, size, memory, _scaled(cost, size / batch))
-    if isinstance(megapixels := context.data.made_with.get("megapixels"), int | float):
-        sample = largest_sample(context)
-        rest = sample_size(sample) - sample.tokens
-        for area in (round(part * megapixels, 2) for part in (0.25, 0.5, 2.0)):
-            share = (area / megapixels * sample.tokens + rest) / (sample.tokens + rest)
-            if area:
-                yield _Variant("megapixels", megapixels, area, memory, _scaled(cost, share))
+    yield from _ranks(context, cost)
+    yield from _batch_sizes(context, cost)
+    yield from _picture_sizes(context, cost)
+    yield from _memory_options(context, cost, present)
+
+
+def _ranks(context: RunContext, cost: StepCost) -> Iterator[_Variant]:
+    """Yield half the rank and twice the rank."""
+    settings, model = context.device_settings, context.patcher.model
+    rank = settings.network.rank
+    parameters = trained_parameters(model, settings.network, context.targets)
+    for other in filter(None, (rank // 2, rank * 2)):
+        factor = trained_parameters(model, replace(settings.network, rank=other), context.targets) / parameters
+        yield _Variant("rank", rank, other, settings.memory, _with_lora(cost, factor))
+
+
+def _batch_sizes(context: RunContext, cost: StepCost) -> Iterator[_Variant]:
+    """Yield half the batch and twice the batch."""
+    batch = context.settings.batch_size
+    for size in filter(None, (batch // 2, batch * 2)):
+        yield _Variant("batch_size", batch, size, context.device_settings.memory, _scaled(cost, size / batch))
+
+
+def _picture_sizes(context: RunContext, cost: StepCost) -> Iterator[_Variant]:
+    """Yield other areas, if the data say of how many megapixels they are; the text stays as long as it is."""
+    megapixels = context.data.made_with.get("megapixels")
+    if not isinstance(megapixels, int | float):
+        return
+    sample = largest_sample(context)
+    whole = sample_size(sample)
+    rest = whole - sample.tokens
+    for area in filter(None, (round(part * megapixels, 2) for part in (0.25, 0.5, 2.0))):
+        share = (area / megapixels * sample.tokens + rest) / whole
+        yield _Variant("megapixels", megapixels, area, context.device_settings.memory, _scaled(cost, share))
+
+
+def _memory_options(context: RunContext, cost: StepCost, present: SwapPlan) -> Iterator[_Variant]:
+    """Yield the other kinds of checkpointing, automatic block swap, and frozen weights in 8 bits."""
+    memory = context.device_settings.memory
     for checkpointing in ("none", "selective", "full"):
         if checkpointing != present.checkpointing:
             options = replace(memory, checkpointing=checkpointing)

@@ -34,7 +34,8 @@ class GradientSync:
         self.learner = learner
         self.observer = observer
         groups = learner.network.flat
-        self.remaining_sums, self._request_flags = 0, 0
+        self.remaining_sums = 0
+        self._request_flags = 0
         if world.world_size == 1:
             return
         self.weights = [(group, number) for group in groups for number in range(len(group.weights))]
@@ -58,10 +59,10 @@ class GradientSync:
             return loss[None]
         present = [float(group.weights[number].grad is not None) for group, number in self.weights]
         self.trailer[_FLAGS:] = torch.tensor(present)
-        request_flags = (
-            sum(_REQUEST_BITS[request] for request in self.observer.take_requests()) if self.world.is_first else 0
-        )
-        self.trailer[_LOSS], self.trailer[_ABORTING], self.trailer[_REQUESTS] = loss, 0.0, float(request_flags)
+        requests = self.observer.take_requests() if self.world.is_first else ()
+        self.trailer[_LOSS] = loss
+        self.trailer[_ABORTING] = 0.0
+        self.trailer[_REQUESTS] = float(sum(_REQUEST_BITS[request] for request in requests))
         self.remaining_sums -= 1
         try:
             self.world.collectives.all_reduce(self.buffer, step)

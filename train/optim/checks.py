@@ -128,19 +128,29 @@ def _keeps_weights(options: OptimizerOptions, limit: float) -> ValueError:
 
 def optimizer_notes(options: OptimizerOptions) -> tuple[str, ...]:
     """Make notes for the user on options with unusual effects."""
-    name, rate = options.optimizer, options.learning_rate
+    name = options.optimizer
     notes = []
-    if name == "prodigy" and rate < PRODIGY_USUAL_RATE:
-        notes.append(f"Prodigy scales its own rate; learning_rate 1 is usual, and {rate:g} slows it.")
-    if name not in ("prodigy", "custom") and rate >= PRODIGY_USUAL_RATE:
-        notes.append(f"learning_rate is {rate:g}; 1e-4 is usual for {name}.")
-    elif name == "lion" and rate >= 1e-4:
-        notes.append(f"learning_rate is {rate:g}; Lion takes a third to a tenth of AdamW's rate, about 2e-5.")
+    if rate_note := _rate_note(name, options.learning_rate):
+        notes.append(rate_note)
     if name == "adamw_schedulefree" and options.lr_scheduler != "constant":
         notes.append(_needs_no_schedule(name, options.lr_scheduler))
     if options.lr_scheduler == "inverse_sqrt" and options.warmup_steps == 0:
         notes.append(f"inverse_sqrt without warmup_steps falls slowly: to 0.71 after {INVERSE_SQRT_STEPS} steps.")
     return tuple(notes)
+
+
+def _rate_note(name: str, rate: float) -> str:
+    """Return a sentence on a learning rate that is unusual for the optimizer; empty for a usual one."""
+    if name == "custom":
+        return ""
+    if name == "prodigy":
+        slow = rate < PRODIGY_USUAL_RATE
+        return f"Prodigy scales its own rate; learning_rate 1 is usual, and {rate:g} slows it." if slow else ""
+    if rate >= PRODIGY_USUAL_RATE:
+        return f"learning_rate is {rate:g}; 1e-4 is usual for {name}."
+    if name == "lion" and rate >= 1e-4:
+        return f"learning_rate is {rate:g}; Lion takes a third to a tenth of AdamW's rate, about 2e-5."
+    return ""
 
 
 def _needs_no_schedule(name: str, scheduler: str) -> str:

@@ -3,7 +3,7 @@
 import copy
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -64,31 +64,16 @@ class Probe:
 
     def _measure(self, block: Block, args: tuple[Any, ...]) -> tuple[BlockCost, BlockCost, Any]:
         """Return the block's eager cost, its compiled cost and its outputs."""
-        for linear in block.linears().values():
-            if linear.adapter is not None:
-                linear.adapter = copy.deepcopy(linear.adapter).to(self.device)
-                if self.network.casts_in(args[0].dtype) is not None:
-                    make_casts(linear.adapter, args[0].dtype)
+        self._train_copies(block, args[0].dtype)
         swap = BlockSwap([block], self.device, 1, False, in_place=True)
         trained = any(linear.adapter is not None for linear in block.linears().values())
         # Even if nothing up to here is trained, another block of this structure may follow a trained one.
         alone = not trained and not any(isinstance(a, Tensor) and a.requires_grad for a in args)
-        inputs = [
-            a.detach().requires_grad_(a.requires_grad or (alone and a.is_floating_point()))
-            if isinstance(a, Tensor)
-            else a
-            for a in args
-        ]
+        inputs = _leaf_inputs(args, alone)
         tensors = [a for a in inputs if isinstance(a, Tensor)]
         masks = self.network.sample_masks(block, self.inputs, self.settings.seed, ("measure",), args[0].dtype)
 
-        # Tensors that exist anyway do not count: weights in their slot, the LoRA, and inputs shared by all blocks.
-        shared_inputs = [a for a in tensors if not a.requires_grad]
-        adapters = [linear.adapter for linear in block.linears().values() if linear.adapter is not None]
-        casts = [cast for adapter in adapters for cast in adapter.casts.values()]
-        exclude = {
-            storage_of(tensor) for tensor in (*swap.ring.slots.tensors, *block.parameters(), *casts, *shared_inputs)
-        }
+        exclude = _existing_storages(block, swap.ring.slots.tensors, [a for a in tensors if not a.requires_grad])
         saved: dict[int, Tensor] = {}
 
         def forward(run: Callable[..., Any] = run_block) -> Any:
@@ -126,18 +111,42 @@ class Probe:
         )
         work = block_work(_flop(flop), _flop(back), saved_bytes)
         eager = EagerBlockWork(replace(work.forward, bytes=results.other_bytes), work.backward)
-        costs = (
-            replace(cost, budgeted=results.products, work=eager),
-            replace(cost, saved=int(COMPILED_SAVES * saved_bytes), work=work),
-        )
+        eager_cost = replace(cost, budgeted=results.products, work=eager)
+        compiled_cost = replace(cost, saved=int(COMPILED_SAVES * saved_bytes), work=work)
         swap.release()
         for module in frozen_modules(block).values():
             module.take()
-        if isinstance(outputs, Tensor):
-            return *costs, outputs.detach().requires_grad_()
-        return *costs, tuple(
-            output.detach().requires_grad_() if output.is_floating_point() else output for output in outputs
-        )
+        return eager_cost, compiled_cost, _as_leaves(outputs)
+
+    def _train_copies(self, block: Block, dtype: torch.dtype) -> None:
+        """Put copies of the block's adapters on the device, with their casts."""
+        for linear in block.linears().values():
+            if linear.adapter is not None:
+                linear.adapter = copy.deepcopy(linear.adapter).to(self.device)
+                if self.network.casts_in(dtype) is not None:
+                    make_casts(linear.adapter, dtype)
+
+
+def _leaf_inputs(args: Sequence[Any], alone: bool) -> list[Any]:
+    """Detach the tensors of a block's arguments. alone: all of them require a gradient, not only those that did."""
+    return [
+        a.detach().requires_grad_(a.requires_grad or (alone and a.is_floating_point())) if isinstance(a, Tensor) else a
+        for a in args
+    ]
+
+
+def _as_leaves(outputs: Any) -> Any:
+    """Detach a block's outputs; those of the next block require a gradient as in a run."""
+    if isinstance(outputs, Tensor):
+        return outputs.detach().requires_grad_()
+    return tuple(output.detach().requires_grad_() if output.is_floating_point() else output for output in outputs)
+
+
+def _existing_storages(block: Block, slots: Sequence[Tensor], shared_inputs: Sequence[Tensor]) -> set[int]:
+    """Return the storages that exist in any case: weights in their slot, the LoRA, and inputs shared by all blocks."""
+    adapters = [linear.adapter for linear in block.linears().values() if linear.adapter is not None]
+    casts = [cast for adapter in adapters for cast in adapter.casts.values()]
+    return {storage_of(tensor) for tensor in (*slots, *block.parameters(), *casts, *shared_inputs)}
 
 
 def _flop_counter() -> FlopCounterMode:

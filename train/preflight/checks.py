@@ -7,7 +7,7 @@ from comfy.model_patcher import ModelPatcher
 
 from ...common.text import shortlist
 from ...data.encode.clip_vision import hidden_states
-from ...data.samples import SampleVariant, TrainingData, check_training_samples
+from ...data.samples import SampleTensors, SampleVariant, TrainingData, check_training_samples
 from ...lora.base import apply_base_lora, apply_training_adapter
 from ...lora.plan import choose_targets, network_notes
 from ...lora.warm_start import WarmStart, read_warm_start
@@ -66,16 +66,15 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
     schedule_notes = () if is_flow else check_schedule_options(settings.objective, family.title)
     lr_factor(settings.optimizer, settings.steps)
     optimizer_notes = check_optimizer(settings.optimizer, patcher.load_device, settings.network)
-    attention = settings.memory.attention, patcher.load_device, patcher.model.get_dtype_inference()
-    attention_function(*attention)
+    attention = settings.memory.attention
+    device = patcher.load_device
+    dtype = patcher.model.get_dtype_inference()
+    attention_function(attention, device, dtype)
     measured: TrainingData | None = None
     full_data_fingerprint = data.fingerprint
     if settings.validation is not None:
         data, measured = hold_out(data, settings.validation)
-        try:
-            _check_data(family, patcher, measured)
-        except ValueError as error:
-            raise ValueError(f"validation: {error}") from error
+        _check_validation(family, patcher, measured)
         measured = _with_text_lengths(family, patcher, measured)
     _check_data(family, patcher, data)
     for size in sorted({sample.tokens // sample.grid[0] for sample in data.samples}):
@@ -100,16 +99,16 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
         *guidance_notes(family, patcher.model, settings.objective, data.samples),
         *saving_notes(settings, strata),
         *memory_notes(settings.memory),
-        *attention_notes(*attention),
-        *dequantised_notes(patcher.model.diffusion_model, patcher.model.get_dtype_inference()),
-        *held_in_full_notes(patcher.model.diffusion_model, patcher.patches, patcher.model.get_dtype_inference()),
+        *attention_notes(attention, device, dtype),
+        *dequantised_notes(patcher.model.diffusion_model, dtype),
+        *held_in_full_notes(patcher.model.diffusion_model, patcher.patches, dtype),
     )
     notes += tuple(family.notes(patcher.model, [sample.facts() for sample in data.samples]))
     if settings.network.training_adapter is None and not settings.objective.guidance_loss_scale:
         notes += tuple(family.distillation_notes(patcher.model))
     padded = _with_text_lengths(family, patcher, data)
     notes += tuple(rare_notes(settings.batch_size, padded.samples))
-    notes += tuple(masked_text_notes(settings.memory.attention, family, padded.samples))
+    notes += tuple(masked_text_notes(attention, family, padded.samples))
     if settings.validation is not None and measured is not None:
         notes += tuple(validation_notes(padded, measured, settings.validation))
     return CheckedRun(family, patcher, padded, targets, notes, start, measured, full_data_fingerprint)
@@ -131,6 +130,14 @@ def _with_text_lengths(family: Family, patcher: ModelPatcher, data: TrainingData
         for s in data.samples
     )
     return replace(data, samples=tuple(samples))
+
+
+def _check_validation(family: Family, patcher: ModelPatcher, data: TrainingData) -> None:
+    """Check the held-out data as `_check_data` does, and name the input that holds them out in its error."""
+    try:
+        _check_data(family, patcher, data)
+    except ValueError as error:
+        raise ValueError(f"validation: {error}") from error
 
 
 def _check_data(family: Family, patcher: ModelPatcher, data: TrainingData) -> None:
@@ -158,26 +165,30 @@ def _check_data(family: Family, patcher: ModelPatcher, data: TrainingData) -> No
         family.check(patcher.model, sample.facts())
     first = data.samples[0]
     tensors = first.load(SampleVariant(empty_caption=True)) if first.empty_length else first.load()
+    _check_widths(family, patcher, tensors)
+
+
+def _check_widths(family: Family, patcher: ModelPatcher, tensors: SampleTensors) -> None:
+    """Check the channels and widths of a sample against those of the model."""
     channels = family.sampling.latents(patcher.model).channels
     if tensors.latent.shape[0] != channels:
         raise ValueError(
             f"data has latents of {tensors.latent.shape[0]} channels, but the model takes {channels}; prepare the "
             "data with the model's own VAE."
         )
-    pooled, width = tensors.conditioning.get("pooled_output"), family.conditioning.pooled_width(patcher.model)
-    if pooled is not None and pooled.shape[-1] < width:
+    pooled = tensors.conditioning.get("pooled_output")
+    pooled_width = family.conditioning.pooled_width(patcher.model)
+    if pooled is not None and pooled.shape[-1] < pooled_width:
         raise ValueError(
-            f"data has pooled text of width {pooled.shape[-1]} but the model takes {width}; prepare the data with the "
-            "model's own text encoders."
+            f"data has pooled text of width {pooled.shape[-1]} but the model takes {pooled_width}; prepare the "
+            "data with the model's own text encoders."
         )
-    vision_output, width = (
-        tensors.conditioning.get("clip_vision_output"),
-        family.conditioning.vision_width(patcher.model),
-    )
-    if vision_output is not None and width and hidden_states(vision_output).shape[-1] != width:
+    vision_output = tensors.conditioning.get("clip_vision_output")
+    vision_width = family.conditioning.vision_width(patcher.model)
+    if vision_output is not None and vision_width and hidden_states(vision_output).shape[-1] != vision_width:
         raise ValueError(
             f"data has CLIP vision output of width {hidden_states(vision_output).shape[-1]} but the model takes "
-            f"{width}; prepare the data with clip_vision_h.safetensors as the CLIP vision model."
+            f"{vision_width}; prepare the data with clip_vision_h.safetensors as the CLIP vision model."
         )
     text_width = family.conditioning.text_width(patcher.model)
     if text_width and tensors.empty_prompt is not None and (other := tensors.empty_prompt.text.shape[-1]) != text_width:

@@ -119,16 +119,27 @@ def _log_ticks(low: float, high: float, max_ticks: int) -> list[float]:
     return [10.0**d for d in range(math.ceil(low), math.floor(high) + 1, stride)]
 
 
+MOST_DIGITS = 7  # of a label
+
+
 def _labels(ticks: Sequence[float]) -> list[str]:
     """Format the ticks in one style, with the fewest digits that are exact."""
-    for digits in range(1, 8):
-        texts = [f"{tick:.{digits}g}" for tick in ticks]
-        if all(math.isclose(float(t), tick, rel_tol=1e-6, abs_tol=1e-15) for t, tick in zip(texts, ticks, strict=True)):
-            break
-    if any("e" in text for text in texts) or max(abs(tick) for tick in ticks) >= 1e5:
-        return [f"{tick:.{digits - 1}e}".replace("e-0", "e-").replace("e+0", "e") if tick else "0" for tick in ticks]
+    digits = next((count for count in range(1, MOST_DIGITS) if _are_exact(ticks, count)), MOST_DIGITS)
+    texts = [f"{tick:.{digits}g}" for tick in ticks]
+    if any("e" in text for text in texts) or max(map(abs, ticks)) >= 1e5:
+        return [_power_label(tick, digits) for tick in ticks]
     decimals = max(len(text.partition(".")[2]) for text in texts)
     return [f"{tick:.{decimals}f}" for tick in ticks]
+
+
+def _are_exact(ticks: Sequence[float], digits: int) -> bool:
+    """Return whether each tick, written with so many significant digits, is read as the same number."""
+    return all(math.isclose(float(f"{tick:.{digits}g}"), tick, rel_tol=1e-6, abs_tol=1e-15) for tick in ticks)
+
+
+def _power_label(tick: float, digits: int) -> str:
+    """Format a tick with a power of ten, without the zeros that Python puts before a short exponent."""
+    return f"{tick:.{digits - 1}e}".replace("e-0", "e-").replace("e+0", "e") if tick else "0"
 
 
 class _Plot:

@@ -235,21 +235,30 @@ def all_runs(root: Path) -> Iterator[FoundRun]:
     while waiting and folder_count < MOST_WALKED:
         place, folder_count = waiting.pop(), folder_count + 1
         name = name_of(os.path.basename(place))
-        stamp = []
         try:
-            with os.scandir(place) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        if name is None or entry.name not in (PREVIEWS, f"{name}{STEPS}"):
-                            waiting.append(entry.path)
-                    elif name is not None and entry.name in RECORD and entry.is_file(follow_symlinks=False):
-                        file_stat = entry.stat(follow_symlinks=False)
-                        stamp.append((entry.name, file_stat.st_mtime_ns, file_stat.st_size))
+            stamp = _scan(place, name, waiting)
         except OSError:  # deleted meanwhile, or not readable
             continue
         if name is not None and stamp and place != str(root):
             changed = max(nanoseconds for _, nanoseconds, _ in stamp) / 1e9
-            yield FoundRun(RunFolder(Path(place), name), changed, tuple(sorted(stamp)))
+            yield FoundRun(RunFolder(Path(place), name), changed, stamp)
+
+
+def _scan(place: str, name: str | None, waiting: list[str]) -> Stamp:
+    """Return the files of the record in a folder of a run, and add the folders in it that may hold runs to `waiting`.
+
+    name: of the run, None for another folder. Raises OSError.
+    """
+    stamp = []
+    with os.scandir(place) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                if name is None or entry.name not in (PREVIEWS, f"{name}{STEPS}"):
+                    waiting.append(entry.path)
+            elif name is not None and entry.name in RECORD and entry.is_file(follow_symlinks=False):
+                file_stat = entry.stat(follow_symlinks=False)
+                stamp.append((entry.name, file_stat.st_mtime_ns, file_stat.st_size))
+    return tuple(sorted(stamp))
 
 
 def find_finished(root: Path, output_name: str, key: str) -> RunFolder | None:
@@ -263,18 +272,27 @@ def find_finished(root: Path, output_name: str, key: str) -> RunFolder | None:
 
 def _is_whole(summary: Any) -> bool:
     """Test that a summary has the fields that every run writes, with the types that nodes read."""
-    if not (isinstance(summary, dict) and is_plain(summary)):
-        return False
-    if not all(isinstance(summary.get(name), kind) for name, kind in _SUMMARY.items()):
-        return False
-    validation, previews = summary.get("validation", {}), summary.get("previews", {})
-    if not (isinstance(validation, dict) and isinstance(previews, dict)):
-        return False
-    points = validation.get("points", [])
-    if not (isinstance(points, list) and all(isinstance(point, dict) for point in points)):
-        return False
-    numbers = [*summary["loss"], *(point.get(name) for point in points for name in ("step", "loss"))]
-    return all(type(number) in (int, float) for number in numbers)
+    return (
+        isinstance(summary, dict)
+        and is_plain(summary)
+        and all(isinstance(summary.get(name), kind) for name, kind in _SUMMARY.items())
+        and all(map(_is_number, summary["loss"]))
+        and isinstance(summary.get("previews", {}), dict)
+        and _is_validation(summary.get("validation", {}))
+    )
+
+
+def _is_validation(validation: Any) -> bool:
+    points = validation.get("points", []) if isinstance(validation, dict) else None
+    return isinstance(points, list) and all(map(_is_validated_point, points))
+
+
+def _is_validated_point(point: Any) -> bool:
+    return isinstance(point, dict) and _is_number(point.get("step")) and _is_number(point.get("loss"))
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
 
 
 def _is_readable(lora: Path) -> bool:

@@ -15,8 +15,13 @@ from ...data.layouts.kinds import VIDEOS
 from ...data.media.thumbnails import image_thumbnail, video_thumbnail
 from .verdicts import LEARNS, PULLS_AWAY, RESISTS
 
-WIDTH, HEAD, ROW, MARGIN = 1024, 150, 84, 16  # pixels
-SIDE, TEXT = 76, 26
+# In pixels.
+WIDTH = 1024
+HEAD = 150  # height of what stands above the rows
+ROW = 84
+MARGIN = 16
+SIDE = 76  # of a thumbnail
+TEXT = 26
 BAR_LEFT, BAR_RIGHT = 470, 1000
 MOST_ROWS, MOST_BEST = 24, 8
 COLOURS: dict[str, Colour] = {LEARNS: (43, 108, 176), RESISTS: (197, 74, 62), PULLS_AWAY: (217, 119, 6)}

@@ -56,7 +56,9 @@ class Rotation:
     """
 
     def __init__(self, trained: Sequence[Picture], held_out: Sequence[Picture], batch_size: int, seed: int) -> None:
-        self.pictures, self.trained, self.batch_size = [*trained, *held_out], len(trained), batch_size
+        self.pictures = [*trained, *held_out]
+        self.trained = len(trained)
+        self.batch_size = batch_size
         self.order: list[int] = torch.randperm(self.trained, generator=generator(seed, "loss by picture")).tolist()
 
     def turns(self, taken_turns: int) -> Iterator[int]:

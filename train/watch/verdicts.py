@@ -1,12 +1,15 @@
 """Verdicts on pictures by their relative loss: which learn, which resist, which pull away from held-out ones."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp, log
 from statistics import fmean, median
 from typing import Any
 
-LEARNS, RESISTS, PULLS_AWAY = "learns", "resists", "pulls away"
+LEARNS = "learns"
+RESISTS = "resists"
+PULLS_AWAY = "pulls away"
+VERDICTS = (LEARNS, RESISTS, PULLS_AWAY)
 OUTLIER = 3.0  # spreads from the median
 LEAST_SPREAD = 0.005  # of relative losses: smaller differences are noise
 TINY = 1e-12
@@ -84,28 +87,41 @@ def judge(trained: Sequence[PictureLoss], held_out: Sequence[PictureLoss]) -> di
 
 def is_report(report: Any) -> bool:
     """Test that a value read from a file has what `judge` returns, and the number of pictures as `of`."""
-    if not isinstance(report, dict) or not isinstance(report.get("pictures"), list) or not report["pictures"]:
+    if not isinstance(report, dict):
         return False
-    files, unseen = report.get("leave_out"), report.get("held_out")
-    if not (isinstance(files, list) and all(isinstance(file, str) for file in files)):
-        return False
-    if not (_are_numbers(report, "median", "step", "of") and (unseen is None or _are_numbers(report, "held_out"))):
-        return False
-    return all(isinstance(picture, dict) and _is_ranked(picture) for picture in report["pictures"])
-
-
-def _is_ranked(picture: dict[str, Any]) -> bool:
-    earlier = picture.get("earlier")
-    if not (isinstance(earlier, list) and all(isinstance(point, list) and len(point) == 2 for point in earlier)):
-        return False
-    numbers = [number for point in earlier for number in point]
+    numbers = [report.get(name) for name in ("median", "step", "of")]
+    if report.get("held_out") is not None:
+        numbers.append(report["held_out"])
     return (
-        isinstance(picture.get("file"), str)
-        and picture.get("verdict") in (LEARNS, RESISTS, PULLS_AWAY)
-        and _are_numbers(picture, "relative")
-        and all(type(number) in (int, float) for number in numbers)
+        all(map(_is_number, numbers))
+        and _is_list(report.get("leave_out"), _is_text)
+        and _is_list(report.get("pictures"), _is_ranked)
+        and bool(report["pictures"])
     )
 
 
-def _are_numbers(values: dict[str, Any], *names: str) -> bool:
-    return all(type(values.get(name)) in (int, float) for name in names)
+def _is_ranked(picture: Any) -> bool:
+    return (
+        isinstance(picture, dict)
+        and _is_text(picture.get("file"))
+        and picture.get("verdict") in VERDICTS
+        and _is_number(picture.get("relative"))
+        and _is_list(picture.get("earlier"), _is_point)
+    )
+
+
+def _is_list(value: Any, is_entry: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(is_entry, value))
+
+
+def _is_point(value: Any) -> bool:
+    """Test for a (step, relative loss)."""
+    return _is_list(value, _is_number) and len(value) == 2
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
