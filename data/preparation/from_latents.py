@@ -81,53 +81,55 @@ def latents_to_data(
     grids = [_grid(latent.tensor, index, policy.patch) for index, latent in enumerate(single_latents)]
     graph_limit = max(max_graphs, len(single_latents)) if policy.whole_grids and max_graphs >= 1 else max_graphs
     placements = place_latents(grids, graph_limit)
-    samples = []
-    names = []
-    odd = []
-    whole = []
+    samples: list[Sample] = []
+    fingerprints: list[str] = []
+    references: list[_References] = []
     for latent, entry, grid, placement in zip(single_latents, entries, grids, placements, strict=True):
         tensors = _tensors(latent, entry, grid, placement.grid, policy.patch)
-        references = _references(tensors.conditioning, latent, grid, placement, policy)
-        odd += [latent.name] * references.odd
-        whole += [latent.name] * references.whole
-        conditioning_keys = frozenset(key for key, value in tensors.conditioning.items() if value is not None)
+        references.append(_references(tensors.conditioning, latent, grid, placement, policy))
         clean = latent.clean_frames(policy)
         if masked_loss and latent.mask is not None and not clean:
             height, width = latent.tensor.shape[-2:]
             weights = noise_mask_weights(latent.mask, latent.name, (height, width), grid, placement, policy.patch)
             tensors = replace(tensors, weights=copy_to_host(weights))
-        sample = Sample(
-            name=latent.name,
-            grid=(placement.grid.frames, placement.grid.height, placement.grid.width),
-            tokens=placement.tokens,
-            text_length=tensors.text.shape[1],
-            load=partial(_load_tensors, tensors),
-            references=references.tokens,
-            clean_frames=clean,
-            conditioning=conditioning_keys,
-        )
-        samples.append(sample)
-        weighed = () if tensors.weights is None else (tensors.weights,)
-        names.append(
-            fingerprint(
-                tensors.latent,
-                tensors.text,
-                _fingerprint_input(tensors.conditioning),
-                placement.tokens,
-                references.tokens,
-                clean,
-                *weighed,
-            )
-        )
+        samples.append(_sample(latent.name, tensors, placement, references[-1].tokens, clean))
+        fingerprints.append(_fingerprint(tensors, samples[-1]))
+    masked = [latent.name for latent in single_latents if latent.mask is not None and not latent.clean_frames(policy)]
     notes = (
-        *noise_mask_notes(
-            [latent.name for latent in single_latents if latent.mask is not None and not latent.clean_frames(policy)],
-            masked_loss,
-        ),
-        *_reference_notes(samples, odd, whole, max_graphs),
+        *noise_mask_notes(masked, masked_loss),
+        *_reference_notes(samples, references, max_graphs),
         *_notes(single_latents, grids, placements, samples, max_graphs, policy),
     )
-    return TrainingData(tuple(samples), fingerprint(names), notes)
+    return TrainingData(tuple(samples), fingerprint(fingerprints), notes)
+
+
+def _sample(
+    name: str, tensors: SampleTensors, placement: Placement, references: tuple[int, ...], clean_frames: int
+) -> Sample:
+    """Make the sample of a latent, which holds its tensors. references: tokens of each."""
+    return Sample(
+        name=name,
+        grid=(placement.grid.frames, placement.grid.height, placement.grid.width),
+        tokens=placement.tokens,
+        text_length=tensors.text.shape[1],
+        load=partial(_load_tensors, tensors),
+        references=references,
+        clean_frames=clean_frames,
+        conditioning=frozenset(key for key, value in tensors.conditioning.items() if value is not None),
+    )
+
+
+def _fingerprint(tensors: SampleTensors, sample: Sample) -> str:
+    """Fingerprint a sample by its tensors; weights of the loss count if it has any."""
+    return fingerprint(
+        tensors.latent,
+        tensors.text,
+        _fingerprint_input(tensors.conditioning),
+        sample.tokens,
+        sample.references,
+        sample.clean_frames,
+        *(() if tensors.weights is None else (tensors.weights,)),
+    )
 
 
 def _load_tensors(tensors: SampleTensors, choice: SampleVariant = FIRST_VARIANT) -> SampleTensors:
@@ -145,9 +147,8 @@ def _split(latent: Mapping[str, Any], index: int) -> list[tuple[Tensor, Tensor |
         )
     batch = samples[None] if samples.ndim == 3 else samples
     # A batch of masks that is shorter than the latents repeats its last mask.
-    masks = (
-        [None] * len(batch) if mask is None else [mask[min(position, len(mask) - 1)] for position in range(len(batch))]
-    )
+    count = len(batch)
+    masks = [None] * count if mask is None else [mask[min(position, len(mask) - 1)] for position in range(count)]
     pictures = [picture.squeeze(1) if picture.ndim == 4 and picture.shape[1] == 1 else picture for picture in batch]
     return list(zip(pictures, masks, strict=True))
 
@@ -252,13 +253,7 @@ def _references(
     whole = False
     for index, reference in enumerate(references):
         height, width = (side // policy.patch for side in reference.shape[-2:])
-        if (
-            reference.ndim not in (4, 5)
-            or (reference.ndim == 5 and reference.shape[2] != 1)
-            or reference.shape[0] != 1
-            or reference.shape[1] != policy.channels
-            or not height * width
-        ):
+        if not (_is_picture(reference, policy.channels) and height and width):
             raise ValueError(
                 f"A reference latent of {latent.name} has the shape {tuple(reference.shape)}; it must be one picture "
                 f"of {policy.channels} channels, encoded with the VAE of latents."
@@ -274,6 +269,12 @@ def _references(
     return _References(tuple(tokens), odd, whole)
 
 
+def _is_picture(latent: Tensor, channels: int) -> bool:
+    """Return whether a latent is one picture, (1, C, H, W) or (1, C, 1, H, W), of so many channels."""
+    frames = tuple(latent.shape[2:-2])
+    return latent.ndim in (4, 5) and tuple(latent.shape[:2]) == (1, channels) and frames in ((), (1,))
+
+
 def _fingerprint_input(conditioning: Mapping[str, Any]) -> dict[str, Any]:
     """Prepare a conditioning for the fingerprint: the CLIP vision output is replaced by its hidden states."""
     return {
@@ -282,7 +283,9 @@ def _fingerprint_input(conditioning: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _reference_notes(samples: list[Sample], odd: list[str], whole: list[str], max_graphs: int) -> Iterator[str]:
+def _reference_notes(samples: list[Sample], references: list[_References], max_graphs: int) -> Iterator[str]:
+    odd = [sample.name for sample, sizes in zip(samples, references, strict=True) if sizes.odd]
+    whole = [sample.name for sample, sizes in zip(samples, references, strict=True) if sizes.whole]
     if odd:
         yield f"Reference latents of an odd number of cells are cut to whole tokens: {shortlist(odd)}."
     if whole:

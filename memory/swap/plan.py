@@ -165,7 +165,16 @@ def plan(
     times = [c.seconds for c in fitting] if times_known else _slowdowns(blocks, fitting)
     best = _fastest(fitting, times, machine.free, bool(times_known)) or smallest
     text = _text(best, len(blocks), machine, best in fitting)
-    return SwapPlan(best.swapped, best.prefetch, *best.way, best.device, best.seconds, best in fitting, text)
+    return SwapPlan(
+        swapped=best.swapped,
+        prefetch=best.prefetch,
+        checkpointing=best.way.checkpointing,
+        budget=best.way.budget,
+        device_bytes=best.device,
+        seconds=best.seconds,
+        fits=best in fitting,
+        text=text,
+    )
 
 
 def _fastest(fitting: Sequence[_Candidate], times: Sequence[float], free: int, times_known: bool) -> _Candidate | None:
@@ -215,23 +224,16 @@ def _candidates(
     """Yield a candidate for each count of blocks, fewest first."""
     names = [block.name for block in blocks]
     groups = [[n for n in names if n.rpartition(".")[0] == list_name] for list_name in order] or [names]
-    computing = sum(sum(block_seconds(block, *way)) for block in blocks)
+    computing = sum(sum(block_seconds(block, way.checkpointing, way.budget)) for block in blocks)
     offload = choices.offload and way.checkpointing == "full"
-    saved = [saved_bytes(block, *way) for block in blocks]
-    # With offload: those of the running block, of the next one and of the two in transit to the host.
-    activations = max(saved, default=0) * min(4, len(blocks)) if offload else sum(saved)
-    # A recomputed block holds all its saved activations during its backward.
-    recomputes = 0 if way.checkpointing in (None, "none") else 1
-    running = (b.working + recomputes * max(0, b.saved - k) for b, k in zip(blocks, saved, strict=True))
-    activations += max(running, default=0)
+    saved = [saved_bytes(block, way.checkpointing, way.budget) for block in blocks]
+    activations = _activation_bytes(blocks, saved, way.checkpointing, offload)
     for count in sorted(choices.counts):
         swapped = evenly_spaced(count, groups)
-        sizes = [block.weights for block in blocks if block.name in swapped]
-        pieces = [piece_bytes(size, machine.shards) for size in sizes] if machine.shards > 1 else []
-        slot = max(pieces) * machine.shards if pieces else max(sizes, default=0)
-        slots = min(prefetch + 1, count) * slot + sum(pieces)
+        swapped_blocks = [block for block in blocks if block.name in swapped]
         resident = sum(block.weights for block in blocks if block.name not in swapped)
-        speed, from_file = _speed([block for block in blocks if block.name in swapped], machine, way.checkpointing)
+        slots = _slot_bytes([block.weights for block in swapped_blocks], min(prefetch + 1, count), machine.shards)
+        speed, from_file = _speed(swapped_blocks, machine, way.checkpointing)
         speed *= BOTH_WAYS if offload else 1.0
         yield _Candidate(
             swapped,
@@ -244,6 +246,30 @@ def _candidates(
             speed=speed,
             from_file=from_file,
         )
+
+
+def _activation_bytes(
+    blocks: Sequence[BlockCost], saved: Sequence[int], checkpointing: str | None, offload: bool
+) -> int:
+    """Return the bytes of activations at the peak. saved: what each block saves for backward."""
+    # With offload: those of the running block, of the next one and of the two in transit to the host.
+    kept_bytes = max(saved, default=0) * min(4, len(blocks)) if offload else sum(saved)
+    if checkpointing in (None, "none"):
+        return kept_bytes + max((block.working for block in blocks), default=0)
+    # A recomputed block holds all its saved activations during its backward.
+    recomputed = (block.working + max(0, block.saved - size) for block, size in zip(blocks, saved, strict=True))
+    return kept_bytes + max(recomputed, default=0)
+
+
+def _slot_bytes(sizes: Sequence[int], slots: int, shards: int) -> int:
+    """Return the bytes of the slots, and of this device's pieces of the swapped blocks if several devices share them.
+
+    sizes: of the swapped blocks.
+    """
+    if shards == 1:
+        return slots * max(sizes, default=0)
+    pieces = [piece_bytes(size, shards) for size in sizes]
+    return slots * max(pieces, default=0) * shards + sum(pieces)
 
 
 def _speed(swapped: Sequence[BlockCost], machine: Hardware, checkpointing: str | None) -> tuple[float, bool]:
@@ -306,44 +332,52 @@ def _pass_seconds(
     for _ in range(2):
         step_start = computed
         for block in blocks:
-            turn(block, block_seconds(block, *way)[0], 1)
+            turn(block, block_seconds(block, way.checkpointing, way.budget)[0], 1)
         if way.checkpointing is not None:
             for block in reversed(blocks):
-                turn(block, block_seconds(block, *way)[1], -1)
+                turn(block, block_seconds(block, way.checkpointing, way.budget)[1], -1)
     return computed - step_start
 
 
 def _text(candidate: _Candidate, total: int, machine: Hardware, fits: bool) -> str:
-    sizes = f"{_size(candidate.device)} of {_size(machine.free)} free"
-    spare = machine.free - candidate.device
-    if fits:
-        verdict = f"{'Fits' if candidate.swapped else 'Everything fits'} {machine.place} ({sizes})"
-    elif spare < 0:
-        verdict = f"Needs {_size(-spare)} more than is free {machine.place} ({sizes}), even with this"
-    else:
-        verdict = f"Needs {_size(candidate.host)} of RAM, of which {_size(machine.host)} are free, even with this"
-    details: list[str] = []
-    if machine.shards > 1 and candidate.swapped:
-        details.append(f"{len(candidate.swapped)} of {total} blocks are shared by {machine.shards} devices")
-        details.append(f"{candidate.prefetch} gathered ahead at {machine.link / 1e9:.1f} GB/s")
-    elif candidate.from_file:
-        details.append(
-            f"{len(candidate.swapped)} of {total} blocks stream from the model file at {candidate.speed / 1e9:.1f} GB/s"
-        )
-        details.append(f"{candidate.prefetch} ahead")
-    elif candidate.swapped:
-        link = f" at {machine.link / 1e9:.0f} GB/s" if machine.link >= 1e9 else ""
-        details += [f"{len(candidate.swapped)} of {total} blocks stream from RAM", f"{candidate.prefetch} ahead{link}"]
+    details = _swap_details(candidate, total, machine)
     if candidate.way.checkpointing is not None:
         details.append(f"checkpointing {candidate.way.checkpointing}")
     if candidate.way.budget == LEAST_BUDGET:
         details.append("saving only attention's results")
+    verdict = _verdict(candidate, machine, fits)
     text = f"{verdict}: {', '.join(details)}." if details else f"{verdict}."
     if candidate.computing > 0:
         waiting = candidate.seconds - candidate.computing
         waits = f", {waiting:.2f} s of it waiting for copies" if waiting > 0.02 * candidate.seconds else ""
         text += f" About {_seconds(candidate.seconds)} s per step{waits}."
     return text
+
+
+def _verdict(candidate: _Candidate, machine: Hardware, fits: bool) -> str:
+    """Say whether a plan fits, and which memory lacks how much if it doesn't."""
+    sizes = f"{_size(candidate.device)} of {_size(machine.free)} free"
+    spare = machine.free - candidate.device
+    if fits:
+        return f"{'Fits' if candidate.swapped else 'Everything fits'} {machine.place} ({sizes})"
+    if spare < 0:
+        return f"Needs {_size(-spare)} more than is free {machine.place} ({sizes}), even with this"
+    return f"Needs {_size(candidate.host)} of RAM, of which {_size(machine.host)} are free, even with this"
+
+
+def _swap_details(candidate: _Candidate, total: int, machine: Hardware) -> list[str]:
+    """Say how many of the blocks come from where, and how far ahead; nothing if none is swapped."""
+    if not candidate.swapped:
+        return []
+    blocks = f"{len(candidate.swapped)} of {total} blocks"
+    if machine.shards > 1:
+        ahead = f"{candidate.prefetch} gathered ahead at {machine.link / 1e9:.1f} GB/s"
+        return [f"{blocks} are shared by {machine.shards} devices", ahead]
+    if candidate.from_file:
+        source = f"{blocks} stream from the model file at {candidate.speed / 1e9:.1f} GB/s"
+        return [source, f"{candidate.prefetch} ahead"]
+    link = f" at {machine.link / 1e9:.0f} GB/s" if machine.link >= 1e9 else ""
+    return [f"{blocks} stream from RAM", f"{candidate.prefetch} ahead{link}"]
 
 
 def _seconds(seconds: float) -> str:
