@@ -173,10 +173,14 @@ def safe_place(name: str) -> PurePosixPath | None:
         sizes = [len(os.fsencode(part)) for part in parts]
     except UnicodeEncodeError:  # no name of a file
         return None
-    unsafe = any(not part or part == ".." or is_skipped(part) or part != part.rstrip(" .") for part in parts)
     too_long = len(parts) > 20 or max(sizes) > 240 or sum(sizes) > 1000
-    reserved = any(part.split(".")[0].upper() in _RESERVED for part in parts)
-    return None if unsafe or too_long or reserved else PurePosixPath(*parts)
+    return PurePosixPath(*parts) if not too_long and all(map(_is_safe, parts)) else None
+
+
+def _is_safe(part: str) -> bool:
+    """Return True for a name of a file or folder that every system takes, and that is not hidden."""
+    whole = bool(part) and part == part.rstrip(" .")  # which `..` is not
+    return whole and not is_skipped(part) and part.split(".")[0].upper() not in _RESERVED
 
 
 # Devices of Windows, under any extension.

@@ -326,29 +326,46 @@ def _with_companions(
 
 def _options(words: _Words, kind: FileKind) -> dict[str, Mapping[str, Any]]:
     """Map the options of a block to fields of FolderOptions, CaptionOptions and Extraction."""
-    values: dict[str, Any] = {}
-    for name, option in _SWITCHES.items():
-        if (value := words.block.values.get(name)) is not None and isinstance(value, bool):
-            values[option] = words.take(name, option)
-    for name, option in _NUMBERS.items():
-        if (value := _number(words, name, option)) is not None:
-            values[option] = int(value) if option in _WHOLE else float(value)
-    if words.block.values.get("enable_wildcard") is True and words.block.trainer == KOHYA:
-        values["caption_per_line"] = True  # sd-scripts has one switch for both
+    values = _switches(words) | _numbers(words)
     for name in ("flip_aug", "flip_x"):
         if words.take(name, "flip") is True:
             values["flip"] = "horizontal"
     if isinstance(separator := words.take("keep_tokens_separator", "keep_tokens_separator"), str):
         values["keep_tokens_separator"] = separator
     if kind is VIDEOS:
-        frames = words.take("target_frames", "target_frames")
-        if isinstance(frames, list) and frames and all(isinstance(n, int) and n > 0 for n in frames):
-            values["target_frames"] = ", ".join(map(str, frames))
-        if isinstance(method := words.take("frame_extraction", "extraction"), str):
-            values["method"] = method
-    values = {name: value for name, value in values.items() if kind is VIDEOS or name not in _EXTRACTION}
+        values |= _extraction(words)
     return {
         "treatment": {name: value for name, value in values.items() if name in _TREATMENT},
-        "captions": {name: v for name, v in values.items() if name not in _TREATMENT | _EXTRACTION},
-        "extraction": {name: value for name, value in values.items() if name in _EXTRACTION},
+        "captions": {name: value for name, value in values.items() if name not in _TREATMENT | _EXTRACTION},
+        "extraction": {name: value for name, value in values.items() if name in _EXTRACTION and kind is VIDEOS},
     }
+
+
+def _switches(words: _Words) -> dict[str, Any]:
+    values = words.block.values
+    switches = {
+        option: words.take(name, option) for name, option in _SWITCHES.items() if isinstance(values.get(name), bool)
+    }
+    if values.get("enable_wildcard") is True and words.block.trainer == KOHYA:
+        switches["caption_per_line"] = True  # sd-scripts has one switch for both
+    return switches
+
+
+def _numbers(words: _Words) -> dict[str, Any]:
+    numbers: dict[str, Any] = {}
+    for name, option in _NUMBERS.items():
+        if (number := _number(words, name, option)) is not None:
+            numbers[option] = int(number) if option in _WHOLE else float(number)
+    return numbers
+
+
+def _extraction(words: _Words) -> dict[str, Any]:
+    """Return the options by which clips are taken out of videos, but for numbers."""
+    options = {}
+    frames = words.take("target_frames", "target_frames")
+    if isinstance(frames, list) and frames and all(isinstance(n, int) and n > 0 for n in frames):
+        options["target_frames"] = ", ".join(map(str, frames))
+    method = words.take("frame_extraction", "extraction")
+    if isinstance(method, str):
+        options["method"] = method
+    return options

@@ -3,7 +3,7 @@
 import codecs
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -132,12 +132,16 @@ def caption_in(value: Any) -> str | None:
         return None
     text = next((value[name] for name in TEXT_FIELDS if isinstance(value.get(name), str)), None)
     tags = next((caption_in(value[name]) for name in TAG_FIELDS if value.get(name)), None)
-    if text is not None or tags is not None:
-        # sd-scripts appends the tags of its metadata to the caption.
-        return ", ".join(filter(None, (text, tags)))
+    if text is None and tags is None:
+        return _structured_caption(value)
+    return ", ".join(filter(None, (text, tags)))  # sd-scripts appends the tags of its metadata to the caption
+
+
+def _structured_caption(value: Mapping[str, Any]) -> str | None:
+    """Join the parts of a caption of AnimaLoraToolkit; None if there are none."""
     sections = [(value.get(section), name) for section, name in _PARTS]
     parts = [caption_in(section[name]) for section, name in sections if isinstance(section, dict) and name in section]
-    return ", ".join(filter(None, parts)) if any(parts) else None
+    return ", ".join(filter(None, parts)) or None
 
 
 class CaptionFiles:
@@ -158,13 +162,20 @@ class CaptionFiles:
         """Find the caption of a file."""
         if (file := caption_file(picture, self.extension)).is_file():
             return CaptionSource(file)
-        names = [picture.stem + extension for extension in (self.extension, *self._other)]
-        names += [picture.name + extension for extension in (self.extension, *self._other) if self._with_json]
-        for name in names:
-            if (match := self._files.get(_key(picture.with_name(name)))) is not None and match != picture:
+        for name in self._names(picture):
+            match = self._files.get(_key(picture.with_name(name)))
+            if match is not None and match != picture:
                 return CaptionSource(match)
-        match = self._files.get(_key(picture.with_name(picture.stem + ".json"))) if self._with_json else None
+        if not self._with_json:
+            return None
+        match = self._files.get(_key(picture.with_name(picture.stem + ".json")))
         return CaptionSource(match) if match is not None and json_caption(match) is not None else None
+
+    def _names(self, picture: Path) -> list[str]:
+        """List the names that the caption of a picture may have, the first choice first."""
+        extensions = (self.extension, *self._other)
+        names = [picture.stem + extension for extension in extensions]
+        return names + [picture.name + extension for extension in extensions] if self._with_json else names
 
     def usual(self, picture: Path, caption: Path) -> bool:
         """Return True if a caption file has the usual name of a picture's."""

@@ -1,7 +1,7 @@
 """Masks and control images beside the pictures that they belong to, as other trainers name them."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,18 +88,21 @@ def _roles(
     *parents, name = stem.split("/")
     for place, parent in enumerate(parents):
         role = _FOLDERS.get(parent.lower())
-        if role is None:
-            continue
-        beside = "/".join((*parents[:place], *parents[place + 1 :], name))
-        match = re.fullmatch(r"(.+)_(\d+)", beside, re.DOTALL) if role == CONTROL and beside not in stems else None
-        number = int(match[2]) if match else 0
-        if owners := [owner for owner in stems.get(match[1] if match else beside, []) if owner != file]:
-            yield role, number, owners
+        if role is not None:
+            number, owner_stem = _numbered("/".join((*parents[:place], *parents[place + 1 :], name)), role, stems)
+            if owners := [owner for owner in stems.get(owner_stem, []) if owner != file]:
+                yield role, number, owners
     for role, end in _ENDS:
         if match := end.search(stem):
             owners = [owner for owner in stems.get(stem[: match.start()], []) if owner != file and has_caption(owner)]
             if owners:
                 yield role, int(match[1]) if match.lastindex else 0, owners
+
+
+def _numbered(stem: str, role: str, stems: Container[str]) -> tuple[int, str]:
+    """Split a control image's number off a stem that no picture has; 0 without a number, and for a mask."""
+    match = re.fullmatch(r"(.+)_(\d+)", stem, re.DOTALL) if role == CONTROL and stem not in stems else None
+    return (0, stem) if match is None else (int(match[2]), match[1])
 
 
 def _role_of_folder(folder: Path, file: Path) -> str:

@@ -15,7 +15,7 @@ from .dataset_files import find_dataset_files
 from .files import all_files, has_ending, relative_name, stem_of
 from .folder_names import split_by_names
 from .kinds import FileKind
-from .subsets import Pictures, Subset, own_captions
+from .subsets import Example, Pictures, Subset, own_captions
 
 AUTO, PLAIN, FOLDER_NAMES, DATASET_FILE, CAPTION_LIST, ARCHIVES = LAYOUTS = (
     *("auto", "plain", "kohya folders", "dataset file", "captions file", "archives"),
@@ -175,7 +175,7 @@ def _read_folder(request: LayoutRequest, everything: Sequence[Path]) -> FolderLa
     if not subsets:
         subsets = (Subset(folder.name, pictures.examples(folder, own_captions(captions))),)
     subsets = tuple(_with_texts(subset, texts, choice == CAPTION_LIST) for subset in subsets)
-    notes = (*list_notes(lists, texts), *[note] * bool(note), *_companion_notes(pictures))
+    notes = (*list_notes(lists, texts), *filter(None, [note]), *_companion_notes(pictures))
     return _with_rest(request, everything, subsets, notes, lists, sorted_files)
 
 
@@ -210,13 +210,10 @@ def _with_texts(subset: Subset, listed: ListedCaptions, forced: bool) -> Subset:
 
 
 def _companion_notes(pictures: Pictures) -> Iterator[str]:
-    examples = {
-        "masks": [*pictures.masks.values()],
-        "control pictures": [file for files in pictures.controls.values() for file in files],
-    }
-    for noun, files in examples.items():
+    masks = list(pictures.masks.values())
+    controls = [file for files in pictures.controls.values() for file in files]
+    for noun, count, files in (("masks", len(masks), masks), ("control pictures", len(pictures.controls), controls)):
         if files:
-            count = len(pictures.masks if noun == "masks" else pictures.controls)
             yield (
                 f"{count} of {len(pictures.files)} have {noun} beside them by name, such as {files[0].name!r}; set "
                 "layout to plain if these are to be learnt."
@@ -233,43 +230,69 @@ def _with_rest(
 ) -> FolderLayout:
     """Add the files of a folder that are not read, by name."""
     examples = [example for subset in subsets for example in subset.examples]
+    captions = [(example.path, file) for example in examples if (file := _caption_file(example)) is not None]
     used = {example.path for example in examples} | {caption_list.path for caption_list in lists}
-    used |= {example.caption.file for example in examples if example.caption is not None and example.caption.file}
+    used |= {file for _, file in captions}
     used |= {file for example in examples for file in (example.mask, *example.controls) if file is not None}
     loose = [file for file in everything if file not in used and not _is_ignored(file)]
-    unread = [file for file in loose if has_ending(file.name, request.kind.unread)]
-    stems = {stem_of(str(example.path)) for example in examples}
-    spare = set(sorted_files.spare)
-    other = [
-        file
-        for file in loose
-        if has_ending(file.name, request.kind.other)
-        and file not in spare
-        and stem_of(str(file)) not in stems  # the mask or the first frame of a clip
-    ]
-    known_stems = stems | {stem_of(str(file)) for file in (*unread, *other)}
-    alone = [file for file in text_files(loose, request.extension) if stem_of(str(file)) not in known_stems]
-    known_files = {*unread, *other, *alone, *spare}
-    other_stems = {stem_of(str(file)) for file in (*unread, *other)}
-    rest = [file for file in loose if file not in known_files and stem_of(str(file)) not in other_stems]
+    rest = _sort_rest(request, loose, {stem_of(str(example.path)) for example in examples}, sorted_files.spare)
     names = _namer(request.folder)
     usual = CaptionFiles((), request.extension).usual
-    unusual = [e.caption.file for e in examples if e.caption and e.caption.file and not usual(e.path, e.caption.file)]
+    unusual = [file for picture, file in captions if not usual(picture, file)]
     messages = [
         (unusual, f"Captions are read from other files than {request.extension}: {{}}."),
-        (other, f"Not read here: {{}}; {request.kind.node} reads them."),
+        (rest.other, f"Not read here: {{}}; {request.kind.node} reads them."),
         (sorted_files.spare, "These masks and control pictures belong to no picture and are ignored: {}."),
-        (alone, f"These captions belong to no {request.kind.noun}: {{}}."),
-        (rest, "Not used, as nothing here reads them: {}."),
+        (rest.captions, f"These captions belong to no {request.kind.noun}: {{}}."),
+        (rest.unknown, "Not used, as nothing here reads them: {}."),
     ]
     file_notes = tuple(text.format(names(files)) for files, text in messages if files)
     return FolderLayout(
         subsets,
         (*notes, *file_notes),
         tuple(caption_list.path for caption_list in lists),
-        tuple(unread),
-        (*other, *alone, *rest),
+        tuple(rest.unread),
+        (*rest.other, *rest.captions, *rest.unknown),
     )
+
+
+def _caption_file(example: Example) -> Path | None:
+    return None if example.caption is None else example.caption.file
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """Files of a folder that belong to no example.
+
+    unread: of the kind, in a format that is not read.
+    other: of the other kind: videos for pictures, pictures for videos.
+    captions: of no picture.
+    unknown: everything else.
+    """
+
+    unread: list[Path]
+    other: list[Path]
+    captions: list[Path]
+    unknown: list[Path]
+
+
+def _sort_rest(request: LayoutRequest, loose: Sequence[Path], stems: set[str], spare: Sequence[Path]) -> _Rest:
+    """Sort the files that are not used. stems: of the examples. spare: masks and control images of none of them."""
+    spare_files = set(spare)
+    unread = [file for file in loose if has_ending(file.name, request.kind.unread)]
+    other = [
+        file
+        for file in loose
+        if has_ending(file.name, request.kind.other)
+        and file not in spare_files
+        and stem_of(str(file)) not in stems  # the mask or the first frame of a clip
+    ]
+    other_stems = {stem_of(str(file)) for file in (*unread, *other)}
+    known_stems = stems | other_stems
+    captions = [file for file in text_files(loose, request.extension) if stem_of(str(file)) not in known_stems]
+    known_files = {*unread, *other, *captions, *spare_files}
+    unknown = [file for file in loose if file not in known_files and stem_of(str(file)) not in other_stems]
+    return _Rest(unread, other, captions, unknown)
 
 
 def _is_ignored(file: Path) -> bool:
