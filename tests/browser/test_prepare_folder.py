@@ -67,7 +67,7 @@ def test_a_mask_is_drawn_undone_redone_and_saved(frontend, photos):
     assert mask[round(HEIGHT * 0.25), WIDTH // 2] == 0 and mask[-5:].min() == 255
 
 
-def test_what_check_folder_lists_is_left_out_by_one_click(frontend, photos):
+def test_files_that_check_folder_lists_are_left_out_by_one_click(frontend, photos):
     page = frontend.page
     megapixels = WIDTH * HEIGHT / 1024**2
     prompt = {

@@ -352,7 +352,7 @@ def test_many_runs_come_in_pages_and_the_page_is_readable_in_light(frontend, com
     assert frontend.crashes == []
 
 
-def test_no_key_of_the_tab_reaches_the_graph_and_no_deletion_keeps_another_from_coming_back(frontend, comfyui, runs):
+def test_keys_of_the_tab_do_not_reach_the_graph_and_deletions_come_back_independently(frontend, comfyui, runs):
     page, trash = frontend.page, comfyui.base / "output" / ".tessera-trash"
     page.evaluate(
         """() => {
@@ -466,7 +466,7 @@ def test_a_tab_that_is_closed_while_a_filter_is_typed_asks_no_more(frontend, run
     expect(open_tab(frontend, "animals/wolf")).to_contain_text("1 run")
 
 
-def test_what_the_tab_says_is_announced_and_a_server_that_came_back_is_not_called_away(frontend, runs):
+def test_sentences_of_the_tab_are_announced_and_a_server_that_came_back_is_not_called_away(frontend, runs):
     page = frontend.page
     if page.locator(".tessera-runs").count():
         page.evaluate("app.extensionManager.sidebarTab.toggleSidebarTab('tessera.training')")

@@ -146,7 +146,7 @@ def recorded(monkeypatch, failing=()):
     return commands
 
 
-def test_without_a_chromium_everything_else_is_checked_and_the_browser_tests_fail_by_name(monkeypatch, capsys):
+def test_browser_tests_fail_by_name_without_a_chromium_and_everything_else_is_checked(monkeypatch, capsys):
     def none(python):
         raise SystemExit("no Chromium here")
 

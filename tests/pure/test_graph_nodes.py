@@ -40,7 +40,7 @@ def held_nodes(code: str) -> list[int]:
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_no_node_is_held_without_its_tensor(folder):
+def test_graph_nodes_are_held_with_their_tensors_only(folder):
     violations = {
         f"{file.relative_to(ROOT)}:{line}"
         for file in (ROOT / folder).rglob("*.py")
@@ -66,5 +66,5 @@ def test_no_node_is_held_without_its_tensor(folder):
         ("nodes = [end.grad_fn for end in ends]", False),
     ],
 )
-def test_what_is_taken_for_holding_a_node(code, expected):
+def test_code_that_is_taken_for_holding_a_node(code, expected):
     assert bool(held_nodes(code)) == expected

@@ -125,7 +125,7 @@ def no_circle(needs: dict[str, set[str]]) -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-def test_no_module_needs_itself():
+def test_modules_do_not_need_themselves():
     """Imports in functions and for type checkers count: they hide a circle, and do not open it."""
     no_circle({name_of(file): {imported.module for imported in imports_of(file) if imported.is_own} for file in FILES})
 
@@ -147,7 +147,7 @@ def test_imports_between_folders_run_down_the_table_of_the_architecture():
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_package_re_exports():
+def test_packages_re_export_nothing():
     """`__init__.py` holds no import but that of a family's one line, and what ComfyUI asks of nodes/."""
     allowed = {ROOT / "nodes" / "__init__.py"}
     for file in FILES:
@@ -424,7 +424,7 @@ def run_as_code(tree: ast.Module) -> set[str]:
     return calls
 
 
-def test_no_text_is_run_as_code():
+def test_texts_are_not_run_as_code():
     """The registry of nodes forbids it: a workflow, a model and a LoRA come from strangers."""
     files = [*FILES, ROOT / "__init__.py"]
     assert {name_of(file): lines for file in files if (lines := run_as_code(tree_of(file)))} == {}
@@ -447,6 +447,6 @@ def test_every_way_to_run_a_text_is_found(text):
     assert run_as_code(ast.parse(text))
 
 
-def test_what_only_shares_a_name_with_it_is_allowed():
+def test_functions_that_only_share_a_name_are_allowed():
     snippets = ["re.compile('a')", "torch.compile(f)", "model.eval()", "def f(compile):\n    return compile == 'auto'"]
     assert not run_as_code(ast.parse("\n".join(snippets)))

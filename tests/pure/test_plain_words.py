@@ -50,7 +50,7 @@ def texts() -> Iterator[tuple[str, str]]:
         yield path.name, path.read_text(encoding="utf-8")
 
 
-def test_no_text_for_users_speaks_the_codes_own_words():
+def test_texts_for_users_speak_none_of_the_codes_own_words():
     matches = [f"{name}: {m[0]}" for name, text in texts() for m in UNCLEAR.finditer(text)]
     assert not matches, matches
 

@@ -29,7 +29,8 @@ PARTICIPLES = set(
 PREFIX = re.compile(r"(of|to_which|by_what|what|how|is_lone|so|such|thus)_")  # a function word that begins a name
 MOST_BARE = 0.002  # of all names that are bound
 FOLDERS = {"product": PACKAGES, "tests": ("tests",), "benchmarks": ("benchmarks",), "tools": ("tools",)}
-NO_SUBJECT = re.compile(r"test_(it|its|nothing|where|how)_")  # a name of a test begins with its subject
+# A name of a test begins with its subject.
+NO_SUBJECT = re.compile(r"test_(it|its|nothing|no|there|what|who|where|when|how|of|in|as|without)_")
 PHRASES = {
     "where": r"\bwhere\b",  # a place now and then; mostly it was an `if`
     "lies, lay": r"\b(?:lies|lay|lying)\b(?! out)",

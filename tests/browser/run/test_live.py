@@ -229,7 +229,7 @@ ON_NODES = """() => Object.fromEntries(app.graph.nodes.filter((n) => n.tessera?.
 
 
 @renderers("canvas renderer")
-def test_what_is_wrong_stands_in_red_on_its_node_until_it_is_mended(frontend, comfyui, new_renderer):
+def test_faults_stand_in_red_on_their_node_until_they_are_mended(frontend, comfyui, new_renderer):
     frontend.use_new_renderer(new_renderer)
     page = frontend.page
     prompt = graph(frontend.ENCODERS, "..")
@@ -289,7 +289,7 @@ def test_a_folder_too_deep_for_the_list_is_not_called_absent(frontend, comfyui):
     assert page.evaluate(marked) == ["input/absent"] and frontend.crashes == []
 
 
-def test_what_a_stranger_wrote_into_a_run_is_text_on_the_page(frontend, comfyui):
+def test_words_of_a_stranger_in_a_run_are_text_on_the_page(frontend, comfyui):
     hostile = "<img src=x onerror='window.hostile = 1'>"
     folder = comfyui.base / "output" / "loras" / "hostile (001)"
     folder.mkdir(parents=True)
@@ -331,7 +331,7 @@ def test_what_a_stranger_wrote_into_a_run_is_text_on_the_page(frontend, comfyui)
 ACTIVE = "name => app.extensionManager.workflow.activeWorkflow.path.endsWith(name)"
 
 
-def test_what_comes_of_a_workflow_stands_on_no_node_of_another_that_was_opened_meanwhile(frontend, comfyui):
+def test_events_of_a_workflow_reach_no_node_of_another_that_was_opened_meanwhile(frontend, comfyui):
     """Its nodes have the same numbers and kinds."""
     page = frontend.page
     open_graph(frontend, graph(frontend.ENCODERS, "of_the_first", steps=8, save_every=2))

@@ -9,7 +9,7 @@ playwright = pytest.importorskip("playwright.sync_api")
 TELL = "detail => app.api.dispatchEvent(new CustomEvent('tessera.train', { detail }))"
 
 
-def test_what_comes_last_is_shown_on_the_nodes_that_it_is_for(frontend):
+def test_latest_preview_is_shown_on_the_nodes_that_it_is_for(frontend):
     """Of a workflow that was opened meanwhile another node may have the id."""
     page = frontend.page
     page.evaluate("prompt => app.loadApiJson(prompt, 'told')", with_previews(frontend.ENCODERS, "of no run"))

@@ -86,7 +86,7 @@ def test_after_the_run_button_the_report_is_read_on_the_node(frontend, new_rende
 
 
 @renderers("new renderer")
-def test_what_block_swap_chose_is_read_on_the_loader(frontend, new_renderer):
+def test_choice_of_block_swap_is_read_on_the_loader(frontend, new_renderer):
     frontend.use_new_renderer(new_renderer)
     frontend.drop(ui_text("flux_block_swap"))
     frontend.use_tiny_encoders()

@@ -74,26 +74,26 @@ def fp32() -> torch.Tensor:
     return torch.randn(1000, generator=torch.Generator().manual_seed(0))
 
 
-def test_what_equals_the_resident_run_is_right_however_it_is_judged(fp32):
+def test_runs_equal_to_the_resident_one_are_right_however_they_are_judged(fp32):
     resident = near(fp32, 0.02, 1)
     for exact in (True, False):
         assert judge(resident, resident, [fp32], exact).wrong == []
 
 
-def test_what_rounds_otherwise_is_right_up_to_the_noise_floor(fp32):
+def test_runs_that_round_otherwise_are_right_up_to_the_noise_floor(fp32):
     resident = near(fp32, 0.02, 1)
     judged = judge(near(fp32, 0.02, 2), resident, [fp32], exact=False)
     assert judged.wrong == [] and judged.figures["noise_floor"] == pytest.approx(0.02, rel=0.1)
     assert judge(near(fp32, 0.04, 2), resident, [fp32], exact=False).wrong == ["above the noise floor"]
 
 
-def test_what_adds_in_the_same_order_has_to_be_equal(fp32):
+def test_runs_that_add_in_the_same_order_have_to_be_equal(fp32):
     resident = near(fp32, 0.02, 1)
     (wrong,) = judge(near(resident[0], 0.003, 2), resident, [fp32], exact=True).wrong
     assert wrong == "not bit for bit, though the order of additions is the same"
 
 
-def test_what_is_not_finite_is_wrong(fp32):
+def test_runs_that_are_not_finite_are_wrong(fp32):
     broken = [fp32.clone()]
     broken[0][3] = float("nan")
     assert judge(broken, near(fp32, 0.02, 1), [fp32], exact=False).wrong == ["above the noise floor"]

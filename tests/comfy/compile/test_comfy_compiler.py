@@ -137,7 +137,7 @@ def test_after_an_error_it_is_as_before(tiny_flux, recording):
     assert as_it_was(clone)
 
 
-def test_who_started_comfyui_without_it_has_it_off_afterwards(tiny_flux, recording, monkeypatch):
+def test_compiler_is_off_afterwards_if_comfyui_was_started_without_it(tiny_flux, recording, monkeypatch):
     monkeypatch.setattr(comfy.cli_args.args, OPTION, True)
     sampled(compile_model(tiny_flux, CompileSettings("eager"))[0])
     assert comfy.cli_args.args.disable_comfy_compiler is True and recording.starts == 0
@@ -192,7 +192,7 @@ def test_training_through_comfyui_s_own_forward_is_not_recorded(mode, tiny_flux,
     assert recording.starts == 0 and recording.options and set(recording.options) == {True} and as_it_was(tiny_flux)
 
 
-def test_what_an_error_of_sampling_left_recording_on_the_thread_is_ended(tiny_flux, recording, tmp_path, monkeypatch):
+def test_recording_that_an_error_of_sampling_left_on_the_thread_is_ended(tiny_flux, recording, tmp_path, monkeypatch):
     recording.malloc_graph_begin(None)  # and no end, as a forward that ran out of memory leaves it
     other = threading.Thread(target=recording.malloc_graph_begin, args=(None,))
     other.start()

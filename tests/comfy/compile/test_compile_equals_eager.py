@@ -43,7 +43,7 @@ def test_two_sizes_are_bit_equal_for_every_family_scope_and_way_of_taking_sizes(
 
 
 @pytest.mark.parametrize("backend", ["cudagraphs", "aot_ts", "ts"])
-def test_what_else_torch_lists_runs_on_the_cpu_and_is_equal(backend, tiny_files):
+def test_other_backends_of_torch_run_on_the_cpu_and_are_equal(backend, tiny_files):
     model = tiny.load_model("wan", tiny_files["wan"])
     clone, compiled_model = compiled(model, backend=backend)
     actual, want = sample(clone, "wan"), sample(model, "wan")

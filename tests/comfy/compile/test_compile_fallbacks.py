@@ -69,7 +69,7 @@ BREAKS = {
 
 
 @pytest.mark.parametrize(("backend", "attention"), one_in(4, product(["eager", "aot_eager"], BREAKS)))
-def test_what_breaks_a_graph_is_compiled_in_pieces_and_named_with_its_line(backend, attention, wan):
+def test_graph_breaks_are_compiled_in_pieces_and_named_with_their_line(backend, attention, wan):
     model = with_attention(wan, attention)
     clone, compiled_model = compiled(model, backend=backend)
     for _ in range(2):
@@ -103,7 +103,7 @@ def test_with_fullgraph_it_is_an_error_with_the_line_and_nothing_is_left_behind(
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-def test_without_a_working_compiler_it_runs_eager_and_says_so_once(scope, wan, no_compiler):
+def test_model_without_a_working_compiler_is_eager_and_says_so_once(scope, wan, no_compiler):
     clone, compiled_model = compiled(wan, backend="inductor", scope=scope)
     for _ in range(2):
         assert torch.equal(sample(clone, "wan"), sample(wan, "wan"))
@@ -163,7 +163,7 @@ def test_over_the_limit_in_pieces_torch_itself_runs_eager_and_it_is_said(wan):
     assert "is compiled in pieces" in pieces and limit.startswith("WanAttentionBlock: cache_size_limit 1 is reached")
 
 
-def test_what_did_not_fit_is_tried_again_in_the_next_run(wan):
+def test_settings_that_did_not_fit_are_tried_again_in_the_next_run(wan):
     clone, compiled_model = compiled(wan, dynamic="false", cache_size_limit=1)
     for length in (9, 16):
         sample(clone, "wan", length=length)

@@ -259,7 +259,7 @@ def unet_residuals(x: Tensor) -> dict[str, Any]:
 
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize(("name", "residuals"), one_in(2, [("flux", flux_residuals), ("sdxl", unet_residuals)]))
-def test_what_a_controlnet_adds_is_added(name, residuals, scope, tiny_files):
+def test_residuals_of_a_controlnet_are_added(name, residuals, scope, tiny_files):
     if name == "sdxl" and scope == "stack":
         pytest.skip("the stacks of a UNet are single transformers, and control falls back as for FLUX")
     model = tiny.load_model(name, tiny_files[name])

@@ -41,7 +41,7 @@ def test_all_sizes_share_a_graph_for_batch_1_and_one_for_more_and_auto_has_one_f
         assert [event.dynamic for event in region.report.events] == [dynamic == "true", True, True][:graphs]
 
 
-def test_what_is_added_at_the_first_sizes_keeps_them_exact(tiny_flux: Any) -> None:
+def test_graphs_added_at_the_first_sizes_keep_them_exact(tiny_flux: Any) -> None:
     clone, compiled_model = compiled(tiny_flux, dynamic="auto")
     for steps in (1, 3):
         sample(clone, "flux", steps=steps)

@@ -41,7 +41,7 @@ def test_blocks_with_and_without_a_lora_are_regions_of_their_own(tiny_flux, tmp_
     assert len(trainer.train_step.clock.steps) == 1  # the step that compiled is not part of the pace
 
 
-def test_without_a_working_compiler_it_trains_eager_and_says_so_once(tiny_flux, tmp_path, no_compiler):
+def test_run_without_a_working_compiler_is_eager_and_says_so_once(tiny_flux, tmp_path, no_compiler):
     from tessera.train.report.observer import SilentObserver
 
     said: list[str] = []

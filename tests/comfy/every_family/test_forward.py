@@ -44,7 +44,7 @@ def test_a_batch_of_shapes_equals_core_on_each_alone(case_file, case, batch):
 
 
 @pytest.mark.parametrize(("case", "batch"), [p for p in in_every_batch() if p.values[1] in ("shapes", "ragged")])
-def test_what_the_trainer_runs_equals_core_too(case_file, tmp_path, case, batch):
+def test_forward_of_the_trainer_equals_core_too(case_file, tmp_path, case, batch):
     model, samples = case.load(case_file(case)), case.batches()[batch]()
     expected = expected_of(case, model, samples)
     trainer = tiny.make_trainer(model, training_data(*samples), tmp_path)

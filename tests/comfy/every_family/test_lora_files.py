@@ -152,7 +152,7 @@ AT_FULL_SIZE = {("flux-dev", "kohya"), ("chroma", "kohya")}
 
 @pytest.mark.parametrize("layout", FORMATS)
 @pytest.mark.parametrize("row", ["flux-dev", "flux2-dev", "qwen-image", "wan-2.1-i2v", "chroma"])
-def test_what_save_lora_says_of_a_format_is_what_comfyui_and_diffusers_do(case_file, tmp_path, row, layout):
+def test_sentences_of_save_lora_on_a_format_hold_for_comfyui_and_diffusers(case_file, tmp_path, row, layout):
     """Of all layers, and of those that a program that refuses the file is said to take without the others."""
     case = CASES[row]
     model = case.load(case_file(case))

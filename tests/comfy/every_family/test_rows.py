@@ -8,5 +8,5 @@ def test_every_family_has_a_row():
     assert {case.family for case in CASES.values()} == {family.name for family in FAMILIES}
 
 
-def test_what_a_row_leaves_out_has_a_reason():
+def test_omissions_of_a_row_have_a_reason():
     assert all(reason.strip() for case in CASES.values() for reason in case.left_out.values())

@@ -146,7 +146,7 @@ def test_two_processes_train_it_together_and_one_goes_on_from_where_another_was_
         assert (tensors[name] - tensor).norm() <= 1e-3 * tensor.norm(), name
 
 
-def test_what_two_processes_cannot_share_is_told(server, workflow, tmp_path):
+def test_work_that_two_processes_cannot_share_is_told(server, workflow, tmp_path):
     environment = os.environ | {"COMFYUI_PATH": str(server.comfyui)}
     odd = ["--set", "train.gradient_accumulation=3", "--launch", "2"]
     command = line(server, workflow, tmp_path / "output", tmp_path / "log.jsonl", *odd)

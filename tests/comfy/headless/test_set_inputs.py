@@ -104,5 +104,5 @@ def test_an_input_that_the_node_does_not_take_is_told_with_those_that_it_has(cha
         check(monkeypatch, change)
 
 
-def test_what_a_workflow_of_an_older_version_holds_is_left_alone(monkeypatch):
+def test_inputs_of_a_workflow_of_an_older_version_are_left_alone(monkeypatch):
     check(monkeypatch, "1.image=b.png")

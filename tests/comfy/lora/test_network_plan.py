@@ -81,7 +81,7 @@ def test_patterns_that_contradict_the_model_are_one_sentence(tiny_flux):
     assert "otherwise than by factor" not in notes(algorithm="lokr", factor=8, rank=4, alpha=4.0)
 
 
-def test_in_a_graph_the_node_shows_what_train_lora_then_trains(server, tiny_loaders):
+def test_node_in_a_graph_shows_the_layers_that_train_lora_then_trains(server, tiny_loaders):
     network = {"algorithm": "dora", "rank": 4, "alpha": 4.0, "targets": "single_blocks.*.linear?", "dropout": 0.1}
     inputs = {"output_name": "dora", "steps": 2, "learning_rate": 1e-3, "rank": 4, "batch_size": 1, "seed": 0}
     inputs |= {"gradient_accumulation": 1, "compile": "off", "save_every": 0, "resume": "off"}

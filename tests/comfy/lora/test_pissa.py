@@ -81,7 +81,7 @@ def test_outputs_and_gradients_are_those_of_the_paper_in_fp64(width):
         assert (value.double() - reference).norm() < 1e-5 * reference.norm(), name
 
 
-def test_in_bf16_a_small_change_is_no_difference_of_large_numbers():
+def test_small_changes_in_bf16_are_no_difference_of_large_numbers():
     """Beside the same sum taken from A and B in bf16, which loses it among their roundings."""
     adapter, x = adapter_on(weight_of(60, 40)), torch.randn(1, 50, 40, generator=generator(3))
     nothing = FrozenLinear(torch.zeros(60, 40, dtype=torch.bfloat16), None, None)
@@ -179,7 +179,7 @@ def test_gaussian_draws_down_with_the_inverse_rank_for_its_spread(tiny_flux, tmp
         ({"init": "pissa", "scale_weight_norms": 1.0}, "scale_weight_norms is 1 and init is pissa"),
     ],
 )
-def test_what_does_not_go_with_an_init_is_one_sentence(values, sentence):
+def test_options_that_contradict_an_init_are_one_sentence(values, sentence):
     with pytest.raises(ValueError) as raised:
         NetworkOptions(**values)
     assert str(raised.value).startswith(sentence)

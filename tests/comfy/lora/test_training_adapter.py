@@ -150,7 +150,7 @@ def test_a_convolution_of_a_native_model_is_adapted_too(tmp_path):
     assert torch.equal(delta, patched_deltas(model, loaded)[CONVOLUTION]) and delta.any()
 
 
-def test_what_it_does_not_go_with_is_one_sentence(tiny_flux, tmp_path):
+def test_contradicting_options_are_one_sentence(tiny_flux, tmp_path):
     lora_source = source({})
     with pytest.raises(
         ValueError, match="training_adapter_strength is 0, at which training_adapter has no effect; set"
@@ -180,7 +180,7 @@ def test_what_it_does_not_go_with_is_one_sentence(tiny_flux, tmp_path):
     refused(r"training_adapter: .* \(.*proj: 128 x 256 there, 128 x 128 here\)", training_adapter=source(larger))
 
 
-def test_what_it_changes_for_what_is_trained_is_told(tiny_flux):
+def test_changes_for_what_is_trained_are_told(tiny_flux):
     family, fits = family_of(tiny_flux), source(updates_of(tiny_flux))
     notes = apply_training_adapter(tiny_flux.clone(), NetworkOptions("oft", training_adapter=fits), family)
     assert any(note.startswith("oft multiplies the weight, and turbo_training_adapter") for note in notes)

@@ -55,7 +55,7 @@ def test_delta_w_at_the_start_is_what_comfyui_makes_of_the_file(layout, dtype, t
     assert not [note for note in notes if "start_from" in note]
 
 
-def test_of_the_same_rank_and_alpha_the_tensors_are_the_same_bits(tiny_flux, tmp_path):
+def test_tensors_of_the_same_rank_and_alpha_are_the_same_bits(tiny_flux, tmp_path):
     updates = {name: LowRank(part.down, part.up, 4.0) for name, part in blocks(random_updates(tiny_flux)).items()}
     result, _ = started(tiny_flux, tmp_path, {"start_from": source(updates)})
     for name, module in result.lora.modules().items():
@@ -180,7 +180,7 @@ def test_a_run_goes_on_bit_for_bit_and_without_the_file(tiny_flux, tmp_path):
     )
 
 
-def test_what_does_not_fit_is_one_sentence(tiny_flux, tiny_files):
+def test_loras_that_do_not_fit_are_one_sentence(tiny_flux, tiny_files):
     from tessera.models.catalogue.registry import family_of
 
     def start(updates, targets=("single_blocks.0.linear2",), **changes):

@@ -55,7 +55,7 @@ def test_each_call_is_that_of_core_and_one_that_is_not_there_is_left_out(given_b
     assert given_back == [*CALLS, CALLS[2]]
 
 
-def test_without_dynamic_vram_nothing_is_called_as_in_core(given_back, monkeypatch):
+def test_end_of_a_node_calls_nothing_without_dynamic_vram_as_in_core(given_back, monkeypatch):
     monkeypatch.setattr(comfy.memory_management, "aimdo_enabled", False)
     core.end_of_node()
     assert given_back == []

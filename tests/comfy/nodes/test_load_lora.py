@@ -66,7 +66,7 @@ def test_the_converter_in_the_executor(server, tiny_loaders):
 
 
 @pytest.mark.parametrize("layout", ["kohya", "comfyui", "diffusers"])
-def test_what_is_converted_is_what_comfyui_then_loads(layout, tiny_flux, tmp_path, caplog):
+def test_converted_lora_is_loaded_by_comfyui(layout, tiny_flux, tmp_path, caplog):
     """And a base LoRA that ComfyUI reads otherwise is said, until it is converted."""
     tensors = {key: t for key, t in stranger().items() if TEXT not in key and "connectors" not in key}
     save_file(tensors, tmp_path / "a.safetensors")
@@ -146,7 +146,7 @@ def test_a_broken_weight_of_the_model_is_named(tiny_flux):
         ({f"{TEXT}.lora_up.weight": torch.ones(2, 2)}, "it has no layers of a diffusion model"),
     ],
 )
-def test_what_cannot_be_read_is_one_sentence(tensors, message, tiny_flux):
+def test_unreadable_files_are_one_sentence(tensors, message, tiny_flux):
     family = family_of(tiny_flux)
     with pytest.raises(ValueError, match=f"lora_file: a .*{message}"):
         load_lora(tensors, {}, family, tiny_flux.model, "lora_file: a")

@@ -221,7 +221,7 @@ def test_the_words_of_the_browser_are_translated_with_their_values(language):
 
 
 @every_language
-def test_what_is_not_translated_is_listed(language, monkeypatch):
+def test_untranslated_texts_are_listed(language, monkeypatch):
     schemas, read = list(SCHEMAS.values()), tool.read_locale
     earlier = tool.untranslated(language, schemas)
 

@@ -641,7 +641,7 @@ def help_rows(node_id: str) -> list[tuple[str, str, str, str]]:
     return re.findall(item, section, re.MULTILINE)
 
 
-def test_there_are_exactly_these_nodes_and_each_is_listed_once():
+def test_nodes_are_exactly_these_and_each_is_listed_once():
     assert sorted(node.GET_SCHEMA().node_id for node in NODES) == sorted(SURFACE)
 
 
@@ -739,7 +739,7 @@ def test_the_server_gives_the_help_pages_where_the_frontend_looks_for_them(serve
 
 @pytest.mark.parametrize("node", NODES, ids=lambda node: node.define_schema().node_id)
 @pytest.mark.parametrize("literal", ["hello " * 50, 7, [1, "x"], {"a": 1}], ids=["text", "number", "list", "dict"])
-def test_what_is_written_where_a_connection_belongs_is_told(node, literal):
+def test_values_written_where_a_connection_belongs_are_told(node, literal):
     schema = node.define_schema()
     for item in schema.inputs:
         is_grown = isinstance(item, io.Autogrow.Input)

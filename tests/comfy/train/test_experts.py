@@ -100,9 +100,7 @@ def test_the_second_goes_on_where_it_was_cancelled_and_the_first_is_not_trained_
     assert [r.loss for r in resumed] == [w.loss for w in whole]
 
 
-def test_of_a_pair_that_went_on_under_other_settings_the_second_goes_on_by_name_and_the_first_is_found(
-    experts, tmp_path
-):
+def test_pair_under_other_settings_resumes_the_second_by_name_and_finds_the_first(experts, tmp_path):
     """The state that the message of a run that breaks off names is of one expert only."""
 
     def cancelled(step, **changes):
@@ -205,7 +203,7 @@ def test_image_to_video_shares_them_at_its_own(files, tmp_path):
     assert low.settings.objective == replace(ObjectiveOptions(), max_sigma=0.9)
 
 
-def test_what_is_no_pair_of_experts_is_refused_before_anything_is_loaded(experts, files, tiny_flux, tmp_path):
+def test_models_that_are_no_pair_of_experts_are_refused_before_anything_is_loaded(experts, files, tiny_flux, tmp_path):
     settings = run_settings()
     high, low = experts
     with pytest.raises(ValueError, match="are the same weights; connect the high noise expert"):
@@ -222,7 +220,7 @@ def test_what_is_no_pair_of_experts_is_refused_before_anything_is_loaded(experts
         planned(experts, objective={"max_sigma": 0.5})
 
 
-def test_what_shifts_by_resolution_goes_by_the_tokens_of_one_frame(experts, monkeypatch):
+def test_shift_by_resolution_goes_by_the_tokens_of_one_frame(experts, monkeypatch):
     high, _ = experts
     sizes = []
     monkeypatch.setattr(batch, "sample_sigma", lambda options, generator, tokens, *rest: sizes.append(tokens) or 0.5)
@@ -307,7 +305,7 @@ def test_each_expert_begins_from_its_own_lora_and_stands_on_its_own(experts, tmp
     assert repeat[1].loss != results[1].loss
 
 
-def test_of_a_pair_that_shares_its_loras_the_options_are_those_of_before(experts):
+def test_options_of_a_pair_that_shares_its_loras_are_those_of_before(experts):
     """`same`, which is the default, takes the strength too; `none` takes neither."""
     common = NetworkOptions(start_from=lora_of(experts[0], 1), base_lora=lora_of(experts[0], 2), base_strength=0.5)
     assert common.for_low_noise() == common == common.for_high_noise()
@@ -317,7 +315,7 @@ def test_of_a_pair_that_shares_its_loras_the_options_are_those_of_before(experts
         NetworkOptions(base_lora_low_noise="other")
 
 
-def test_what_is_set_for_a_second_expert_that_is_not_there_makes_no_other_run(experts, tmp_path):
+def test_settings_for_a_missing_second_expert_make_no_other_run(experts, tmp_path):
     high, _ = experts
     plain = train_lora(RunRequest(high, clips(), run_settings(steps=1), tmp_path, Watcher()))
     settings = run_settings(steps=1, network={"start_from_low_noise": lora_of(high, 1), "base_strength_low_noise": 0.5})
@@ -340,7 +338,7 @@ def test_a_message_names_the_input_of_the_expert(experts, tiny_flux):
         NetworkOptions(start_from_low_noise=source, init="pissa")
 
 
-def test_what_two_experts_share_is_said(experts):
+def test_shares_of_two_experts_are_said(experts):
     source = LoraSource("mine.safetensors", "x")
     settings = run_settings(network={"start_from": source, "base_lora": source, "base_lora_low_noise": "none"})
     assert shared_lora_notes(settings) == [

@@ -94,7 +94,7 @@ def test_less_of_a_model_is_placed_if_it_finds_no_place(flux, site, changed, mon
     assert all(torch.equal(t, masters[key]) for key, t in flux.model.state_dict().items())
 
 
-def test_no_place_at_all_is_one_sentence(flux: Any, monkeypatch: Any) -> None:
+def test_lack_of_any_memory_is_one_sentence(flux: Any, monkeypatch: Any) -> None:
     want = sample(flux, "flux")
     comfy.model_management.unload_all_models()
     for model, _ in (swap(flux, SwapSettings(3)), automatic(flux, monkeypatch)):

@@ -21,7 +21,7 @@ from tiny.models.sampling import conditioning
 from tiny.train.runs import Watcher, mixed_data, run_settings, sample, train, training_data
 
 
-def test_what_is_known_to_be_distilled_names_its_adapter_or_its_base(tiny_files, tmp_path):
+def test_distilled_models_name_their_adapter_or_their_base(tiny_files, tmp_path):
     with torch.inference_mode():
         klein = tiny.load_flux2(tiny.write_flux2(tmp_path / "klein.safetensors", guidance=False))
         dev = tiny.load_flux2(tiny.write_flux2(tmp_path / "dev.safetensors"))
@@ -113,7 +113,7 @@ def test_with_a_slot_for_each_swapped_block_none_is_copied_again_and_that_is_tol
         ({"validation": {"every_n_steps": 5}}, None),
     ],
 )
-def test_what_is_never_saved_or_kept_is_told(settings, expected):
+def test_saves_that_never_happen_are_told(settings, expected):
     notes = list(saving_notes(run_settings(**settings), Strata(1, 5)))  # six steps
     expected = () if expected is None else (expected,) if isinstance(expected, str) else expected
     assert len(notes) == len(expected) and all(

@@ -86,7 +86,7 @@ def test_sampled_when_it_is_asked_and_trained_on_as_without(tiny_flux, tiny_vae,
     assert stopped.summary["status"] == "stopped"
 
 
-def test_what_is_asked_of_a_run_is_done_once_and_by_no_later_run(tmp_path):
+def test_requests_to_a_run_are_done_once_and_by_no_later_run(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     training_now.begin(first, "6", "prompt 1")
     assert not training_now.ask(second, "prompt 1", STOP) and not training_now.ask(first, "prompt 2", STOP)

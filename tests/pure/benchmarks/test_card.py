@@ -171,7 +171,7 @@ def test_all_of_flux_fits_an_h100_but_what_eager_keeps():
     assert missing == {"flux, eager, none, swapped to fit": ""}
 
 
-def test_what_does_not_fit_is_swapped_and_what_still_does_not_is_left_out_with_a_sentence():
+def test_cases_that_do_not_fit_are_swapped_or_left_out_with_a_sentence():
     by_name = {c.name: c for c in flux(machine(24.0))}
     assert by_name["flux, compiled, full, swapped to fit"].settings["blocks"] == -1
     assert by_name["flux, compiled, none"].missing == "needs about 45 GB, this card has 26"
@@ -246,7 +246,7 @@ def test_the_files_are_written_after_every_case_and_say_what_is_missing(stand_in
     assert "Stopped before its end" in report.summary()
 
 
-def test_what_hangs_dies_or_spoils_its_process_leaves_the_next_case_a_new_one(stand_in, tmp_path):
+def test_cases_that_hang_die_or_spoil_their_process_leave_the_next_a_new_one(stand_in, tmp_path):
     names = ("first", "second", "spoils", "third", "dies", "fourth", "hangs", "fifth")
     cases = [Case(name, {}, limit=1.0 if name == "hangs" else 20.0) for name in names]
     report, failed = run_part(tmp_path, *cases)
@@ -327,7 +327,7 @@ def test_the_next_process_starts_beside_what_is_not_timed(stand_in, tmp_path, mo
     assert started_models == ["timed"] and len(set(process_lines(report))) == 3
 
 
-def test_what_the_minutes_cut_off_is_what_comes_last_and_a_short_case_still_runs(stand_in, tmp_path):
+def test_cases_cut_off_by_the_minutes_come_last_and_a_short_one_still_runs(stand_in, tmp_path):
     report = Report(tmp_path / "card", "plan", H100, "")
     cases = (Case("first", {}, least=1.0), Case("long", {}, least=300.0), Case("short", {}, least=1.0))
     groups_ = [Group({"kind": "stand-in"}, cases), Group({"kind": "stand-in"}, (Case("last", {}, least=1.0),))]
@@ -339,7 +339,7 @@ def test_what_the_minutes_cut_off_is_what_comes_last_and_a_short_case_still_runs
     assert {result["state"] for result in late.results} == {SKIPPED} and late.finished
 
 
-def test_without_a_gpu_nothing_is_written(stand_in, tmp_path):
+def test_page_is_not_written_without_a_gpu(stand_in, tmp_path):
     args = command.parse(["--out", str(tmp_path / "out")])
     with pytest.raises(SystemExit, match="torch 2.14.0 finds no CUDA device here; with --device cpu the command is"):
         command.run(args, sys.executable, tmp_path)

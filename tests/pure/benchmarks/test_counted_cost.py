@@ -56,7 +56,7 @@ def eager_flop(kernels: list[list[Any]]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("row", [name for name, blocks in ROWS.items() if len(blocks[0]["graphs"]) > 1])
-def test_what_is_reckoned_without_lowering_is_near_what_was_counted(row: str) -> None:
+def test_reckoning_without_lowering_is_near_the_count(row: str) -> None:
     for way in (*ROWS[row][0]["graphs"], "full"):
         checkpointing, _, budget = way.partition(" ")
         reckoned = counted = 0.0

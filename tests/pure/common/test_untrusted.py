@@ -114,7 +114,7 @@ def test_files_move_between_open_folders(tmp_path):
 
 
 @POSIX
-def test_no_link_below_a_root_is_followed(tmp_path):
+def test_links_below_a_root_are_not_followed(tmp_path):
     outside, root = tmp_path / "outside", tmp_path / "root"
     outside.mkdir()
     root.mkdir()

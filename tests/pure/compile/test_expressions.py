@@ -54,7 +54,7 @@ def test_an_expression_does_nothing_else(text):
         value_of(text, NAMES)
 
 
-def test_what_is_gone_is_an_error_of_reading():
+def test_names_that_are_gone_are_errors_of_reading():
     for text, error in (("L['y']", KeyError), ("L['x'].eps", AttributeError), ("z", KeyError)):
         with pytest.raises(error):
             value_of(text, NAMES)

@@ -60,7 +60,7 @@ def test_the_highest_bar_stands_at_the_commonest_aspect():
     assert left == pytest.approx(right * 1 / 30, abs=3)
 
 
-def test_what_is_lost_is_drawn_as_an_area_of_that_part():
+def test_loss_is_drawn_as_an_area_of_that_part():
     sizes = [(1000, 1000)] * 30 + [(100, 1000)] * 10
     plan = plan_buckets(sizes, **FLUX)
     assert plan.worst_crop == pytest.approx(0.6)

@@ -43,7 +43,7 @@ def test_full_takes_all_that_the_vae_can():
 
 
 @pytest.mark.parametrize("method", EXTRACTIONS)
-def test_no_clip_reaches_beyond_the_film_and_each_is_as_long_as_a_vae_takes(method):
+def test_clips_reach_to_the_end_of_the_film_at_most_and_are_as_long_as_a_vae_takes(method):
     extraction = Extraction((1, 5, 25, 49), method=method, frame_stride=3, frame_sample=5)
     for frames in range(1, 120):
         windows = extraction.windows(frames)
@@ -74,7 +74,7 @@ def test_a_list_of_frames_is_read_and_lowered_to_what_the_vae_takes():
 
 
 @pytest.mark.parametrize("text", ["", " , ", "a", "25.5", "-5", "0", "25, x", "9" * 4300, "25, " + "9" * 10**5])
-def test_what_is_no_list_of_frames_is_told(text):
+def test_texts_that_list_no_frames_are_told(text):
     with pytest.raises(ValueError, match=r"target_frames is .*; write the numbers of frames with commas") as error:
         parse_target_frames(text)
     assert len(str(error.value)) < 220

@@ -41,7 +41,7 @@ def test_whole_grids_are_all_the_factor_pairs():
     assert find_bucket(23, "whole grids", 4.0) is None
 
 
-def test_of_two_grids_that_lose_alike_the_one_with_fewer_tokens_to_spare_stays():
+def test_grid_with_fewer_tokens_to_spare_stays_of_two_that_lose_alike():
     # For 15 tokens 3 x 7 sees of any wide picture what 3 x 5 sees, with six tokens missing.
     grids = find_bucket(15, RAGGED_EDGE, 4.0).grids
     assert Grid(3, 5) in grids and Grid(3, 7) not in grids

@@ -160,7 +160,7 @@ def test_only_the_first_device_saves_and_shows(rank, expected, output, nodes, mo
 
 
 @pytest.mark.parametrize("is_known", [False, True])
-def test_what_a_device_lacks_is_told_by_it_and_to_the_others_unless_one_has_told_of_it(
+def test_lack_of_a_device_is_told_by_it_and_to_the_others_unless_one_has_told_of_it(
     is_known, output, nodes, monkeypatch
 ):
     async def validate_prompt(number, prompt, partial):
@@ -275,7 +275,7 @@ def test_the_first_device_logs_and_writes_the_result_and_each_has_its_own_place(
         (["--set", "9.steps=3"], "no node of the workflow is called 9"),
     ],
 )
-def test_what_several_devices_cannot_do_is_told_once(options, said, executed, capsys):
+def test_work_that_several_devices_cannot_do_is_told_once(options, said, executed, capsys):
     assert executed(0, 2, *options)[0] == 2
     assert said in capsys.readouterr().err
     assert executed(1, 2, *options)[0] == 2
@@ -299,7 +299,7 @@ def test_a_step_that_several_devices_cannot_share_is_told_before_a_node_runs(siz
 
 
 @pytest.mark.parametrize(("rank", "first", "tells"), [(0, False, True), (1, True, False), (1, False, True)])
-def test_what_the_first_device_finds_too_is_left_to_it(rank, first, tells, monkeypatch):
+def test_faults_that_the_first_device_finds_too_are_left_to_it(rank, first, tells, monkeypatch):
     waits, messages = [], []
 
     def fault(seconds):
@@ -367,7 +367,7 @@ def test_a_device_is_one_of_several_where_torchrun_says_so(monkeypatch):
         (1, 0, TRAINS, [], "--launch is 1, and torch sees 0 CUDA devices here; put -- --cpu at the end"),
     ],
 )
-def test_what_cannot_be_launched_is_told(devices, gpus, prompt, options, said, monkeypatch):
+def test_launches_that_fail_are_told(devices, gpus, prompt, options, said, monkeypatch):
     cuda = SimpleNamespace(device_count=lambda: gpus)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(sys, "platform", "linux")

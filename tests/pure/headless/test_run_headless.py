@@ -92,7 +92,7 @@ def test_a_change_that_names_no_input_is_told(change, said):
         ("[1]", "isn't a workflow in API format"),
     ],
 )
-def test_what_is_no_workflow_is_told(text, said, tmp_path, capsys):
+def test_files_that_are_no_workflow_are_told(text, said, tmp_path, capsys):
     path = tmp_path / "w.json"
     path.write_text(text)
     assert command.main([str(path)]) == 2
@@ -102,7 +102,7 @@ def test_what_is_no_workflow_is_told(text, said, tmp_path, capsys):
     assert "can't be read: No such file or directory" in capsys.readouterr().err
 
 
-def test_what_is_posted_to_a_server_is_taken_too(tmp_path):
+def test_prompts_posted_to_a_server_are_taken_too(tmp_path):
     path = tmp_path / "w.json"
     path.write_text(json.dumps({"prompt": PROMPT}))
     assert read_workflow(path) == (PROMPT, {})

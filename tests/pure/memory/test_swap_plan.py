@@ -56,7 +56,7 @@ def test_the_swapped_ones_are_spread_and_come_from_the_first_list_first() -> Non
         choose_blocks(9, lists, ORDER)
 
 
-def test_what_is_kept_and_computed_again_follows_from_checkpointing() -> None:
+def test_kept_and_recomputed_bytes_follow_from_checkpointing() -> None:
     block = BLOCKS[0]
     assert [saved_bytes(block, kind, 0.5) / GB for kind in (None, "none", "selective", "full")] == [0, 1, 0.5625, 0.125]
     assert [block_seconds(block, kind, 0.5) for kind in (None, "none", "selective", "full")] == [
@@ -74,7 +74,7 @@ WORK = BlockWork(
 )
 
 
-def test_what_attention_gives_is_kept_at_every_budget_but_none() -> None:
+def test_results_of_attention_are_kept_at_every_budget_but_none() -> None:
     block = replace(BLOCKS[0], attention=GB // 8, work=WORK, forward=3.0)
     saved = [saved_bytes(block, "selective", budget) / GB for budget in (0.0, LEAST_BUDGET, 0.5, 1.0)]
     assert saved == pytest.approx([0.125, 0.25 + 0.01 * 0.75, 0.25 + 0.5 * 0.75, 1.0])
@@ -134,7 +134,7 @@ def compiled_blocks(model: str) -> list[BlockCost]:
 
 
 @pytest.mark.parametrize("model", COUNTED)
-def test_what_compiled_blocks_keep_is_reckoned_as_it_was_counted(model: str) -> None:
+def test_bytes_kept_by_compiled_blocks_are_reckoned_as_counted(model: str) -> None:
     blocks = compiled_blocks(model)
     for number, way in enumerate(WAYS):
         counted = sum(count * (sizes[number] - result) * 1e6 for count, sizes, result, *_ in COUNTED[model])
@@ -310,7 +310,7 @@ def test_stepping_down_takes_a_tenth_less_each_time_until_there_is_no_less() -> 
     assert len(plans) > 3 and swap_plan.device_bytes == smallest.device_bytes
 
 
-def test_in_inference_there_is_no_way_back_and_nothing_is_kept() -> None:
+def test_inference_has_no_way_back_and_keeps_nothing() -> None:
     choices = SearchSpace(tuple(range(9)), (1,))
     swap_plan = plan(BLOCKS, OTHER, replace(FAST, free=10 * GB), ORDER, choices)
     assert swap_plan.checkpointing is None and len(swap_plan.swapped) == 4
@@ -321,7 +321,7 @@ def test_in_inference_there_is_no_way_back_and_nothing_is_kept() -> None:
     )
 
 
-def test_without_known_seconds_the_fewest_blocks_that_fit_are_swapped() -> None:
+def test_fewest_blocks_that_fit_are_swapped_without_known_seconds() -> None:
     blocks = [replace(block, forward=0.0, backward=0.0) for block in BLOCKS]
     swap_plan = plan(blocks, OTHER, replace(FAST, free=10 * GB), ORDER, SearchSpace(tuple(range(9)), (1, 2, 3)))
     assert len(swap_plan.swapped) == 4 and swap_plan.prefetch == 1 and " per step" not in swap_plan.text
@@ -364,7 +364,7 @@ def test_the_number_copied_ahead_is_the_least_loss_whatever_blocks_take(part: fl
     assert f"{len(choice.swapped)} of 57 blocks stream from RAM, {choice.prefetch} ahead at 25 GB/s." in choice.text
 
 
-def test_what_the_user_asked_for_is_the_least_that_is_copied_ahead() -> None:
+def test_prefetch_of_the_user_is_the_least_that_is_copied_ahead() -> None:
     assert [prefetches(n) for n in (1, 2, 3, 5)] == [(1, 2, 3), (2, 3), (3,), (5,)]
     machine = Hardware(int(0.7 * sum(block.weights for block in FLUX)), 25e9, 100 * GB)
     assert plan(FLUX, 0, machine, ORDER, SearchSpace(tuple(range(58)), prefetches(3))).prefetch == 3
@@ -381,7 +381,7 @@ def in_file(**changes: float) -> FileBandwidth:
     return FileBandwidth(**{"disk": 2.5 * GB, "cache": 10 * GB, "memory": 2 * GB, "room": -2 * GB, **changes})
 
 
-def test_what_the_cache_holds_comes_from_it_where_a_pass_turns() -> None:
+def test_cached_bytes_come_from_the_cache_where_a_pass_turns() -> None:
     file = in_file()
     assert file.speed(2 * GB, turns=True) == file.speed(GB, turns=False) == pytest.approx(10 * GB)
     # Of 8 GB a quarter comes from the cache: 0.2 s and 2.4 s.

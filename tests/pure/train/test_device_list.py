@@ -24,7 +24,7 @@ def test_devices_are_named_by_a_word_or_by_their_numbers():
 
 
 @pytest.mark.parametrize("text", ["", "two", "0;1", "0,,1", "-1", "0,1,", "cuda:0", "٣", "1" * 5, "$(id)", "0 1"])
-def test_what_names_no_devices_is_told(text):
+def test_lists_that_name_no_devices_are_told(text):
     with pytest.raises(ValueError, match=r"devices is .*; write 'this one', 'all', or numbers such as 0,1\."):
         listed(text, 2, 0)
 

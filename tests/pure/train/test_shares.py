@@ -58,7 +58,7 @@ def test_micro_batches_are_halved_before_whole_ones_are_dealt_out():
     ("size", "batch_size", "accumulation", "larger", "larger_accumulation"),
     [(2, 3, 1, 4, 2), (4, 1, 2, 2, 4), (3, 4, 2, 6, 3)],
 )
-def test_what_can_not_be_shared_is_told_with_the_next_that_can(
+def test_counts_that_can_not_be_shared_are_told_with_the_next_that_can(
     size, batch_size, accumulation, larger, larger_accumulation
 ):
     said = f"set batch_size to {larger}, or gradient_accumulation to {larger_accumulation}"

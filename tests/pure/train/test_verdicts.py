@@ -23,7 +23,7 @@ def test_outliers_to_either_side_are_named_and_the_rest_learns():
     assert is_report(report | {"of": 6}) and not is_report(report)
 
 
-def test_without_held_out_pictures_none_pulls_away_and_their_fall_is_learning_too():
+def test_pictures_without_held_out_ones_never_pull_away_and_their_fall_is_learning_too():
     assert verdicts([0.8, 0.8, 0.8, 0.4], held_out=())[0]["3"] == "learns"
     assert verdicts([0.8, 0.8, 0.8, 0.4], held_out=(0.3,))[0]["3"] == "learns"
 
@@ -45,6 +45,6 @@ def test_only_pictures_of_the_last_step_are_ranked():
 @pytest.mark.parametrize(
     "changed", [{"pictures": [1]}, {"leave_out": [1]}, {"held_out": "x"}, {"median": None}], ids=str
 )
-def test_what_is_no_report_is_not_read_as_one(changed):
+def test_values_that_are_no_report_are_not_read_as_one(changed):
     report = verdicts([0.8, 0.8])[1] | {"of": 2}
     assert is_report(report) and not is_report(report | changed) and not is_report(None)

@@ -30,7 +30,7 @@ def test_other_packages_get_another_folder(tmp_path, monkeypatch):
     assert check.tools_folder(tmp_path) != folder
 
 
-def test_what_the_code_imports_is_there_where_it_is_checked(tmp_path):
+def test_imports_of_the_code_are_there_where_it_is_checked(tmp_path):
     check.lay_out(tmp_path)
     files = sorted((tmp_path / check.CHECKED).rglob("*.js"))
     assert len(files) == len(list((ROOT / check.CHECKED).rglob("*.js"))) > 30

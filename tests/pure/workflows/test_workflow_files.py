@@ -91,7 +91,7 @@ def test_links_nodes_and_slots_agree_with_one_another(name):
     assert {n for node in nodes.values() for slot in node["outputs"] for n in slot["links"] or ()} == numbers
 
 
-def test_there_is_a_workflow_to_share_for_everything():
+def test_workflows_to_share_are_there_for_everything():
     compiling = ["flux_compile", "qwen_image_compile", "wan_compile"]
     training = ["flux_lora", "flux_kontext_lora", "flux2_lora", "qwen_image_lora", "qwen_edit_lora", "chroma_lora"]
     training += ["z_image_lora", "krea2_lora", "anima_lora", "sdxl_lora", "hunyuan_video15_lora", "ltx_video_lora"]

@@ -36,7 +36,7 @@ def test_a_workflow_fits_a_screen(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_node_lies_on_another_and_each_is_in_one_group_but_the_note(name):
+def test_nodes_lie_apart_and_each_is_in_one_group_but_the_note(name):
     workflow = load(name)
     rects = {node["id"]: rect_of(node) for node in workflow["nodes"]}
     numbers = sorted(rects)
@@ -56,7 +56,7 @@ def test_no_node_lies_on_another_and_each_is_in_one_group_but_the_note(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_group_has_an_empty_half(name):
+def test_groups_have_no_empty_half(name):
     workflow = load(name)
     for x, y, width, height in (group["bounding"] for group in workflow["groups"]):
         rects = [rect_of(node) for node in workflow["nodes"]]
@@ -68,7 +68,7 @@ def test_no_group_has_an_empty_half(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_wire_runs_under_a_node(name):
+def test_wires_run_under_no_node(name):
     workflow = load(name)
     nodes = {node["id"]: node for node in workflow["nodes"]}
     reroutes = {reroute["id"]: reroute for reroute in workflow["extra"].get("reroutes", ())}
@@ -99,7 +99,7 @@ def test_a_line_through_a_corner_of_the_inside_crosses_and_one_along_a_side_does
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_there_is_one_note_of_three_steps_and_groups_of_different_colours(name):
+def test_note_has_three_steps_and_groups_have_different_colours(name):
     workflow = load(name)
     (note,) = (node for node in workflow["nodes"] if node["type"] == "MarkdownNote")
     headings = [line for line in note["widgets_values"][0].splitlines() if line.startswith("### ")]

@@ -62,7 +62,7 @@ def test_the_peak_of_allocations_is_found_in_order_of_time():
     assert figures.peak_and_rest(events) == (150, 120)
 
 
-def test_of_a_trace_only_large_copies_to_the_device_count():
+def test_copies_of_a_trace_count_if_they_are_large_and_to_the_device():
     def copy(name: str, size: int, microseconds: float) -> dict[str, Any]:
         return {"cat": "gpu_memcpy", "name": name, "dur": microseconds, "args": {"bytes": size}}
 

@@ -88,7 +88,7 @@ def missing(module: str, name: str) -> str | None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT / "benchmarks")))
-def test_what_a_benchmark_takes_from_the_pack_is_there(script: Path) -> None:
+def test_names_that_a_benchmark_takes_from_the_pack_are_there(script: Path) -> None:
     names = set(imported(ast.parse(script.read_text(encoding="utf-8"))))
     assert not list(filter(None, (missing(*entry) for entry in sorted(names))))
 
@@ -101,7 +101,7 @@ def test_names_are_found() -> None:
     assert missing("tessera.gone", "") and missing("tessera.memory.swap.plan", "gone")
 
 
-def test_what_the_benchmarks_use_of_a_trainer_is_there() -> None:
+def test_attributes_of_a_trainer_that_benchmarks_use_are_there() -> None:
     from tessera.train.loop.trainer import Trainer
 
     body = ast.parse((ROOT / "train" / "loop" / "trainer.py").read_text(encoding="utf-8"))

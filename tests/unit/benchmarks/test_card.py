@@ -153,7 +153,7 @@ def test_the_command_writes_page_figures_and_log(tmp_path: Path):
     assert figures.with_suffix(".log").exists() and "1 of 1 cases: 1 ok." in figures.with_suffix(".md").read_text()
 
 
-def test_without_a_gpu_the_command_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_command_without_a_gpu_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     command = [sys.executable, str(ROOT / "dev.py"), "card", "--comfyui", COMFYUI, "--out", str(tmp_path)]

@@ -109,7 +109,7 @@ def test_a_steps_kernels_are_priced_by_kind_as_they_were_measured(flux: tuple[li
 
 
 @pytest.mark.parametrize("way", ["selective", "full"])
-def test_what_is_computed_again_takes_its_part_of_a_step(flux: tuple[list[BlockCost], int], way: str) -> None:
+def test_recomputing_takes_its_part_of_a_step(flux: tuple[list[BlockCost], int], way: str) -> None:
     took = measured(way, "all") / measured("none", "all")  # with the gaps between launches: 1.01 and 1.42
     assert seconds(flux, way) / seconds(flux, "none") == pytest.approx(took, rel=0.02)
 

@@ -47,7 +47,7 @@ def test_a_list_of_one_is_blocks_too():
     assert names(Model(layers=nn.ModuleList([Layer()]))) == ["layers.0"]
 
 
-def test_what_has_one_matrix_or_stands_once_in_a_mixed_list_is_no_block():
+def test_modules_with_one_matrix_or_once_in_a_mixed_list_are_no_block():
     model = Model(small=nn.ModuleList([Small(), Small()]), mixed=nn.ModuleList([Layer(), Small(), nn.SiLU()]))
     assert names(model) == []
 
@@ -65,7 +65,7 @@ def test_layers_are_blocks_and_the_experts_inside_them_are_not():
     assert names(Model(layers=nn.ModuleList(WithExperts() for _ in range(2)))) == ["layers.0", "layers.1"]
 
 
-def test_of_stages_that_are_unlike_the_blocks_inside_count():
+def test_blocks_inside_stages_that_are_unlike_count():
     stage = nn.Sequential(Gated(), nn.ModuleList([Layer(), Layer()]))
     model = Model(stages=nn.ModuleList([nn.Sequential(Gated(), nn.SiLU()), stage, Small()]))
     assert names(model) == ["stages.0.0", "stages.1.0", "stages.1.1.0", "stages.1.1.1"]

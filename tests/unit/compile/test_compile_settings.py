@@ -139,7 +139,7 @@ def compile_notes(settings, device):
     return [note for note in settings.ignored(BLOCKS, device) if "no limit for each region" not in note]
 
 
-def test_what_applies_is_said_nothing_about():
+def test_settings_that_apply_have_no_note():
     for scope in SCOPES:
         assert compile_notes(CompileSettings(scope=scope), CUDA) == []
     assert compile_notes(CompileSettings(mode="max-autotune"), CUDA) == []
@@ -201,7 +201,7 @@ def test_settings_that_mean_the_same_are_the_same():
         ("aot_eager", "reduce-overhead", ("aot_eager", "reduce-overhead")),
     ],
 )
-def test_without_cuda_graphs_what_comes_nearest_is_taken_and_the_rest_stays(backend, mode, fallback):
+def test_nearest_mode_is_taken_without_cuda_graphs_and_the_rest_stays(backend, mode, fallback):
     options = CompileOptions(backend, mode, "false", True, 7)
     assert options.without_cuda_graphs() == CompileOptions(*fallback, "false", True, 7)
     assert not options.without_cuda_graphs().cuda_graphs()

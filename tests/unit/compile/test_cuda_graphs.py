@@ -186,7 +186,7 @@ def test_one_that_fails_while_it_is_timed_costs_the_timing_only(monkeypatch):
     assert torch.equal(region(None, x), 2 * x)
 
 
-def test_in_pieces_the_call_is_not_made_twice(monkeypatch):
+def test_call_in_pieces_is_not_made_twice(monkeypatch):
     Recording(monkeypatch, failing_call=2, fail=raise_in("torch._inductor.cudagraph_trees", UNSUPPORTED))
     notes: list[str] = []
     region, x = make_region(notes), torch.ones(3)

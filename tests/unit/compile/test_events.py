@@ -482,7 +482,7 @@ def test_a_compilation_belongs_to_the_innermost_recording(block):
     assert len(outer.event.recompiles) == 1
 
 
-def test_what_compiles_outside_a_recording_is_in_none(block):
+def test_graphs_compiled_outside_a_recording_are_in_none(block):
     region("outside")(block, torch.ones(2, 4))
     event = event_of(region("inside"), block, torch.ones(2, 4))
     region("outside")(block, torch.ones(2, 4))
@@ -492,7 +492,7 @@ def test_what_compiles_outside_a_recording_is_in_none(block):
     assert record.event is None
 
 
-def test_what_another_thread_compiles_meanwhile_is_its_own(block):
+def test_graphs_that_another_thread_compiles_meanwhile_are_its_own(block):
     compiled = {name: region(name) for name in ("one", "two", "neither")}
     started, finished = threading.Event(), threading.Event()
     events = {}
@@ -552,7 +552,7 @@ def test_recording_goes_on_after_torch_was_reset(block):
 # What it leaves alone
 
 
-def test_no_setting_of_torch_and_no_logger_is_changed_and_nothing_is_printed(block, capfd):
+def test_settings_of_torch_and_loggers_are_not_changed_and_nothing_is_printed(block, capfd):
     def state():
         loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith("torch")]
         return (

@@ -227,9 +227,7 @@ def test_a_candidate_slower_than_the_model_as_it_came_is_not_recommended() -> No
 # The budget
 
 
-def test_no_candidate_is_begun_that_the_compile_time_seen_so_far_says_would_not_fit(
-    tiny_wan: Any, clock: Clock
-) -> None:
+def test_candidates_that_would_not_fit_by_the_compile_time_so_far_are_not_begun(tiny_wan: Any, clock: Clock) -> None:
     trials = [backend("fast"), backend("fast", "stack"), backend("faster"), backend("slow")]
     # After eager and the first candidate, a stack (its two blocks take sqrt 2 times as long) needs more than is left,
     # the next blocks do not, and for the last nothing is left.
@@ -263,7 +261,7 @@ def test_a_model_without_lists_of_blocks_is_only_compiled_whole(tiny_wan: Any, c
 # What goes wrong
 
 
-def test_of_a_model_whose_blocks_stream_only_what_can_be_compiled_so_is_measured(tiny_wan: Any, clock: Clock) -> None:
+def test_candidates_of_a_model_whose_blocks_stream_can_be_compiled_so(tiny_wan: Any, clock: Clock) -> None:
     swapped, _ = swap(tiny_wan, SwapSettings(1))
     trials = [backend("faster", "stack"), CompileSettings(mode="reduce-overhead"), backend("fast")]
     result = run(on_clock(swapped, clock), trials, clock)
@@ -423,7 +421,7 @@ def test_the_widths_of_a_models_text_are_read_from_its_layers(name: str, tiny_fi
     inputs.sample(model, 1)
 
 
-def test_what_is_usual_for_a_model_is_sampled_unless_something_else_is_asked(tiny_files: dict[str, Path]) -> None:
+def test_usual_settings_of_a_model_are_sampled_unless_others_are_asked(tiny_files: dict[str, Path]) -> None:
     words = {name: step_inputs(tiny.load_model(name, tiny_files[name]), StepSize(64, 64)).size for name in tiny.LOADERS}
     assert words == {
         "flux": "64x64, batch 1, 256 text tokens, cfg 1",
@@ -453,7 +451,7 @@ def test_a_prompt_that_is_connected_is_what_is_sampled(tiny_flux: Any) -> None:
     assert file_name(result_key(tiny_flux, inputs)) != file_name(result_key(tiny_flux, other))
 
 
-def test_what_is_stored_otherwise_has_results_of_its_own(tmp_path: Path) -> None:
+def test_weights_stored_otherwise_have_results_of_their_own(tmp_path: Path) -> None:
     """The dtype of a quantised weight is that of its values, and int8 takes the memory of fp8."""
     formats = []
     for storage in ("int8", "fp8"):

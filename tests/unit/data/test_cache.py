@@ -71,7 +71,7 @@ def test_a_damaged_file_counts_as_absent(cache, tensors, damage):
     assert cache.holds("abcd", SHAPES)
 
 
-def test_what_is_not_there_is_not_held(cache):
+def test_missing_keys_are_not_held(cache):
     assert not cache.holds("abcd", SHAPES)
     with pytest.raises(FileNotFoundError):
         cache.read("abcd")
@@ -132,7 +132,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_folder_after_that(
     assert happened == ["file", "name", "folder"]
 
 
-def test_what_a_killed_process_left_is_swept_and_what_a_live_one_writes_is_not(tmp_path):
+def test_files_of_a_killed_process_are_swept_and_those_of_a_live_one_are_not(tmp_path):
     folder = tmp_path / "previews"
     folder.mkdir()
     command = [sys.executable, "-c", KILLED, str(folder)]
@@ -181,7 +181,7 @@ def test_old_locks_and_folders_of_ended_processes_go_from_the_temporary_files(tm
     busy.release()
 
 
-def test_what_this_process_writes_stays_and_what_an_earlier_one_of_its_number_left_goes(tmp_path):
+def test_files_of_this_process_stay_and_those_of_an_earlier_one_of_its_number_go(tmp_path):
     """In a container a server that was restarted may have the number of the one that was killed."""
     unfinished_names = []
 

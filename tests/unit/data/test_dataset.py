@@ -325,6 +325,6 @@ def test_a_data_set_remembers_what_was_set_for_each_folder(folder):
         ({"options": FolderOptions(alpha_mask=True, unmasked_weight=0.9)}, None),
     ],
 )
-def test_what_has_no_effect_on_a_folder_is_told(folder, options, expected):
+def test_options_without_effect_on_a_folder_are_told(folder, options, expected):
     notes = scan_images(folder({"a.png": None, "a.txt": "a"}), **options).notes
     assert len(notes) == (expected is not None) and all(note.startswith(expected) for note in notes)

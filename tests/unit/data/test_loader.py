@@ -43,7 +43,7 @@ def test_alone_each_sample_is_seen_as_often_as_it_repeats_in_every_epoch():
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_no_sample_is_dropped_what_is_left_of_an_epoch_comes_in_the_next(size):
+def test_samples_are_not_dropped_and_the_rest_of_an_epoch_comes_in_the_next(size):
     counts = Counter(i for batch in batches(size, count=CYCLES * POOL.total() // size) for i in batch)
     for index, repeats in POOL.items():
         # A group waits for at most a batch of its own, which no sample of it can be in more than size − 1 times.

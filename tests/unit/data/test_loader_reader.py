@@ -33,7 +33,7 @@ def reader(counting):
     reader.close()
 
 
-def test_what_was_wanted_is_read_once_and_by_the_thread(reader, counting):
+def test_samples_that_were_wanted_are_read_once_and_by_the_thread(reader, counting):
     reader.prefetch([(0, FIRST_VARIANT), (1, FIRST_VARIANT), (0, FIRST_VARIANT)])
     reader.prefetch([(1, FIRST_VARIANT), (2, FIRST_VARIANT)])
     assert [int(reader.read((i, FIRST_VARIANT)).latent) for i in (1, 2, 1)] == [1, 2, 1]
@@ -41,7 +41,7 @@ def test_what_was_wanted_is_read_once_and_by_the_thread(reader, counting):
     assert all(name.startswith("tessera-reader") for c in counting for name in c.threads)
 
 
-def test_what_was_not_wanted_is_read_at_once(reader, counting):
+def test_samples_that_were_not_wanted_are_read_at_once(reader, counting):
     assert int(reader.read((2, FIRST_VARIANT)).latent) == 2
     assert counting[2].threads == [threading.current_thread().name]
 

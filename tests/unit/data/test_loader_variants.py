@@ -36,7 +36,7 @@ def test_each_form_of_a_caption_is_shown_as_often_as_its_weight_says(weights):
     assert sum(counts) == DRAWS and chisquare(counts, [weight * DRAWS for weight in weights]).pvalue > 0.001
 
 
-def test_without_weights_all_forms_are_alike():
+def test_forms_without_weights_are_alike():
     frequencies = captions(caption_variants=4)
     assert chisquare([frequencies[index] for index in range(4)]).pvalue > 0.001 and frequencies.total() == DRAWS
 

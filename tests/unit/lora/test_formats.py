@@ -218,7 +218,7 @@ PAIR = {f"lora_unet_img_in.lora_{way}.weight": torch.ones(2, 2) for way in ("dow
         (PAIR | {"lora_unet_img_in.config": {"rank": 4}}, "lora holds a dict as 'lora_unet_img_in.config'; train or"),
     ],
 )
-def test_what_is_no_lora_of_a_diffusion_model_is_refused(lora, message):
+def test_files_without_a_lora_of_a_diffusion_model_are_refused(lora, message):
     with pytest.raises(ValueError, match=message):
         convert(lora)
 
@@ -286,7 +286,7 @@ def test_a_full_disk_leaves_the_old_file_and_says_so_in_one_sentence(tmp_path: P
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_no_space_left_is_told_with_its_fix(tmp_path: Path):
+def test_full_disk_is_told_with_its_fix(tmp_path: Path):
     def write(beside: Path) -> None:
         beside.write_bytes(b"half")
         with open("/dev/full", "wb", buffering=0) as full:

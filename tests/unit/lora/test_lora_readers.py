@@ -76,7 +76,7 @@ def test_other_adapters_are_said_to_be_for_comfyui_alone():
     ]
 
 
-def test_of_a_model_that_is_not_known_nothing_is_claimed():
+def test_model_that_is_not_known_is_not_claimed_to_be_anything():
     (note,) = reader_notes(lora("input_blocks.1.0.proj"), "kohya")
     assert note.startswith("It's not known which programs read this file")
 

@@ -57,7 +57,7 @@ def test_the_parts_are_medians_and_add_up_to_a_step(time):
     assert clock.pace() is None
 
 
-def test_what_raises_is_counted_to_its_part(time):
+def test_errors_are_counted_to_their_part(time):
     clock = StepClock(torch.device("cpu"))
     clock.begin()
     with pytest.raises(ValueError, match="gone"), clock.spend("data"):

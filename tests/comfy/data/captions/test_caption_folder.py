@@ -126,7 +126,7 @@ def test_a_forbidden_word_is_asked_for_again_and_taken_out(folder, clip, answers
     assert texts(folder) == {"a": "A, a fox."}
 
 
-def test_what_can_not_be_captioned_is_named(folder, clip, tiny_files):
+def test_files_that_can_not_be_captioned_are_named(folder, clip, tiny_files):
     (folder / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\nno more than a head")
     (folder / "metadata.jsonl").write_text('{"file_name": "c.png", "text": "of a list"}')
     report = write(folder, clip, REPLACE)

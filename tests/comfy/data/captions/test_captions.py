@@ -83,7 +83,7 @@ def test_brackets_are_text_and_weigh_nothing(tiny_clip, text):
         assert [token for token, _ in pairs][: len(literal)] == literal
 
 
-def test_no_file_is_read_for_an_embedding_named_in_a_caption(tiny_clip, tmp_path):
+def test_embeddings_named_in_a_caption_read_no_file(tiny_clip, tmp_path):
     save_file({"clip_l": torch.randn(2, 32)}, tmp_path / "badhands.safetensors")
     for tokenizer in (tiny_clip.tokenizer.clip_l, tiny_clip.tokenizer.t5xxl):
         tokenizer.embedding_directory = str(tmp_path)

@@ -90,7 +90,7 @@ def test_brackets_and_templates_are_text_and_weigh_nothing(clips, name, text):
 
 
 @every_clip
-def test_no_file_is_read_for_an_embedding_named_in_a_caption(clips, name, tmp_path):
+def test_embeddings_named_in_a_caption_read_no_file(clips, name, tmp_path):
     clip = clips[name]
     save_file({"x": torch.randn(2, part(clip).embedding_size)}, tmp_path / "bad.safetensors")
     part(clip).embedding_directory = str(tmp_path)

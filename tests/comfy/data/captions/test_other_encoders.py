@@ -176,7 +176,7 @@ def test_pictures_for_sdxl_are_on_whole_grids_of_64_pixels_with_the_pooled_text(
     ("name", "widths", "vae", "megapixels"),
     [("z-image", (48,), "vae", 0.006), ("anima", (48,), "wan_vae", 0.006), ("sdxl", (24, 24), "vae4", 0.02)],
 )
-def test_what_tiny_encoders_of_a_model_make_trains_the_tiny_model(name, widths, vae, megapixels, tiny_files, tmp_path):
+def test_output_of_tiny_encoders_of_a_model_trains_the_tiny_model(name, widths, vae, megapixels, tiny_files, tmp_path):
     (row,) = (row for row in ROWS if row.name == name)
     assert sum(widths) == row.text[1]
     clip = getattr(other_encoders, f"load_{name.replace('-', '_')}_clip")(*widths)
@@ -302,7 +302,7 @@ def test_clips_for_hunyuan_video_hold_what_its_vae_encodes(clips, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["clips", "controls", "image_to_video"])
-def test_what_another_encoder_or_vae_does_not_take_is_told_before_anything_is_encoded(
+def test_inputs_that_another_encoder_or_vae_does_not_take_are_told_before_anything_is_encoded(
     clips, tiny_files, tmp_path, monkeypatch, case
 ):
     clip, vae = clips["sdxl"], tiny.load_vae(tiny_files["vae4"])

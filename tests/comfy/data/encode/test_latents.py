@@ -202,6 +202,6 @@ def test_the_fingerprint_follows_every_tensor_and_the_order():
         ([latent(16, 8, 8)], [[entry(1)]], r"max_graphs is 0; set it to 1 or more"),
     ],
 )
-def test_what_does_not_fit_is_told_in_a_sentence(latents, positive, message):
+def test_latents_that_do_not_fit_are_told_in_a_sentence(latents, positive, message):
     with pytest.raises(ValueError, match=message):
         latents_to_data(latents, positive, 0 if "max_graphs" in message else 1)

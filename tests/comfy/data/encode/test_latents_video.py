@@ -63,7 +63,7 @@ def test_a_clip_with_its_start_picture_is_cut_together(wan_vae):
     assert len(data.notes) == 1 and data.notes[0].startswith("Cropped to keep within max_graphs (24 tokens")
 
 
-def test_what_clip_vision_saw_is_part_of_the_fingerprint():
+def test_clip_vision_output_is_part_of_the_fingerprint():
     from tessera.data.encode.clip_vision import vision_output
 
     names = {
@@ -206,6 +206,6 @@ def test_only_captions_of_flux_1_are_compiled_by_their_length():
         (16, {"reference_latents": [torch.zeros(1, 16, 1, 8)]}, r"A reference latent of latent 1 has the shape"),
     ],
 )
-def test_what_does_not_fit_is_told_in_a_sentence(channels, extra, message):
+def test_latents_that_do_not_fit_are_told_in_a_sentence(channels, extra, message):
     with pytest.raises(ValueError, match=message):
         latents_to_data([{"samples": noise(1, channels, 3, 8, 12)}], [[entry(**extra)]], 1)

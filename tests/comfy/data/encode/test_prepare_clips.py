@@ -347,7 +347,7 @@ def test_films_that_are_too_short_for_one_length_are_noted_and_for_all_are_refus
         ({"empty": True}, r"The data set is empty; connect Training Images or Training Clips"),
     ],
 )
-def test_what_does_not_go_together_is_told_before_anything_is_encoded(
+def test_options_that_do_not_go_together_are_told_before_anything_is_encoded(
     films, wan_vae, wan_clip, tiny_vae, tiny_clip, tiny_files, tmp_path, monkeypatch, change, message
 ):
     change = dict(change)

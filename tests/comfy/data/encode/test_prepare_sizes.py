@@ -40,7 +40,7 @@ def files(folder):
     return {path.name for path in folder.rglob("*.safetensors")}
 
 
-def test_without_more_sizes_the_data_and_the_cache_are_as_before(prepared, tmp_path):
+def test_data_and_cache_without_more_sizes_are_as_before(prepared, tmp_path):
     first = prepared(LARGE, cache_dir=tmp_path / "a")
     again = prepared(LARGE, LARGE, cache_dir=tmp_path / "b")
     assert first.data.fingerprint == again.data.fingerprint == prepared(LARGE).data.fingerprint

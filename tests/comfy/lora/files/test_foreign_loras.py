@@ -93,7 +93,7 @@ def test_a_lora_begins_from_the_best_of_its_rank_of_what_comfyui_makes_of_each_f
     assert any("of their update" in note for note in watcher.notes) == (rank == 4)
 
 
-def test_what_depends_on_the_weight_is_taken_of_the_one_that_training_stands_on(tiny_flux, tmp_path):
+def test_updates_that_depend_on_the_weight_take_the_one_that_training_stands_on(tiny_flux, tmp_path):
     """A frozen LoRA beneath, and the weights on the host: ComfyUI loads both files one after the other."""
     source, _ = write(tiny_flux, tmp_path / "forms.safetensors")
     shapes = linear_shapes(tiny_flux.model)
@@ -181,7 +181,7 @@ def broken(form, **changes):
         (broken("lora", config={"rank": 4}), "proj.config is a dict and no tensor"),
     ],
 )
-def test_what_comfyui_cannot_apply_is_one_sentence_that_names_the_input(tensors, message, tiny_flux, caplog):
+def test_updates_that_comfyui_cannot_apply_are_one_sentence_that_names_the_input(tensors, message, tiny_flux, caplog):
     family, source = family_of(tiny_flux), LoraSource.from_lora(tensors)
     targets = ["double_blocks.0.img_attn.proj"]
     with pytest.raises(ValueError, match=rf"start_from: LORA_MODEL does not fit .*{message}"):
@@ -248,7 +248,7 @@ def test_content_that_a_later_comfyui_may_give_is_named(content, message):
         Patch(content).check_known("img_in")
 
 
-def test_what_a_later_comfyui_leaves_empty_changes_nothing():
+def test_fields_that_a_later_comfyui_leaves_empty_change_nothing():
     adapter = later(LoKrAdapter(set(), (torch.ones(2, 2), torch.ones(2, 2), *EIGHT)), row_offset=None)
     Patch(adapter).check_known("img_in")
     assert Patch(adapter).tensors().keys() == {"lokr_w1", "lokr_w2"} and Patch(adapter).shape() == (4, 4)
@@ -274,7 +274,7 @@ def test_a_shape_of_its_own_that_is_the_layer_s_changes_nothing(tiny_flux):
     )
 
 
-def test_what_the_model_has_not_is_said(tiny_files):
+def test_layers_that_the_model_lacks_are_said(tiny_files):
     qwen = tiny.load_model("qwen_image", tiny_files["qwen_image"])
     name = next(n for n in linear_shapes(qwen.model) if n.endswith("img_mlp.net.2"))
     tensors = foreign("diff", {f"diffusion_model.{name}": linear_shapes(qwen.model)[name]})

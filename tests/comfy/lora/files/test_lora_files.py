@@ -103,7 +103,7 @@ def test_save_lora_numbers_its_files_writes_none_twice_and_tells_the_frontend(mo
         ({}, "loras/lora"),
     ],
 )
-def test_without_a_prefix_a_lora_is_saved_under_the_name_of_its_run(metadata, prefix):
+def test_lora_without_a_prefix_is_saved_under_the_name_of_its_run(metadata, prefix):
     assert prefix_of_run(LoraModel({}, metadata)) == prefix
 
 

@@ -102,7 +102,7 @@ def test_pieces_over_one_down_keep_its_rank():
     torch.testing.assert_close(fused.up.double() @ fused.down.double(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_what_is_not_of_this_model_is_told(tiny_flux, tiny_files):
+def test_layers_of_another_model_are_told(tiny_flux, tiny_files):
     updates = random_updates(tiny_flux)
     tensors = convert(LoraModel.from_modules({"single_blocks.0.linear2": updates["single_blocks.0.linear2"]}))
     tensors["lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_up.weight"] = torch.zeros(3, 2)

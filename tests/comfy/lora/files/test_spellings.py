@@ -39,7 +39,7 @@ def change(parts):
     return module.scaled_up.double() @ module.down.double()
 
 
-def test_there_are_as_many_as_are_promised():
+def test_spellings_are_as_many_as_are_promised():
     assert len(set(SPELLINGS)) == len(SPELLINGS) > 60
 
 

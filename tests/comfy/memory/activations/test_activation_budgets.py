@@ -110,5 +110,5 @@ def test_a_compiled_budget_never_computes_attention_again(budget):
     assert attentions_of_backward(budget) == 0
 
 
-def test_without_a_budget_attention_is_computed_again():
+def test_attention_is_computed_again_without_a_budget():
     assert attentions_of_backward(0.0) == 1

@@ -56,7 +56,7 @@ def test_offloaded_equals_kept_bit_for_bit_with_counted_bytes(deep_flux, tmp_pat
     assert sum(map(len, offload.pool.free.values())) == offload.pool.buffers
 
 
-def test_what_is_wanted_back_is_asked_for_one_block_ahead(deep_flux: Path, tmp_path: Path, monkeypatch) -> None:
+def test_tensors_wanted_back_are_asked_for_one_block_ahead(deep_flux: Path, tmp_path: Path, monkeypatch) -> None:
     requests: list[tuple[str, int]] = []
     fetch, unpack = ActivationOffload._fetch, ActivationOffload._unpack
 

@@ -246,7 +246,7 @@ def test_channels_of_zeros_and_an_even_error_count_as_they_are() -> None:
     assert meter.errors()[0] == pytest.approx(0.02, rel=1e-3)
 
 
-def test_what_is_not_finite_multiplies_in_full(files: Any, tmp_path: Path) -> None:
+def test_layers_with_values_that_are_not_finite_multiply_in_full(files: Any, tmp_path: Path) -> None:
     trainer = trainer_on(files["even"], tmp_path)
     blocks = trainer.placed.weights.transformer.blocks()
     with trainer.placed.low_bit.measured(blocks):

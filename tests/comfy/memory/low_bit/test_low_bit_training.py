@@ -138,7 +138,9 @@ def test_the_run_says_and_lists_how_its_layers_multiply(files: Any, tmp_path: Pa
         ("auto", "fp8", "low_bit_matmul is auto, but all layers multiply in full: auto has nothing faster on a CPU."),
     ],
 )
-def test_what_cannot_be_is_full_and_said(option: str, storage: str, note: str, files: Any, tmp_path: Path) -> None:
+def test_layers_without_such_a_matmul_are_full_and_said(
+    option: str, storage: str, note: str, files: Any, tmp_path: Path
+) -> None:
     trainer = trainer_on(files[storage], tmp_path, low_bit_matmul=option)
     assert list(trainer.placed.low_bit.notes()) == [note]
     assert all(linear.low_bit is None for linear in trainer.placed.weights.transformer.linears().values())
@@ -185,7 +187,7 @@ def test_a_card_without_the_matmul_is_named() -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_what_quantize_puts_into_8_bits_multiplies_so(kind: str, tmp_path: Path) -> None:
+def test_weights_put_into_8_bits_by_quantize_multiply_so(kind: str, tmp_path: Path) -> None:
     path = tiny.write_flux(tmp_path / "flux.safetensors", depth=1, depth_single=2, dtype=torch.bfloat16)
     low = trained(path, tmp_path, quantize=kind, low_bit_matmul=kind)
     assert "16 of the 16 layers" in next(low.placed.low_bit.notes())

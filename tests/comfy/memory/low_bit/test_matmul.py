@@ -127,7 +127,7 @@ def test_few_rows_multiply_in_full(storage: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("storage", ["int8 by rows", "int8 rotated", "fp8 by rows"])
-def test_no_spread_of_the_output_channels_scales_costs_dx_anything(storage: str) -> None:
+def test_spread_of_the_output_channels_scales_costs_dx_nothing(storage: str) -> None:
     """By powers of two, from 1e-3 to 1e3, which change nothing else: dy / spread on spread · W is dy on W."""
     frozen, _ = layer(storage)
     spread = torch.tensor(2.0) ** torch.randint(-10, 11, (OUT, 1), generator=torch.Generator().manual_seed(5))
@@ -222,7 +222,7 @@ def test_a_stored_weight_costs_the_partitioner_as_much_as_a_plain_one(storage: s
 
 
 @pytest.mark.parametrize("storage", ["int8", "fp8"])
-def test_what_is_stored_otherwise_has_no_such_matmul(storage: str) -> None:
+def test_weights_stored_otherwise_have_no_such_matmul(storage: str) -> None:
     frozen, _ = layer(storage)
     other = {INT8: FP8, FP8: INT8}[STORED[storage]]
     assert frozen.low_bit_matmul(other) is None

@@ -102,7 +102,7 @@ def test_training_reads_the_stored_8_bit(quantize: str, tiny_files, load, tmp_pa
     assert our_lora.keys() == core_lora.keys() and all(torch.equal(our_lora[key], core_lora[key]) for key in our_lora)
 
 
-def test_what_took_long_is_kept_beside_and_read_the_next_time(tiny_files, load, tmp_path, monkeypatch) -> None:
+def test_weights_that_took_long_are_kept_beside_and_read_the_next_time(tiny_files, load, tmp_path, monkeypatch) -> None:
     path = Path(tmp_path / "flux.safetensors")
     path.write_bytes(Path(tiny_files["flux"]).read_bytes())
     load(path, "int8")
@@ -141,7 +141,7 @@ def test_what_took_long_is_kept_beside_and_read_the_next_time(tiny_files, load, 
     assert note == f"quantize: not saved, because {tmp_path.name} doesn't have 0.0 GiB of free disk space."
 
 
-def test_what_is_in_8_bit_or_cannot_be_stays_and_is_named(tiny_files, load, tmp_path) -> None:
+def test_weights_in_8_bit_and_those_that_cannot_be_stay_and_are_named(tiny_files, load, tmp_path) -> None:
     tensors = load_file(tiny_files["flux"])
     names = [name for name in tensors if name.startswith("double_blocks.0.") and tensors[name].ndim == 2]
     for name, change in zip(names, (torch.Tensor.zero_, lambda t: t.fill_(torch.nan)), strict=False):

@@ -115,7 +115,7 @@ def test_the_seconds_that_it_took_are_told(wide_file: Path, tmp_path: Path, monk
     )
 
 
-def test_what_is_held_and_what_is_left_is_told(wide_file: Path, tmp_path: Path) -> None:
+def test_held_and_remaining_weights_are_told(wide_file: Path, tmp_path: Path) -> None:
     notes = trained(loaded(wide_file), tmp_path, quantize="int8").placed.weights.quantize_notes
     expected = "quantize: 16 layers of the blocks were converted to int8 in 0 s for this run; 0.00 GiB became 0.00 GiB."
     assert notes == [expected]

@@ -109,7 +109,7 @@ def test_a_plan_that_is_about_as_fast_stays():
     assert choice(memory) == ("none", 5)
 
 
-def test_what_a_state_chose_and_what_ran_out_of_memory_is_not_planned_again():
+def test_plan_of_a_state_and_one_that_ran_out_of_memory_are_not_planned_again():
     assert automatic().may_plan_again
     assert not automatic(previous_way=Way("full", 0.0)).may_plan_again
     stepped = automatic()

@@ -72,7 +72,7 @@ def test_with_room_for_all_nothing_streams_and_nothing_is_computed_again(deep_fl
     assert trainer.summary()["memory_plan"] == notes[0]
 
 
-def test_what_a_block_keeps_is_what_autograd_holds_for_it(deep_flux: Path, tmp_path: Path) -> None:
+def test_kept_bytes_of_a_block_are_those_that_autograd_holds_for_it(deep_flux: Path, tmp_path: Path) -> None:
     """Another way of counting: all memory that the graph of a block reaches, by its storages."""
     trainer = make(deep_flux, tmp_path, batch=2)
     saved: dict[str, dict[int, int]] = {}
@@ -216,7 +216,7 @@ def test_the_plan_steps_down_as_often_as_it_has_to_and_ends_when_there_is_no_les
     assert len(steps) > 2 and len(set(steps)) == len(steps)
 
 
-def test_when_no_plan_can_be_placed_the_run_ends_with_its_sentence(deep_flux, tmp_path, monkeypatch) -> None:
+def test_run_without_a_plan_that_can_be_placed_ends_with_its_sentence(deep_flux, tmp_path, monkeypatch) -> None:
     def fail(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -229,7 +229,7 @@ def test_when_no_plan_can_be_placed_the_run_ends_with_its_sentence(deep_flux, tm
     trainer.close()
 
 
-def test_without_automatic_a_run_that_needs_more_ends_with_a_sentence(deep_flux, tmp_path, notes) -> None:
+def test_run_without_automatic_that_needs_more_ends_with_a_sentence(deep_flux, tmp_path, notes) -> None:
     trainer = make(deep_flux, tmp_path, checkpointing="full", blocks_to_swap=2)
     out_of_memory_at(trainer, 2)
     with pytest.raises(TrainingStopped, match="Out of memory at step 2.*blocks_to_swap to -1"):
@@ -257,7 +257,7 @@ def test_running_out_while_the_weights_are_placed_steps_down_too(deep_flux, tmp_
 
 
 @pytest.mark.parametrize("moment", ["first", "later"])
-def test_no_room_for_the_optimizer_is_found_before_it_moves_a_weight(
+def test_lack_of_memory_for_the_optimizer_is_found_before_it_moves_a_weight(
     deep_flux, tmp_path, notes, monkeypatch, moment
 ) -> None:
     """A device that has no room for as much as the step of AdamW takes, once, at the first step or at a later one."""

@@ -93,7 +93,7 @@ def test_training(deep_flux, resident, tmp_path, monkeypatch, kind, checkpointin
 
 
 @pytest.mark.parametrize("site", sorted({*WAITS["plain"], *WAITS["staged"], *WAITS["offload"]}))
-def test_no_wait_can_be_left_out(deep_flux, resident, tmp_path, monkeypatch, site: str) -> None:
+def test_waits_can_not_be_left_out(deep_flux, resident, tmp_path, monkeypatch, site: str) -> None:
     want = resident("full")
     memory = {"checkpointing": "full", "blocks_to_swap": 5, "offload_activations": site in WAITS["offload"]}
     with streams(monkeypatch, site in WAITS["staged"], omitted=site):

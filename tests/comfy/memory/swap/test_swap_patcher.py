@@ -131,7 +131,7 @@ def test_a_clone_that_is_collected_takes_nothing_along(tiny_flux: Any) -> None:
     assert torch.equal(picture(model.clone()), want)
 
 
-def test_no_copy_is_under_way_when_the_slots_are_to_be_patched_otherwise(tiny_flux: Any, monkeypatch: Any) -> None:
+def test_copies_have_ended_when_the_slots_are_to_be_patched_otherwise(tiny_flux: Any, monkeypatch: Any) -> None:
     model = with_lora(swapped(tiny_flux))
     mm.load_models_gpu([model])
     ring = model.swap.ring
@@ -246,7 +246,7 @@ def test_buffers_of_modules_without_a_parameter_go_to_the_device_as_in_a_full_lo
     assert not holder[0].frequencies.is_meta and not holder[1].weight.is_meta and not linear.weight.is_meta
 
 
-def test_what_comfyui_asks_back_is_freed_from_the_rest_first_and_then_all(tiny_flux: Any) -> None:
+def test_memory_that_comfyui_asks_back_is_freed_from_the_rest_first_and_then_all(tiny_flux: Any) -> None:
     want = picture(with_lora(tiny_flux))
     model = with_lora(swapped(tiny_flux, "double_blocks.1", "single_blocks.0"))
     mm.load_models_gpu([model])
@@ -387,7 +387,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_what_other_nodes_do_to_a_block_holds_and_ends_as_without_swap(tiny_flux: Any, change: Any) -> None:
+def test_patches_of_other_nodes_on_a_block_hold_and_end_as_without_swap(tiny_flux: Any, change: Any) -> None:
     masters = {key: t.clone() for key, t in tiny_flux.model.state_dict().items()}
     # All are made while nothing is loaded, as some read the weights that they change.
     model = swapped(tiny_flux)

@@ -77,7 +77,7 @@ CUDA_GRAPHS = {
 
 
 @pytest.mark.parametrize("input_", CUDA_GRAPHS)
-def test_no_block_takes_cuda_graphs_while_some_stream(input_: str, tiny_flux: Any, monkeypatch: Any) -> None:
+def test_blocks_take_no_cuda_graphs_while_some_stream(input_: str, tiny_flux: Any, monkeypatch: Any) -> None:
     """Only how each region is to be compiled is looked at: in inductor's place the block itself runs."""
     monkeypatch.setattr(region_module, "compiled_function", lambda body, name, compile_options: body)
     values, (backend, mode) = CUDA_GRAPHS[input_]

@@ -135,7 +135,9 @@ def test_after_a_run_nothing_of_the_model_is_page_locked(deep_flux: Path, tmp_pa
     assert weight.untyped_storage().data_ptr() in homes  # where the weights are all its own, no copy is made
 
 
-def test_what_cannot_be_unlocked_is_left_block_after_block(deep_flux: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_memory_that_cannot_be_unlocked_is_left_block_after_block(
+    deep_flux: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     """On Windows, torch's allocator keeps its memory page-locked until nothing is in it and it is told to give back."""
     from tessera.memory.swap import training
 

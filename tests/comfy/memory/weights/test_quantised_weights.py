@@ -149,7 +149,7 @@ def test_a_format_is_read_again_as_it_was_written() -> None:
             assert format_of(weight.t()) is None or "fp8" == storage  # fp8's data are turned themselves
 
 
-def test_what_goes_nowhere_has_no_gradient() -> None:
+def test_unused_outputs_have_no_gradient() -> None:
     frozen, _ = layer("nvfp4")
     x = random(5, IN).requires_grad_()
     gradients = torch.autograd.grad(

@@ -63,7 +63,7 @@ def test_comfyui_makes_the_trained_weights_of_other_families(tiny_files, tmp_pat
     check_file(model, trainer, "kohya", tmp_path, caplog)
 
 
-def test_what_diffusers_cannot_hold_is_one_sentence_and_lengths_stay_fp32(tiny_flux, tmp_path):
+def test_adapters_that_diffusers_cannot_hold_are_one_sentence_and_lengths_stay_fp32(tiny_flux, tmp_path):
     for name in ("loha", "lokr", "dora", "oft"):
         lora = train(tiny_flux, mixed_data(), tmp_path, steps=1, network=ALGORITHMS[name]).lora
         with pytest.raises(ValueError, match="format diffusers carries plain LoRA pairs only, and .*; choose kohya"):

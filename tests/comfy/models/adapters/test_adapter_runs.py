@@ -93,7 +93,7 @@ def test_a_recompute_sees_the_same_dropout(tiny_flux, tmp_path):
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
-def test_what_is_dropped_is_dropped_as_often_as_asked(tiny_flux, tmp_path, name):
+def test_dropout_is_as_frequent_as_asked(tiny_flux, tmp_path, name):
     network = NetworkOptions(**ALGORITHMS[name])
     trainer = tiny.make_trainer(tiny_flux, tiny.make_data([(4, 4)] * 4, [16] * 4), tmp_path, network=network)
     block = trainer.placed.weights.transformer.blocks()[-1][1]

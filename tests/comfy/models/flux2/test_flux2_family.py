@@ -49,7 +49,7 @@ def test_captions_are_padded_left_to_512_and_longer_ones_to_a_step_of_the_ladder
     assert "2 captions have more than 512 tokens" in note
 
 
-def test_what_a_file_says_of_its_model():
+def test_metadata_of_a_file_name_its_model():
     def model(width, guidance):
         params = SimpleNamespace(hidden_size=width, guidance_embed=guidance)
         return SimpleNamespace(diffusion_model=SimpleNamespace(params=params))

@@ -327,7 +327,7 @@ def sample(patcher: Any) -> None:
     inner.layers[0]._graph_of_tomorrow = OfLoading()
 
 
-def test_what_sampling_leaves_on_the_model_changes_no_step(tmp_path):
+def test_leftovers_of_sampling_change_no_step(tmp_path):
     _, loss, expected = step(tmp_path / "fresh")
     used = tomorrow()
     sample(used)
@@ -450,7 +450,7 @@ def attending_with_a_mask_of_another_shape(q: Tensor, transformer_options: dict[
     ],
 )
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "in a block"])
-def test_what_a_newer_comfyui_does_is_not_blamed_on_the_data(code, words, inside, tmp_path, monkeypatch):
+def test_changes_of_a_newer_comfyui_are_not_blamed_on_the_data(code, words, inside, tmp_path, monkeypatch):
     owner, name = (TomorrowBlock, "forward_gen") if inside else (TomorrowModel, "forward")
     forward = getattr(owner, name)
 

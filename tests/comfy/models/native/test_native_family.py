@@ -49,7 +49,7 @@ def assert_equal(actual, expected, tolerance=1e-5):
         (SampleFacts("a.mp4", 5, (), 1, frozenset()), "a.mp4 gives its first frame without noise"),
     ],
 )
-def test_what_a_native_model_cannot_take_is_told(facts, sentence):
+def test_inputs_that_a_native_model_cannot_take_are_told(facts, sentence):
     row = BY_NAME["ltx-video"] if facts.clean_frames else SDXL
     model = build(row)
     with pytest.raises(ValueError, match=sentence):

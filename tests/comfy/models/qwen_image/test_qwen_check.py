@@ -110,7 +110,7 @@ def test_a_masked_caption_gives_what_core_gives_with_the_mask(model):
     assert not torch.allclose(unmasked, expected, rtol=1e-2, atol=1e-2)
 
 
-def test_what_files_say_of_their_model_is_what_musubi_tuner_writes(model, tmp_path):
+def test_metadata_of_files_are_those_that_musubi_tuner_writes(model, tmp_path):
     origin = FAMILY.origin(model.model)
     assert (origin.architecture, origin.kohya_version) == ("Qwen-Image", "qwen_image")
     assert origin.kohya_module == "networks.lora_qwen_image"

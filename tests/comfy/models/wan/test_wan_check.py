@@ -38,7 +38,7 @@ def facts(conditioning=frozenset(), frames=2, clean_frames=0, references=()):
         ("2.2-5b", facts(clean_frames=1)),
     ],
 )
-def test_what_a_model_is_made_for_passes(wan, variant, sample):
+def test_inputs_that_a_model_is_made_for_pass(wan, variant, sample):
     model = wan(variant)
     family_of(model).check(model.model, sample)
 
@@ -57,7 +57,7 @@ def test_what_a_model_is_made_for_passes(wan, variant, sample):
         ("2.2-5b", facts(frozenset({"reference_latents"})), "fox.mp4 has reference pictures"),
     ],
 )
-def test_what_it_is_not_made_for_is_one_sentence(wan, variant, sample, sentence):
+def test_inputs_that_a_model_is_not_made_for_are_one_sentence(wan, variant, sample, sentence):
     model = wan(variant)
     with pytest.raises(ValueError, match=f"^{sentence}") as refused:
         family_of(model).check(model.model, sample)
@@ -82,7 +82,7 @@ def test_clip_vision_that_a_model_does_not_see_is_noted(wan):
     assert notes("2.2-i2v-14b", facts(START)) == notes("2.1-i2v", facts(SEEN)) == []
 
 
-def test_what_another_clip_vision_model_saw_is_said_before_anything_is_loaded(wan, tmp_path):
+def test_output_of_another_clip_vision_model_is_said_before_anything_is_loaded(wan, tmp_path):
     watcher, sample = Watcher(), tiny.wan_sample("fox", (2, 2, 2), "2.1-i2v")
     sample.load().conditioning["clip_vision_output"].penultimate_hidden_states = torch.zeros(1, 257, 1024)
     with pytest.raises(ValueError, match="CLIP vision output of width 1024 but the model takes 1280; prepare the data"):

@@ -104,7 +104,7 @@ def test_the_pictures_of_the_pack_are_read_and_nothing_beside_them(home):
             folder_access.resolve_folder(outside)
 
 
-def test_without_a_folder_the_nodes_name_the_one_to_make(home):
+def test_nodes_without_a_folder_name_the_one_to_make(home):
     for node, place, extra in (
         (prepare.TesseraImageFolder, "input/my_pictures", [folder_access.TRY_IT]),
         (prepare.TesseraVideoFolder, "input/my_clips", []),

@@ -86,7 +86,7 @@ def test_a_prompt_finds_what_is_learnt(photos):
     assert mask(photos, "a")[:28].min() == 255 and mask(photos, "a")[32:].max() == 0
 
 
-def test_what_is_not_connected_or_not_there_is_named(photos, monkeypatch):
+def test_missing_connections_and_files_are_named(photos, monkeypatch):
     with pytest.raises(ValueError, match="Neither model nor bg_removal_model is connected"):
         run()
     with pytest.raises(ValueError, match="conditioning is not connected"):

@@ -103,7 +103,7 @@ def test_bad_input_is_one_sentence_before_anything_runs(tiny_flux, values, sente
     assert str(refused.value).endswith(".") and "\n" not in str(refused.value)
 
 
-def test_what_is_no_diffusion_model_is_refused_by_its_name(tiny_clip):
+def test_models_without_diffusion_are_refused_by_name(tiny_clip):
     for kind in (TesseraCompileModel, TesseraCompileReport):
         with pytest.raises(ValueError, match="^model is a CLIP, not a diffusion model; connect the MODEL of"):
             run(kind, tiny_clip)
@@ -111,7 +111,7 @@ def test_what_is_no_diffusion_model_is_refused_by_its_name(tiny_clip):
             run(kind, tiny_clip.patcher)
 
 
-def test_what_is_said_while_sampling_joins_the_sentences_of_the_node(tiny_flux):
+def test_sentences_said_while_sampling_join_those_of_the_node(tiny_flux):
     out = run(TesseraCompileModel, tiny_flux, backend="eager", scope="stack", overrides="double_blocks.0 eager")
     assert notes_of(out) == []
     tiny.sample(out.result[0], "flux", steps=1)

@@ -85,7 +85,7 @@ def test_settings_of_the_loader_are_those_of_block_swap_and_travel_with_the_mode
     assert payload["notes"][0].startswith("Block swap: 3 of 4 blocks stream; the model takes ")
 
 
-def test_what_is_odd_about_the_settings_is_said_on_the_node(tiny_files, load) -> None:
+def test_odd_settings_are_said_on_the_node(tiny_files, load) -> None:
     out = load(tiny_files["flux"], blocks_to_swap=2, prefetch_blocks=5, pin_memory="on")
     (payload,) = out.ui["tessera"]
     if not torch.cuda.is_available():

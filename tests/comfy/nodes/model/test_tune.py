@@ -98,7 +98,7 @@ def test_tune_compile_measures_shows_a_chart_and_a_table_and_remembers(
     assert [file] == list(own_folder.iterdir())
 
 
-def test_what_is_remembered_compiles_the_model_without_measuring(tiny_files: dict[str, Path], own_folder: Path) -> None:
+def test_remembered_settings_compile_the_model_without_measuring(tiny_files: dict[str, Path], own_folder: Path) -> None:
     model = load_wan(tiny_files)
     remember(own_folder, result_for(model, FAST, unmeasured=(LEFT_OUT,)))
     graphs = Graphs()
@@ -171,7 +171,7 @@ def test_tune_compile_takes_the_place_of_a_compile_model_in_front(
     assert compiled_model_of(output.result[0]) is None
 
 
-def test_what_is_no_diffusion_model_is_refused(tiny_clip: Any) -> None:
+def test_models_without_diffusion_are_refused(tiny_clip: Any) -> None:
     with pytest.raises(ValueError, match="^model is a CLIP, not a diffusion model; connect the MODEL of"):
         run(tiny_clip)
 

@@ -146,7 +146,7 @@ def test_a_clip_is_refused(tiny_flux, tmp_path):
     assert_refused(tiny_flux, data, tmp_path, "clip 7 is a clip of 5 frames; FLUX.1 trains on pictures")
 
 
-def test_no_data_is_refused(tiny_flux, tmp_path):
+def test_empty_data_are_refused(tiny_flux, tmp_path):
     assert_refused(tiny_flux, TrainingData((), "none"), tmp_path, "data is empty; connect Prepare Dataset")
 
 
@@ -435,7 +435,7 @@ def test_a_full_disk_at_the_end_says_if_nothing_was_saved_before_or_elsewhere(ti
     )
 
 
-def test_what_is_said_to_be_kept_of_a_run_without_a_loss_is_what_could_be_saved(tiny_flux, tmp_path, monkeypatch):
+def test_sentence_on_a_run_without_a_loss_names_what_could_be_saved(tiny_flux, tmp_path, monkeypatch):
     finite = TrainStep.finite
     monkeypatch.setattr(
         TrainStep, "finite", lambda self, total: finite(self, total * (math.nan if self.progress.step == 3 else 1))

@@ -44,12 +44,12 @@ def test_the_processes_get_the_node_with_all_that_it_is_made_of_and_no_more():
         ({"2": node("LoadImage", image="shot.png [temp]")}, "3", r"image of LoadImage \(2\) is in ComfyUI's temporary"),
     ],
 )
-def test_what_other_processes_cannot_make_is_told(changed, target, said):
+def test_nodes_that_other_processes_cannot_run_are_told(changed, target, said):
     with pytest.raises(ValueError, match=said):
         needed_prompt(PROMPT | changed, target)
 
 
-def test_what_no_file_can_hold_is_told(tmp_path):
+def test_values_that_no_file_can_hold_are_told(tmp_path):
     with pytest.raises(ValueError, match="not a plain value"):
         Job(tmp_path).write({"1": {"class_type": "A", "inputs": {"x": object()}}}, {}, Facts())
     assert not list(tmp_path.iterdir())
@@ -80,7 +80,7 @@ def test_options_of_the_server_reach_the_processes_but_for_its_device():
     ]
 
 
-def test_what_is_asked_is_taken_once_and_not_by_another_job(tmp_path):
+def test_requests_are_taken_once_and_not_by_another_job(tmp_path):
     (tmp_path / "one").mkdir()
     job, other = Job(tmp_path / "one"), Job(tmp_path)
     job.ask("save")
@@ -147,7 +147,7 @@ def test_steps_that_the_devices_cannot_share_are_told_before_anything_is_unloade
         OnDevices([0, 1], PROMPT, None, run_settings(batch_size=3, gradient_accumulation=1), {}, Silent())
 
 
-def test_what_the_processes_measure_and_note_is_told_as_of_a_run_here():
+def test_measurements_and_notes_of_the_processes_are_told_as_of_a_run_here():
     events = []
 
     class Listening(Silent):

@@ -140,7 +140,7 @@ def test_a_run_is_deleted_by_a_page_of_this_server_and_comes_back(server, run):
     assert status == 409 and reply["error"].startswith("fox (001) is the folder of another run by now")
 
 
-def test_what_is_deleted_is_listed_with_its_size_and_removed_for_good(server, run):
+def test_deleted_runs_are_listed_with_their_size_and_removed_for_good(server, run):
     folder, url = run
     other = make_run(server, "gone/fox (002)")
     assert server.get("/tessera/trash") == {"runs": [], "bytes": 0}
@@ -239,7 +239,7 @@ def test_a_file_that_cannot_be_read_is_named_and_not_taken_for_a_dead_server(mon
     assert json.loads(answer.text) == {"error": sentence}
 
 
-def test_what_trains_is_never_deleted(server, tiny_loaders):
+def test_training_runs_are_never_deleted(server, tiny_loaders):
     put_pictures(server.base)
     with paused_at(server, 9):
         prompt_id = server.queue(training_graph(tiny_loaders, "trains", steps=12))
@@ -297,7 +297,7 @@ def test_a_run_whose_name_is_no_utf8_is_deleted_and_brought_back(server):
     shutil.rmtree(folder.parent)
 
 
-def test_what_a_copied_run_folder_holds_is_json_that_a_browser_reads(server, run):
+def test_copied_run_folder_is_json_that_a_browser_reads(server, run):
     folder, url = run
     losses = [{"kind": "step", "step": n, "loss": 1.7e308, "rate": 1e308} for n in (1, 2, 3)]
     (folder / "progress.jsonl").write_text("".join(json.dumps(line) + "\n" for line in losses))

@@ -223,7 +223,7 @@ def test_cancel_is_told_with_the_step_that_was_saved(server, tiny_loaders):
     assert details["text"] == f"Stopped at step {newest_step(server, 'stopped')} and saved; Run goes on from there."
 
 
-def test_what_no_run_has_is_refused_and_nothing_outside_is_told(server):
+def test_files_that_no_run_has_are_refused_and_nothing_outside_is_told(server):
     loras = server.base / "output" / "loras"
     (outside := server.base / "outside (001)").mkdir()
     (outside / "run.json").write_text(json.dumps({"output_name": "outside"}))

@@ -111,7 +111,7 @@ def test_the_last_part_leaves_out_what_was_before(runs):
     assert power == pytest.approx([2 / 5, 2 / 5, 1 / 5], abs=0.05), "nearly equal by steps, from step 2 on"
 
 
-def test_what_cannot_be_averaged_ends_in_one_sentence(runs, tmp_path):
+def test_states_that_cannot_be_averaged_end_in_one_sentence(runs, tmp_path):
     run = run_of(runs, "few")
     with pytest.raises(ValueError, match="the last_part 0.1 of the steps of .* holds 1 of its 4 saved LoRAs"):
         average(runs, run, Profile(last_part=0.1))

@@ -224,7 +224,7 @@ def test_a_damaged_state_of_a_run_with_other_settings_is_not_spoken_of(stopped):
     assert state.name == "state-000001.tessera" and notes == []
 
 
-def test_of_many_damaged_states_five_are_named(stopped):
+def test_damaged_states_are_named_up_to_five(stopped):
     _, _, root, newest = stopped
     for step in range(3, 12):
         newest.with_name(f"state-{step:06d}.tessera").write_bytes(b"half a state")

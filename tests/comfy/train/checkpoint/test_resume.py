@@ -395,7 +395,7 @@ def test_a_run_that_trains_on_another_machine_is_left_alone_and_one_that_was_kil
     assert any("node-7 does not train into" in phase for phase in watcher.phases)
 
 
-def test_no_more_than_two_states_are_kept(tiny_flux, tmp_path):
+def test_states_are_kept_up_to_two(tiny_flux, tmp_path):
     counts = []
 
     def look(step):

@@ -77,7 +77,7 @@ def test_a_state_of_another_network_is_refused_before_the_model_is_loaded(
         train(tiny_flux, mixed_data(), tmp_path, network={"include": TWO_LAYERS} | after, resume=state)
 
 
-def test_what_an_algorithm_does_not_read_may_change(tiny_flux, tmp_path):
+def test_options_that_an_algorithm_does_not_read_may_change(tiny_flux, tmp_path):
     network = {"algorithm": "oft", "include": ONE_LAYER}
     state = trained(tiny_flux, tmp_path, network=network)
     watcher = Watcher()

@@ -114,7 +114,7 @@ def test_the_metadata_says_what_the_run_was_made_with(tiny_flux, tmp_path):
     assert buckets == {grid: sum(item.grid == grid for item in remaining) for grid in {item.grid for item in remaining}}
 
 
-def test_what_contradicts_itself_ends_in_one_sentence():
+def test_contradicting_settings_end_in_one_sentence():
     with pytest.raises(ValueError, match="save_every is 2 steps and save_every_epochs is 1; set one of them to 0"):
         run_settings(save_every_epochs=1)
     with pytest.raises(ValueError, match="keep_last is -1"):

@@ -53,7 +53,7 @@ def test_any_number_of_processes_trains_the_same_lora(case, ranks, tiny_flux, tm
 
 
 @pytest.mark.parametrize("size", one_in(2, [3, 2]))
-def test_what_is_sampled_goes_by_the_place_in_the_whole_step_and_the_sum_is_clipped(size, ranks, tiny_flux, tmp_path):
+def test_noise_goes_by_the_place_in_the_whole_step_and_the_sum_is_clipped(size, ranks, tiny_flux, tmp_path):
     """Two processes share each micro-batch, and three take a whole one each."""
     objective = {"ip_noise_gamma": 0.3, "noise_offset": 0.3, "preservation_weight": 0.5}
     settings = STEP | {"network": DROPS, "objective": objective}
@@ -140,7 +140,7 @@ def test_only_the_first_writes_and_reports(ranks, tiny_flux, tmp_path):
     assert second["summary"]["seconds_waiting"] == round(second["waited"], 3)
 
 
-def test_what_the_others_go_on_with_is_there_and_they_write_nothing_themselves(ranks, tmp_path):
+def test_states_of_the_other_ranks_are_there_and_they_write_nothing_themselves(ranks, tmp_path):
     """The second has a folder of its own here, as another machine may."""
     settings = STEP | {"steps": 2, "save_every": 1, "validation": {"part": 0.4, "every_n_steps": 1, "keep_best": True}}
     roots = {"1": str(tmp_path / "second")}
@@ -167,7 +167,7 @@ def test_validation_is_dealt_out(ranks, tiny_flux, tmp_path):
     assert [p["losses"] for p in points[:1]] == [p["losses"] for p in expected[:1]]  # before the first step
 
 
-def test_what_the_user_asks_of_the_first_is_done_by_all_after_the_same_step(ranks, tiny_flux, tmp_path):
+def test_requests_to_the_first_rank_are_done_by_all_after_the_same_step(ranks, tiny_flux, tmp_path):
     asks = {"1": ["save"], "3": ["stop"]}
     first, second = ranks.train(2, tmp_path / "2", STEP, asks=asks)
     assert not any(errors_of((first, second))), (first, second)

@@ -54,7 +54,7 @@ def test_the_counted_bytes_are_those_of_the_run_to_the_byte(changes, tiny_flux, 
     assert (result.steps, result.loras, result.states) == (2, 1, 1)
 
 
-def test_no_file_is_written_and_the_run_is_the_same_after_it(tiny_flux, tmp_path):
+def test_estimate_writes_no_file_and_the_run_is_the_same_after_it(tiny_flux, tmp_path):
     settings = {"steps": 3, "save_every": 1, "keep_last": 1}
     first = train(tiny_flux, one_size(), tmp_path / "first", **settings)
     before = files(tmp_path)

@@ -199,7 +199,7 @@ def test_validation_measures_the_plain_loss(tiny_flux, tmp_path):
     assert plain[0]["loss"] == guided[0]["loss"] and plain[-1]["loss"] != guided[-1]["loss"]
 
 
-def test_what_it_lacks_is_refused_and_what_it_costs_is_told(tiny_flux, tmp_path):
+def test_missing_parts_of_guidance_loss_are_refused_and_its_cost_is_told(tiny_flux, tmp_path):
     plain = training_data(sample("a", 4, 4), with_empty(sample("b", 4, 4)))
     message = "guidance_loss_scale is 1.75 and there is no empty caption for a; switch encode_empty_caption on in Prep"
     with pytest.raises(ValueError, match=message):

@@ -184,7 +184,7 @@ def test_preservation_holds_the_class(tiny_flux, tmp_path):
     assert distances[5.0] < 0.5 * distances[0.0]
 
 
-def test_what_it_cannot_do_is_refused_or_told(tiny_flux, tmp_path):
+def test_preservation_that_is_impossible_is_refused_or_told(tiny_flux, tmp_path):
     plain = training_data(sample("a", 4, 4))
     with pytest.raises(ValueError, match="preservation_weight is 1 and no caption has a class word .*; set class_word"):
         train(tiny_flux, plain, tmp_path, objective={"preservation_weight": 1.0})
@@ -195,7 +195,7 @@ def test_what_it_cannot_do_is_refused_or_told(tiny_flux, tmp_path):
     assert [note for note in watcher.notes if "so they preserve nothing: b" in note]
 
 
-def test_of_a_clip_with_a_clean_frame_all_but_that_frame_is_held_whatever_its_mask(tmp_path):
+def test_clip_with_a_clean_frame_is_held_but_for_that_frame_whatever_its_mask(tmp_path):
     """Wan 2.2 5B is given its first frame, where no sampler reads its output; a mask is for the loss alone."""
     model = tiny.load_wan(tiny.write_wan(tmp_path / "wan.safetensors", variant="2.2-5b"))
     clip = tiny.wan_sample("a", (3, 4, 2), "2.2-5b", clean_frames=1)

@@ -187,7 +187,7 @@ def test_a_run_is_in_the_order_of_its_steps_and_lines_stand_for_what_is_listed(f
         ({"run": RUN, "height": 44}, "height is 44; the model takes multiples of 8, such as 40"),
     ],
 )
-def test_what_cannot_be_compared_is_told_before_anything_is_sampled(
+def test_loras_that_cannot_be_compared_are_told_before_anything_is_sampled(
     tiny_flux, tiny_vae, files, changes, match, monkeypatch
 ):
     monkeypatch.setattr(module, "sample_latents", lambda *_: pytest.fail("sampled"))

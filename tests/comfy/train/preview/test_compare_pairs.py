@@ -188,7 +188,7 @@ def test_either_half_names_a_pair_and_either_run_all_of_its_saves(files):
     assert [name for name, _ in fingerprint(loras="own_high_noise", run="none")] == [own_pair.high]
 
 
-def test_of_several_runs_those_that_were_trained_alike_are_a_pair(experts, files):
+def test_runs_that_were_trained_alike_are_a_pair(experts, files):
     data = training_data(wan_sample("a", (1, 2, 2)))
     results = []
     for rate in (0.01, 0.02):

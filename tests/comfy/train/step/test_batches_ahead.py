@@ -75,7 +75,7 @@ def test_the_next_first_batch_is_made_before_the_read_and_none_after_the_last_st
     ]
 
 
-def test_no_batch_is_made_ahead_of_a_watcher_that_has_something_to_do(events, tiny_flux, tmp_path):
+def test_batch_is_not_made_ahead_of_a_watcher_that_has_something_to_do(events, tiny_flux, tmp_path):
     trainer = tiny.make_trainer(tiny_flux, mixed_data(), tmp_path, steps=3)
     trainer.watchers.append(Sees(events, 1))
     trainer.run()
@@ -90,7 +90,7 @@ def test_no_batch_is_made_ahead_of_a_watcher_that_has_something_to_do(events, ti
     ]
 
 
-def test_no_batch_is_made_ahead_of_a_validation_that_is_due(events, tiny_flux, tmp_path):
+def test_batch_is_not_made_ahead_of_a_validation_that_is_due(events, tiny_flux, tmp_path):
     data = training_data(*(sample(f"picture {n}", 4, 4) for n in range(6)))
     train(tiny_flux, data, tmp_path, steps=4, validation={"part": 0.3, "every_n_steps": 2})
     assert events == [
@@ -111,7 +111,7 @@ def test_a_batch_that_was_made_ahead_makes_room_for_a_preview_that_is_asked_for(
     ]
 
 
-def test_when_a_batch_is_made_ahead_none_of_its_own_step_is_left(tiny_flux, tmp_path, monkeypatch):
+def test_batch_made_ahead_leaves_none_of_its_own_step(tiny_flux, tmp_path, monkeypatch):
     """So the memory plan counts one batch."""
     original = step_batches.make_batch
     alive = []

@@ -179,7 +179,9 @@ def test_with_each_optimizer_a_step_waits_once_but_for_what_its_library_reads(na
 
 
 @pytest.mark.parametrize(("quantity", "number"), [("loss", math.inf), ("loss", math.nan), ("gradient", math.inf)])
-def test_what_is_not_finite_is_named_and_moves_nothing(quantity, number, tiny_flux, tmp_path, monkeypatch) -> None:
+def test_values_that_are_not_finite_are_named_and_move_nothing(
+    quantity, number, tiny_flux, tmp_path, monkeypatch
+) -> None:
     trainer = tiny.make_trainer(tiny_flux, tiny.make_data([(4, 4)], [16]), tmp_path)
     initial = {name: master.clone() for name, master in trainer.network.master_weights().items()}
     computed = trainer.train_step.forward_backward

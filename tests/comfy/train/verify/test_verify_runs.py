@@ -127,7 +127,7 @@ def test_weights_and_matmuls_in_int8_get_one(tmp_path, tiny_files):
     assert {layer["forward"] for layer in summary["low_bit_matmul"]["layers"]} == {"int8"}
 
 
-def test_what_the_file_lacks_is_said(tmp_path, monkeypatch, tiny_flux):
+def test_layers_that_the_file_lacks_are_said(tmp_path, monkeypatch, tiny_flux):
     from tessera.lora.files import formats
     from tessera.train.loop import lora_writer
 

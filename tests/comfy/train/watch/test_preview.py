@@ -285,7 +285,7 @@ def test_cancel_while_a_preview_is_made_keeps_what_was_trained_and_the_run_goes_
         assert np.array_equal(read(folder, name), read(whole.path.parent, name))
 
 
-def test_what_cannot_be_sampled_is_refused_before_anything_is_trained(tiny_flux, tiny_vae, other_family):
+def test_previews_that_cannot_be_sampled_are_refused_before_anything_is_trained(tiny_flux, tiny_vae, other_family):
     def refused(match, *args, **changes):
         with pytest.raises(ValueError, match=match):
             Previewer([preview(*args, **changes)], tiny_flux)
@@ -305,7 +305,7 @@ def test_what_cannot_be_sampled_is_refused_before_anything_is_trained(tiny_flux,
             preview(tiny_vae, **changes)
 
 
-def test_without_a_negative_prompt_it_is_that_of_core_s_conditioning_zero_out():
+def test_negative_prompt_is_that_of_core_s_conditioning_zero_out_without_one():
     positive = conditioning("flux", 16)
     ((text, extra),), ((core_text, core_extra),) = zeroed(positive), core.ConditioningZeroOut().zero_out(positive)[0]
     assert torch.equal(text, core_text) and not text.any()

@@ -121,7 +121,7 @@ def test_a_pair_of_the_graph_is_compared_with_two_experts_and_its_clips_run_on_t
     assert outputs["compare"]["animated"] == [True] and file_entry["filename"].endswith(".webp")
 
 
-def test_without_previews_what_reads_their_output_does_not_run_and_the_rest_does(server, tiny_loaders):
+def test_nodes_that_read_previews_do_not_run_without_them_and_the_rest_does(server, tiny_loaders):
     prompt = graph(tiny_loaders)
     keys = {"model", "clip", "vae", "latent", "positive", "data", "train", "sheet"}
     prompt = {key: node for key, node in prompt.items() if key in keys}

@@ -81,7 +81,7 @@ def test_the_loss_equals_an_fp64_reference(backend, tiny_files, tiny_flux, tmp_p
     trainer.close()
 
 
-def test_what_is_measured_are_the_weights_that_would_be_saved(tiny_flux, tmp_path):
+def test_measured_weights_are_those_that_would_be_saved(tiny_flux, tmp_path):
     held_data = held_out()
     settings = {"validation": ValidationOptions(data=held_data), "optimizer": OptimizerOptions(ema_decay=0.9)}
     settings["optimizer"] = replace(settings["optimizer"], learning_rate=1e-2)
@@ -127,7 +127,7 @@ def test_training_is_bit_equal_with_and_without_it(tiny_flux, tmp_path):
     assert all(torch.equal(part.lora[name], plain_run.lora[name]) for name in plain_run.lora)
 
 
-def test_what_is_held_out_is_never_trained_on_and_leaves_whole(tiny_flux, tmp_path, monkeypatch):
+def test_held_out_samples_are_never_trained_on_and_leave_whole(tiny_flux, tmp_path, monkeypatch):
     clips = [replace(sample(f"film {n}, frames {n}", 4, 4, repeats=3), file=f"film {n // 2}") for n in range(8)]
     clips += [replace(sample(f"kept {n}", 4, 4), regularisation=True) for n in range(20)]
     files, draw = [], StepOrder.next_micro_batches
@@ -211,7 +211,7 @@ def test_training_that_makes_the_loss_no_better_is_said_and_the_start_is_not_the
         assert any(note.startswith(note_start) for note in watcher.notes) == (lowest > 1)
 
 
-def test_of_equal_losses_the_earlier_one_stays_the_best(tiny_flux, tmp_path, monkeypatch):
+def test_earlier_one_of_equal_losses_stays_the_best(tiny_flux, tmp_path, monkeypatch):
     losses = iter((1.0, 0.5, 0.5, 0.5))
     monkeypatch.setattr(Validation, "losses", lambda *_: [next(losses)] * 9)
     options = {"steps": 3, "validation": {"data": held_out(), "every_n_steps": 1}}
@@ -226,7 +226,7 @@ def test_after_each_measurement_the_progress_says_what_comes_next(tiny_flux, tmp
     assert phases == ["Validating at step 0", "Training", "Validating at step 1", "Training", "Validating at step 2"]
 
 
-def test_what_cannot_be_measured_ends_in_one_sentence(tiny_flux, tmp_path):
+def test_validation_that_cannot_be_measured_ends_in_one_sentence(tiny_flux, tmp_path):
     data = training_data(sample("only one", 4, 4))
     with pytest.raises(ValueError, match="takes 1 of the 1 files of data, so nothing is left to train on"):
         train(tiny_flux, data, tmp_path, validation={"part": 0.5})

@@ -142,7 +142,7 @@ def test_a_least_loss_without_its_lora_is_said_and_the_best_counts_from_there(ti
     assert not [note for note in watcher.notes if "is not saved any more" in note]
 
 
-def test_what_was_trained_on_before_a_resume_is_not_said_to_be_new(tiny_flux, tmp_path):
+def test_samples_trained_on_before_a_resume_are_not_said_to_be_new(tiny_flux, tmp_path):
     def run_notes(**changes):
         result = train(tiny_flux, mixed_data(), tmp_path, watcher := Watcher(), steps=4, **changes)
         notes = [note for note in watcher.notes if note.startswith("Held out") or "new pictures" in note]

@@ -53,7 +53,7 @@ def test_a_watcher_is_called_at_the_start_and_after_each_step_when_what_is_due_i
 
 
 @pytest.mark.parametrize("error", [InterruptProcessingException(), torch.OutOfMemoryError("CUDA out of memory")])
-def test_what_ends_it_ends_the_run_which_is_saved(tiny_flux, tmp_path, error):
+def test_end_of_a_watcher_ends_the_run_which_is_saved(tiny_flux, tmp_path, error):
     ends = type(error) if isinstance(error, InterruptProcessingException) else TrainingStopped
     with pytest.raises(ends):
         run(tiny_flux, tmp_path, looks := Looks(failing_step=3, error=error))
@@ -61,7 +61,7 @@ def test_what_ends_it_ends_the_run_which_is_saved(tiny_flux, tmp_path, error):
     assert (tmp_path / "test_steps" / "test-step000003.safetensors").is_file()
 
 
-def test_what_it_has_to_say_stands_in_the_summary(tiny_flux, tmp_path):
+def test_sentences_of_a_watcher_stand_in_the_summary(tiny_flux, tmp_path):
     result = train_lora(
         RunRequest(tiny_flux, mixed_data(), run_settings(steps=2), tmp_path, Watcher(), watchers=[Looks()])
     )

@@ -31,7 +31,7 @@ def wildcards(text, **options):
     return likely(text, wildcards=True, **options)
 
 
-def test_without_options_a_caption_is_its_text_as_it_stands():
+def test_caption_without_options_is_its_text_as_it_stands():
     text = "  a {red|blue} fox,\n\nb ,c ||| d\\{ "
     assert forms(text) == CaptionVariants((text.strip(),)) and forms(text).plain
     assert forms("", "ohwx, ").texts == ("ohwx",) and forms("a", " ohwx ").texts == ("ohwx, a",)
@@ -115,7 +115,7 @@ def test_tags_of_a_wildcard_are_shuffled_after_it_is_chosen():
     assert likely("{a, b|c}", wildcards=True, shuffle_tags=True) == {"a, b": 0.25, "b, a": 0.25, "c": 0.5}
 
 
-def test_of_many_forms_as_many_as_variants_are_drawn_all_different_and_the_same_each_time():
+def test_forms_are_drawn_as_many_as_variants_all_different_and_the_same_each_time():
     text = "{a|b|c|d|e} {1|2|3|4|5}"
     eight = forms(text, wildcards=True)
     assert len(eight.texts) == 8 and set(eight.weights) == {0.125} and eight.possible == 25
@@ -255,7 +255,7 @@ def test_pictures_carry_the_forms_of_their_captions(folder):
         ),
     ],
 )
-def test_what_may_surprise_and_what_was_drawn_is_noted(folder, captions, options, note):
+def test_surprises_and_drawn_forms_are_noted(folder, captions, options, note):
     (text,) = folder(*captions, **options).notes
     assert text.startswith(note)
 

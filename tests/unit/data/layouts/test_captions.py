@@ -30,7 +30,7 @@ def test_a_caption_under_another_name_is_read_and_said(tmp_path, name, text):
     assert scan_images(tmp_path).entries[0].caption == "first"
 
 
-def test_what_holds_no_caption_is_offered_and_not_read(tmp_path):
+def test_files_without_a_caption_are_offered_and_not_read(tmp_path):
     picture(tmp_path / "a.png")
     (tmp_path / "a.json").write_text('{"rating": 3}')
     with pytest.raises(ValueError, match=r"no .txt caption files; .* beside it is 'a.json', see caption_extension"):

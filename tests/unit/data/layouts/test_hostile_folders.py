@@ -70,7 +70,7 @@ def test_an_archive_past_its_budget_is_told_and_leaves_nothing(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("name", ["a.zip", "a.tar", "a.tar.gz"])
-def test_what_is_no_archive_is_told(tmp_path, name):
+def test_files_that_are_no_archive_are_told(tmp_path, name):
     (tmp_path / name).write_bytes(b"not an archive" * 100)
     with pytest.raises(ValueError, match=f"The archive '{name}' can't be read"):
         unpack(tmp_path / name, tmp_path / "cache", lambda: None)

@@ -17,7 +17,7 @@ def boxes(size, crops):
     return [crop_box(size, GRID, 16, view.zoom, view.position)[0] for view in crops]
 
 
-def test_without_options_there_is_one_view_the_one_of_before():
+def test_views_without_options_are_the_one_of_before():
     assert views(WIDE) == (PLAIN_VIEW,)
     assert boxes(WIDE, views(WIDE)) == [crop_box(WIDE, GRID, 16)[0]] == [(240, 0, 400, 160)]
 

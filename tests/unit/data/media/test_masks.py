@@ -85,7 +85,7 @@ def test_each_picture_takes_the_mask_of_its_name_and_spare_ones_are_told(folder)
     assert film.mask == masks / "film.png" and film.options.unmasked_weight == 0.5
 
 
-def test_what_has_no_mask_is_named(tmp_path):
+def test_pictures_without_a_mask_are_named(tmp_path):
     put(tmp_path, "b.png")
     with pytest.raises(ValueError, match=r"2 of 3 have no mask in .*: a.png, c/d.jpg; put a picture .* 'a.png' for"):
         match_masks(["a.png", "b.jpg", "c/d.jpg"], tmp_path)

@@ -385,7 +385,7 @@ def test_the_bytes_name_the_file_and_a_changed_one_is_refused(tmp_path):
     ("content", "reason"),
     [(b"no film", "it's damaged or not a video"), (b"", "it's damaged or not a video")],
 )
-def test_what_is_no_video_is_told(tmp_path, content, reason):
+def test_files_that_are_no_video_are_told(tmp_path, content, reason):
     path = tmp_path / "a.mp4"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"The clip 'x/a.mp4' can't be read \({reason}\); save it again as MP4"):

@@ -121,7 +121,7 @@ def test_a_second_run_that_saves_other_tensors_is_an_error(change):
         run_twice(run, torch.randn(3, requires_grad=True)).sum().backward()
 
 
-def test_without_autograd_it_runs_once():
+def test_block_without_autograd_runs_once():
     runs = []
     with torch.no_grad():
         run_twice(lambda x: runs.append(x), torch.randn(3, requires_grad=True))

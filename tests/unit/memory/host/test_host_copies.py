@@ -25,7 +25,7 @@ def test_the_weights_lie_where_they_lay():
     assert model(torch.ones(1, 4)).shape == (1, 2)
 
 
-def test_what_has_become_another_weight_stays_as_it_is():
+def test_module_with_another_weight_stays_as_it_is():
     model = nn.Linear(4, 4)
     cpu = torch.device("cpu")
     with host_copies_retained(ModelPatcher(model, cpu, cpu)):

@@ -82,7 +82,7 @@ def passes(ring: SlotRing) -> list[int]:
     return values
 
 
-def test_what_is_filled_is_locked_later_on_another_thread_and_counted_on_this(registry: Registry) -> None:
+def test_filled_buffers_are_locked_later_on_another_thread_and_counted_on_this(registry: Registry) -> None:
     pages = buffers()
     locking = Locking(pages, CPU)
     assert registry.locked == [] and not locking.is_done()

@@ -76,7 +76,7 @@ def test_a_comfyui_that_counts_nothing_is_told_nothing(registry: Registry, monke
     assert unlock(page_locked(SIZE)) and not hasattr(mm, "TOTAL_PINNED_MEMORY")
 
 
-def test_as_much_is_locked_as_is_asked_for_in_pages_of_its_own(registry: Registry) -> None:
+def test_locked_memory_is_as_much_as_asked_for_in_pages_of_its_own(registry: Registry) -> None:
     buffers = [page_locked(SIZE) for _ in range(3)]
     assert list(registry.locked.values()) == [SIZE] * 3
     assert all(buffer.data_ptr() % mmap.PAGESIZE == 0 and buffer.numel() == SIZE for buffer in buffers)
@@ -116,7 +116,7 @@ def test_a_buffer_can_be_unlocked_before_it_goes(registry: Registry) -> None:
     assert len(registry.ended) == 1
 
 
-def test_what_torch_has_locked_itself_is_told_apart(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_torch_has_locked_itself_is_told_apart(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     class OfTorch(torch.Tensor):
         def is_pinned(self, *_: Any) -> bool:
             return True
@@ -141,7 +141,7 @@ def test_plain_memory_is_taken_if_cuda_refuses_and_nothing_is_unlocked(registry:
     assert registry.ended == []
 
 
-def test_without_a_device_plain_memory_is_taken(caplog: Any) -> None:
+def test_memory_without_a_device_is_plain(caplog: Any) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a device")
     with caplog.at_level(logging.WARNING):

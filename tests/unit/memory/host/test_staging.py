@@ -123,7 +123,7 @@ def test_a_ring_over_a_stage_brings_every_block_in_both_directions(prefetch: int
     ring.stream.settle()
 
 
-def test_what_fails_in_the_thread_is_raised_where_the_block_is_needed() -> None:
+def test_errors_in_the_thread_are_raised_where_the_block_is_needed() -> None:
     stream = StagedStream(PromptLink(), 8, pinned=False)
     too_large = stream.copy(torch.zeros(16, dtype=torch.uint8), torch.ones(16, dtype=torch.uint8), None)
     fits = stream.copy(slot := torch.zeros(8, dtype=torch.uint8), torch.ones(8, dtype=torch.uint8), None)
@@ -183,7 +183,7 @@ def test_settling_waits_for_copies_that_failed_after_they_were_started_too() -> 
     assert len(link.copies) == 2 and all(slot.all() for slot in slots)
 
 
-def test_what_holds_the_slots_may_be_collected_on_the_thread_that_fills_them() -> None:
+def test_holder_of_the_slots_may_be_collected_on_the_thread_that_fills_them() -> None:
     class Holder:
         def __del__(self) -> None:
             stream.release()
@@ -224,7 +224,9 @@ def test_stages_are_made_for_pageable_masters_alone_and_given_back() -> None:
     assert (slot == 5).all()
 
 
-def test_what_torch_has_locked_for_stages_and_for_a_measurement_goes_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_torch_has_locked_for_stages_and_for_a_measurement_goes_back_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     storages, calls = [], []
 
     def lock(size: int, pinned: bool) -> torch.Tensor:
@@ -260,7 +262,7 @@ def test_a_thread_copies_what_is_not_locked_and_what_has_to_be_finished(monkeypa
 
 
 @pytest.mark.parametrize("inference", [True, False])
-def test_what_follows_a_copy_runs_in_the_modes_of_the_thread_that_asked(inference: bool) -> None:
+def test_work_after_a_copy_runs_in_the_modes_of_the_thread_that_asked(inference: bool) -> None:
     modes = []
     stream = StagedStream(PromptLink(), 8, pinned=False)
     with torch.inference_mode(inference), torch.set_grad_enabled(not inference):
@@ -287,7 +289,7 @@ def test_the_link_is_measured_with_less_on_a_card_that_is_full(monkeypatch) -> N
     assert len(buffer) == 4 * LEAST_TRIAL_BYTES and sizes == [16 * LEAST_TRIAL_BYTES, 4 * LEAST_TRIAL_BYTES]
 
 
-def test_without_a_gpu_nothing_is_locked_and_nothing_is_staged() -> None:
+def test_host_without_a_gpu_locks_nothing_and_stages_nothing() -> None:
     assert not choose_pinning("on", "cpu", GB, 99 * GB, False).pinned
     assert staged_stream(masters(2), torch.device("cpu")) is None
 

@@ -42,6 +42,6 @@ def test_a_tensor_goes_through_page_locked_memory_without_being_waited_for(locks
     assert ("96 bytes of a batch could not be page-locked" in caplog.text) is not locks
 
 
-def test_without_a_gpu_nothing_is_copied() -> None:
+def test_weights_without_a_gpu_are_not_copied() -> None:
     tensor = torch.ones(3)
     assert to_device(tensor, torch.device("cpu")) is tensor

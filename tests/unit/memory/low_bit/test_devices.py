@@ -51,7 +51,7 @@ def test_an_rtx_20_takes_int8_where_it_computes_in_fp16() -> None:
     assert obstacle(INT8, nvidia(7, 5), FP16) is None and obstacle(FP8, nvidia(7, 5), FP16)
 
 
-def test_without_an_int8_kernel_auto_takes_fp8_or_nothing() -> None:
+def test_auto_without_an_int8_kernel_takes_fp8_or_nothing() -> None:
     assert preferred(nvidia(8, 6, kernel=False), BF16)[0] == ()
     assert "no int8 kernel" in preferred(nvidia(8, 6, kernel=False), BF16)[1]
     assert preferred(nvidia(8, 9, kernel=False), BF16) == ((FP8,), "")

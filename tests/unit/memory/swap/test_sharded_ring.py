@@ -103,7 +103,7 @@ def test_the_blocks_ahead_are_asked_for_before_one_is_waited_for(prefetch, monke
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_who_leaves_says_whether_the_others_get_the_sweep_that_is_under_way(fails, monkeypatch):
+def test_rank_that_leaves_says_whether_the_others_get_the_sweep_under_way(fails, monkeypatch):
     ranks = Others(0)
     ring = ring_of(ranks, 1)
     ring.forward(0)

@@ -30,7 +30,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     return card
 
 
-def test_what_goes_beyond_what_was_free_has_spilled_and_is_told_once(card: Card) -> None:
+def test_memory_beyond_the_free_has_spilled_and_is_told_once(card: Card) -> None:
     card.reserved, card.others = GB, GB
     watch = SysmemMonitor(torch.device("cuda"))
     card.reserved = 7 * GB
@@ -47,7 +47,7 @@ def test_a_little_more_may_be_what_other_programs_gave_back(card: Card) -> None:
     assert watch.message() is None
 
 
-def test_what_others_give_back_while_some_is_free_can_be_held_too(card: Card) -> None:
+def test_memory_that_others_give_back_while_some_is_free_can_be_held_too(card: Card) -> None:
     card.others = 5 * GB
     watch = SysmemMonitor(torch.device("cuda"))
     card.others, card.reserved = 0, 6 * GB

@@ -183,7 +183,7 @@ def test_cudnn_by_name_is_its_own_kernel():
     assert counter.frame_count == 1 and "cudnn_attention" in counter.graphs[0].code
 
 
-def test_what_it_needs_is_one_sentence(monkeypatch):
+def test_needs_of_flash_attention_are_one_sentence(monkeypatch):
     with installed(), pytest.raises(ValueError, match="attention is 'flash-attn', which is not installed here"):
         ragged_attention_function("flash-attn", CPU, torch.bfloat16)
     with installed("2"):

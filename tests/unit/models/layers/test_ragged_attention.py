@@ -54,7 +54,7 @@ def test_values_and_gradients_are_those_of_each_sample_alone(kernel, lengths, dt
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_what_stands_behind_a_length_has_no_effect_and_gets_no_gradient(lengths):
+def test_tokens_behind_a_length_have_no_effect_and_get_no_gradient(lengths):
     tensors = make_tensors(torch.float32)
     lengths = torch.tensor(lengths)
     pads = torch.arange(SIZE) >= lengths[:, None]

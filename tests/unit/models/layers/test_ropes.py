@@ -42,7 +42,7 @@ def compared(name: str, **inputs) -> None:
     assert not any(torch.equal(x, y) for x, y in zip(actual, list(inputs.values()), strict=False))
 
 
-def test_there_is_a_form_of_every_rope_that_returns_a_new_tensor():
+def test_ropes_have_a_form_that_returns_a_new_tensor():
     names = {name for name in dir(comfy_kitchen) if "rope" in name and not name.startswith("_")}
     assert set(ROPES) == {name for name in names if not name.endswith("_")}
     assert len(ROPES) == 8

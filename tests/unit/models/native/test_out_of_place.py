@@ -307,7 +307,7 @@ def stale_part(x):
 
 
 @pytest.mark.parametrize(("program", "said"), [(stale_base, "add"), (stale_view, "mul"), (stale_part, "mul")])
-def test_what_shares_memory_in_a_way_that_is_not_followed_is_refused(program, said):
+def test_views_that_are_not_followed_are_refused(program, said):
     with pytest.raises(NotImplementedError, match=f"^layer 3 uses a tensor in {said} after it was written through"):
         out_of_place(Named("layer 3"), program, torch.ones(2, 3))
 

@@ -50,7 +50,7 @@ class Model:
         (Model.reads, set(), set()),
     ],
 )
-def test_what_is_set_changed_or_deleted_is_found_and_what_is_read_is_not(function, assigned, filled):
+def test_attributes_set_changed_or_deleted_are_found_and_those_read_are_not(function, assigned, filled):
     used, writes = names_and_writes(function.__code__)
     assert writes.assigned == assigned
     assert writes.filled >= filled

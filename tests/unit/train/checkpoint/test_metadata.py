@@ -113,7 +113,7 @@ def test_the_names_of_a_model_without_a_table_stand_in_a_key_of_their_own():
     assert metadata["tessera"] == plain["tessera"]
 
 
-def test_what_is_not_known_is_not_written():
+def test_unknown_fields_are_not_written():
     metadata = metadata_for(dataclasses.replace(FACTS, base_model="", finished="", final_loss=None), lora())
     assert not {"ss_sd_model_name", "modelspec.date", "ss_training_finished_at"} & set(metadata)
     assert json.loads(metadata["tessera"])["final_loss"] is None

@@ -33,7 +33,7 @@ def test_tensors_come_back_bit_for_bit(dtype):
         assert torch.equal(back[3][name], tensor) and back[3][name].dtype == tensor.dtype
 
 
-def test_what_is_packed_does_not_change_with_the_next_step():
+def test_packed_state_does_not_change_with_the_next_step():
     live = torch.zeros(3)
     tensors, _ = pack_state({"m": live})
     live += 1
@@ -48,7 +48,7 @@ def test_a_shared_tensor_is_stored_once_and_a_view_becomes_contiguous():
     assert torch.equal(back["r"], base.T)
 
 
-def test_what_cannot_be_held_is_refused():
+def test_values_that_cannot_be_held_are_refused():
     with pytest.raises(TypeError, match="x.a is a set"):
         pack_state({"a": {1}}, "x")
 

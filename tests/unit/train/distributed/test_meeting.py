@@ -120,7 +120,7 @@ class Gradients:
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_what_is_queued_behind_a_dead_device_is_aborted_and_the_device_named(cancelled, store, monkeypatch):
+def test_sums_queued_behind_a_dead_device_are_aborted_and_the_device_named(cancelled, store, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(is_done=True))
     interrupted = threading.Event()
     first, second = world_of(store, 0, interrupted=interrupted if cancelled else None), world_of(store, 1)
@@ -190,7 +190,7 @@ def test_the_cause_is_told_where_a_signal_came_with_it(store):
         meet(first)
 
 
-def test_of_those_that_did_not_come_another_is_named(store):
+def test_another_rank_of_those_that_did_not_come_is_named(store):
     first = world_of(store, 0, 3)
     first.store.set(Topic.SUMMED_STEP, 3, "0")
     assert str(first.collectives._missing_from_sum(3, [0, 2])).startswith("Device 2 did not get to the end of step 3")

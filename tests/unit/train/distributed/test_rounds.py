@@ -92,7 +92,7 @@ def test_processes_of_one_start_meet_though_each_machine_counts_for_itself(case,
     assert sorted(sorted(start) for start in starts.values()) == expected
 
 
-def test_who_does_not_come_is_not_waited_for_without_end():
+def test_ranks_that_do_not_come_are_not_waited_for_without_end():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store.set("here/1", "of a process that is dead")
     for rank in range(2):

@@ -80,7 +80,7 @@ def test_a_value_that_came_before_the_end_is_taken(worlds, monkeypatch):
         first.wait(Topic.BROADCAST, "nothing else")
 
 
-def test_of_two_reasons_the_first_is_told(worlds):
+def test_first_of_two_reasons_is_told(worlds):
     first, second = worlds
     for sentence in ("It ran out of memory.", "The others are gone."):
         with pytest.raises(RuntimeError), second.aborting():

@@ -178,7 +178,7 @@ def test_the_defaults_are_the_plain_mean_square_bit_for_bit():
     assert torch.equal(actual, (prediction - target).square().mean(dim=(1, 2)))
 
 
-def test_without_offset_and_perturbation_the_noise_is_what_it_always_was():
+def test_noise_without_offset_and_perturbation_is_as_it_always_was():
     noise = sample_noise((2, 3), generator(7, "noise", 2, 0, 1))
     torch.testing.assert_close(
         noise,

@@ -240,7 +240,7 @@ def test_a_state_does_not_switch_fused(saved):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_what_looks_at_a_matrix_is_not_joined():
+def test_optimizers_that_look_at_a_matrix_are_not_joined():
     assert is_elementwise("pytorch_optimizer.Lion", {"weight_decouple": False})
     for argument in ("use_gc", "adanorm", "cautious"):  # of an older Lion
         assert not is_elementwise("pytorch_optimizer.Lion", {argument: True})
@@ -280,7 +280,7 @@ def counted(learner: Any) -> dict[str, dict[str, int]]:
     return counts
 
 
-def test_what_a_step_launches_does_not_grow_with_the_network():
+def test_launches_of_a_step_do_not_grow_with_the_network():
     layers = {f"{i}": (64, 64) for i in range(40)}
     networks = network_of(layers), network_of(layers)
     with FakeTensorMode():
@@ -334,7 +334,7 @@ def test_a_backward_that_broke_off_leaves_nothing_behind(dtype: torch.dtype) -> 
         assert weight.grad is not None and other.grad is not None and torch.equal(weight.grad, other.grad)
 
 
-def test_no_casts_are_kept_where_a_block_runs_several_times() -> None:
+def test_casts_are_not_kept_where_a_block_runs_several_times() -> None:
     """Their gradients would be summed in bf16."""
     network = network_of()
     assert network.casts_in(BF16) == BF16 and network.casts_in(FP32) is None

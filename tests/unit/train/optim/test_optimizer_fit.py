@@ -66,7 +66,7 @@ def fits(name, state):
     return fits_optimizer(options_of(name), weights(), stored(state), STEPS, CPU)
 
 
-def test_what_was_saved_fits(saved):
+def test_saved_state_fits(saved):
     name, state, _ = saved
     assert fits(name, state)
 
@@ -76,7 +76,7 @@ def test_a_state_of_before_the_first_gradient_fits(saved):
     assert fits(name, state | {"state": {}}) and not fits(name, state | {"state": {3: {}}})
 
 
-def test_what_fits_takes_a_step_and_what_would_not_is_seen(saved):
+def test_state_that_fits_takes_a_step_and_one_that_would_not_is_seen(saved):
     """Each entry of a weight and each that the optimizer has learnt of a group, missing and with other values."""
     name, state, schedule = saved
     refused = 0

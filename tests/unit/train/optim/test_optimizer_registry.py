@@ -190,7 +190,7 @@ def test_arguments_that_contradict_an_input_or_themselves_are_named(args, senten
         ),
     ],
 )
-def test_what_an_optimizer_cannot_take_ends_before_anything_is_loaded(options, sentence):
+def test_options_that_an_optimizer_cannot_take_end_before_anything_is_loaded(options, sentence):
     with pytest.raises(ValueError) as raised:
         check_optimizer(options, CPU)
     assert str(raised.value).startswith(sentence), str(raised.value)

@@ -218,7 +218,7 @@ def test_a_schedule_that_may_surprise_is_named(values, sentence):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_usual_is_not_noted(name):
+def test_usual_settings_are_not_noted(name):
     quiet = {"prodigy": 1.0, "lion": 2e-5}.get(name, 1e-4)
     assert optimizer_notes(options_of(name, learning_rate=quiet)) == ()
 

@@ -107,7 +107,7 @@ def test_an_optimizer_with_one_rate_is_named():
         check_optimizer(custom, CPU, NetworkOptions(lora_plus_ratio=4.0))
 
 
-def test_without_a_ratio_there_is_one_group_in_the_order_of_the_network():
+def test_groups_without_a_ratio_are_one_in_the_order_of_the_network():
     params = pair()
     groups = parameter_groups(params, 1e-4, 1.0)
     assert groups == list(params.values()) and flat(parameter_groups(params, 1e-4, 2.0)) == list(params.values())

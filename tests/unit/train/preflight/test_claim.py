@@ -82,7 +82,7 @@ def test_one_that_was_killed_there_is_waited_for_a_short_time_whatever_its_clock
     assert said == "Making sure that another ComfyUI on node-7 does not train into face (001) any more: 1 s"
 
 
-def test_what_is_known_to_have_ended_is_not_waited_for(folder):
+def test_claim_of_a_run_known_to_have_ended_is_not_waited_for(folder):
     assert claim_of(folder) == []  # a new folder
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()

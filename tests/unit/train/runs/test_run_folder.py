@@ -56,7 +56,7 @@ def test_names_of_every_script_and_harmless_signs_are_taken_and_make_a_folder(na
         (normalize("NFD", "café"), "café"),
     ],
 )
-def test_what_a_name_has_around_it_is_taken_off(text, name):
+def test_spaces_around_a_name_are_taken_off(text, name):
     assert plain_name(text) == name and plain_name(name) == name
     assert run_settings(output_name=text).output_name == name
 
@@ -137,7 +137,7 @@ def test_a_folder_whose_longest_file_does_not_fit_is_refused_before_training(tmp
     assert not list(tmp_path.iterdir())
 
 
-def test_no_two_runs_take_one_folder_however_many_begin_at_once(tmp_path):
+def test_runs_take_different_folders_however_many_begin_at_once(tmp_path):
     planned = [open_folder(tmp_path, "face", KEY, None) for _ in range(40)]
     assert len(set(planned)) == 1
     with ThreadPoolExecutor(8) as pool:

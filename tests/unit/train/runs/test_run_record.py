@@ -37,7 +37,7 @@ def test_a_reader_finds_what_was_told_and_then_only_what_came_since(tmp_path, at
     assert list(curve.validation.values()) == [(3, 0.5)]
 
 
-def test_what_the_run_is_is_written_as_soon_as_that_is_possible(tmp_path, at_once):
+def test_beginning_of_a_run_is_written_as_soon_as_possible(tmp_path, at_once):
     (tmp_path / "run.json").mkdir()
     record = RunRecord(tmp_path, {"key": "k"})
     trained(record, [1])
@@ -71,7 +71,7 @@ def test_the_last_lines_before_a_long_wait_are_written_too(tmp_path):
         time.sleep(0.05)
 
 
-def test_what_a_killed_session_trained_past_its_state_gives_way_to_the_one_that_goes_on(tmp_path, at_once):
+def test_steps_of_a_killed_session_past_its_state_give_way_to_the_one_that_goes_on(tmp_path, at_once):
     first = RunRecord(tmp_path, {})
     first.begin(0, [], [])
     trained(first, range(1, 8))

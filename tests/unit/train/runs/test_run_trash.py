@@ -52,7 +52,7 @@ def test_all_that_a_run_writes_goes_to_the_folder_of_the_day_and_comes_back_as_i
     assert files_of(root) == files and not trash.exists()
 
 
-def test_what_is_removed_for_good_is_only_what_the_pack_wrote_and_the_trash_goes_when_it_is_empty(tmp_path):
+def test_files_removed_for_good_are_the_pack_s_own_and_an_empty_trash_goes(tmp_path):
     root, trash = tmp_path / "loras", tmp_path / ".tessera-trash"
     targets = [move_to_trash(make_run(root, f"styles/fox ({n})", "fox"), root, trash, DAY)[0] for n in ("003", "004")]
     shutil.rmtree(root)
@@ -179,7 +179,7 @@ def test_a_run_is_not_brought_back_through_a_link(tmp_path):
     assert not list(outside.iterdir()) and (target / "run.json").is_file()
 
 
-def test_no_file_is_moved_if_one_cannot_be(tmp_path, monkeypatch):
+def test_files_are_not_moved_if_one_cannot_be(tmp_path, monkeypatch):
     root, trash = tmp_path / "loras", tmp_path / ".tessera-trash"
     run = make_run(root, "fox (001)", "fox")
     files = files_of(root)

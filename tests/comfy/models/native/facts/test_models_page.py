@@ -38,7 +38,7 @@ def test_a_tier_is_claimed_only_for_a_model_that_is_tested():
     assert {row.model for row in NAMED} == {name for name, tier in claimed.items() if tier == "A"}
 
 
-def test_what_is_refused_says_why():
+def test_refused_models_say_why():
     refused = {name: notes for name, _, tier, notes in ROW.findall(_page_text()) if tier == "–"}
     untrained = {row.model: row.left_out["training"] for row in ROWS if row.tier == "–"}
     assert refused == model_table.refused() | untrained

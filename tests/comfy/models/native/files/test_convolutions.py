@@ -235,7 +235,7 @@ def test_a_pattern_that_linears_match_means_these_alone():
     assert convs.keys() & set(targets) == {name for name in convs if not name.startswith("input_blocks.")}
 
 
-def test_what_is_neither_linear_nor_convolution_is_the_sentence_for_no_match():
+def test_layers_that_are_neither_linear_nor_convolution_are_the_sentence_for_no_match():
     model = build(BY_NAME["sd1.5"])
     with pytest.raises(ValueError, match=r"The pattern '\*.in_layers.0' in targets matches no layer of this model"):
         choose_targets(family_of(model), model.model, network(include=("*.in_layers.0",)))

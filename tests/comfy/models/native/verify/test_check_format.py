@@ -100,7 +100,7 @@ def test_a_dtype_that_dynamic_vram_casts_to_is_read_by_both(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["sd1.5", "sdxl", "z-image", "hunyuan-video", "ltx-video", "minimax-h3"])
-def test_what_is_read_right_passes_with_loras_and_swapped_blocks_too(name, dtype):
+def test_weights_that_are_read_right_pass_with_loras_and_swapped_blocks_too(name, dtype):
     patcher = build(BY_NAME[name], dtype)
     linear = next(n for n, m in patcher.model.diffusion_model.named_modules() if hasattr(m, "in_features"))
     patched = lora_on(patcher, [f"{linear}.weight", f"{linear}.bias"] if name == "sd1.5" else [f"{linear}.weight"])
