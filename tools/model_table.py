@@ -207,6 +207,8 @@ forward by rule (default layers, noise levels of ComfyUI's class), and nothing o
 Wan-Animate 2 (`WAN_Animate2`) and Ming Image (`MingImage`) the name of the class is published; of the others no package
 tells it. Files and sampling are those of ComfyUI's workflow templates of October 2026. SenseNova U1.5 (`SenseNovaU15`)
 has no template among them. Nothing is known here of PAN 2 and MiniMax-H3-Image, which came after those templates.
+Qwen Image 2.1, LTX-2.5 and FLUX 3 Klein, the most used of the newer ones, have workflows (`qwen_image21_lora`,
+`ltx2_5_lora`, `flux3_klein_lora`) with the files and sampling of those templates; none was tried on its model.
 
 | model | file | text encoders (type) | VAE | megapixels | steps | cfg | sampler, scheduler |
 |---|---|---|---|---:|---:|---:|---|

@@ -3,6 +3,8 @@
 While this pack is installed, ComfyUI's detection also takes the sizes that a tiny diffusion model's file names itself
 (tests/tiny/models/injection.py), so that every loader node, core's and ours, loads a tiny Qwen-Image.
 
+Load CLIP has the types of newer ComfyUIs that the shared workflows name, though it can load nothing of theirs.
+
 Whatever counts its steps waits at the one that the file `hold` in the base folder names, until the file is gone: what
 breaks in on a run comes in time however fast the run is.
 
@@ -21,6 +23,7 @@ from typing import Any
 import comfy.model_detection
 import comfy.utils
 import folder_paths
+import nodes
 from aiohttp import web
 from comfy_api.latest import ComfyExtension, io
 from server import PromptServer
@@ -38,6 +41,20 @@ def _load_tiny() -> ModuleType:
 
 tiny = _load_tiny()
 comfy.model_detection.model_config_from_unet = tiny.tiny_detection(comfy.model_detection.model_config_from_unet)
+
+
+NEWER_CLIP_TYPES = ("flux3",)
+_clip_inputs = nodes.CLIPLoader.INPUT_TYPES
+
+
+def _with_newer_types(_: type) -> dict[str, Any]:
+    inputs: dict[str, Any] = _clip_inputs()
+    types, *options = inputs["required"]["type"]
+    inputs["required"]["type"] = ([*types, *(kind for kind in NEWER_CLIP_TYPES if kind not in types)], *options)
+    return inputs
+
+
+nodes.CLIPLoader.INPUT_TYPES = classmethod(_with_newer_types)
 
 
 def _last_step() -> float:

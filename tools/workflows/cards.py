@@ -74,6 +74,8 @@ _ROWS = [
     ("qwen_image21_lora", "Train a Qwen Image 2.1 LoRA", "Qwen Image 2.1", STREAMS, PICTURES, "ComfyUI 0.37 or newer."),
     ("prepare_folder", "Prepare a folder of pictures", "", "not needed", "your pictures", "Checks them and captions."),
     ("which_picture_hurts", "Find out which picture hurts", "FLUX.1 dev", SWAPPED, PICTURES, "At two sizes."),
+    ("flux3_klein_lora", "Train a FLUX 3 Klein LoRA", "FLUX 3 Klein", STREAMS, PICTURES, "Never tried on the model."),
+    ("ltx2_5_lora", "Train an LTX-2.5 LoRA", "LTX-2.5", STREAMS, CLIPS, "Never tried on the model."),
 ]
 CARDS = {
     name: Card(f"{number} {title}", f"{title}{f', on {model}' if model else ''}. {hint}".strip(), model, card, data)

@@ -19,6 +19,13 @@ TEMPLATES = {
     "ltx2_3_lora": ("video_ltx2_3_t2v", set()),
     "minimax_h3_lora": ("video_minimax_h3_t2v", {"minimax_h3_training_adapter_v1.safetensors"}),
 }
+# Workflows whose template is newer than the pinned ComfyUI's package, kept as data.
+NEWER = {
+    "qwen_image21_lora": "image_qwen_image_2_1_t2i",
+    "flux3_klein_lora": "image_flux3_klein_t2i",
+    "ltx2_5_lora": "video_ltx2_5_t2v",
+}
+NEWER_TEMPLATES = json.loads((WORKFLOWS.parent / "tests" / "data" / "newer_templates.json").read_text("utf-8"))
 
 
 def nodes(name: str) -> list[dict[str, Any]]:
@@ -40,6 +47,30 @@ def test_files_and_their_addresses_are_those_of_the_template(name):
     for link in links:
         if link["name"] not in other_names:
             assert (link["directory"], link["url"]) == template_files[link["name"]]
+
+
+@pytest.mark.parametrize(("name", "template"), NEWER.items())
+def test_a_workflow_of_a_newer_model_has_files_and_sampling_of_its_template(name, template):
+    model, vae, encoder, kind, steps, cfg, sampler, scheduler = NEWER_TEMPLATES["templates"][template]
+    links = {
+        m["name"]: [m["directory"], m["url"]] for n in nodes(name) for m in n.get("properties", {}).get("models", [])
+    }
+    assert links.keys() >= {model, vae, encoder} and links.items() <= NEWER_TEMPLATES["files"][template].items()
+    assert inputs(name, "TesseraLoadDiffusionModel")["unet_name"] == model
+    clip = inputs(name, "CLIPLoader")
+    assert (clip["clip_name"], clip["type"]) == (encoder, kind)
+    if name == "ltx2_5_lora":  # with sigmas of its own
+        sigmas = inputs(name, "ManualSigmas")["sigmas"].split(",")
+        assert (len(sigmas) - 1, inputs(name, "SamplerCustom")["cfg"]) == (steps, cfg)
+        assert (
+            inputs(name, "KSamplerSelect")["sampler_name"] == sampler == inputs(name, "TesseraPreview")["sampler_name"]
+        )
+        assert inputs(name, "TesseraPreview")["steps"] == steps
+    else:
+        of_sampler = inputs(name, "KSampler")
+        assert [of_sampler[key] for key in ("steps", "cfg", "sampler_name", "scheduler")] == [
+            steps, cfg, sampler, scheduler
+        ]  # fmt: skip
 
 
 KSAMPLERS = [name for name in TEMPLATES if name not in ("ltx_video_lora", "ltx2_3_lora")]
@@ -87,7 +118,7 @@ def test_ltx_is_sampled_with_the_cfg_of_its_template(name):
     assert inputs(name, "SamplerCustom")["cfg"] in cfg_of(TEMPLATES[name][0])
 
 
-@pytest.mark.parametrize("name", ["ltx_video_lora", "ltx2_3_lora"])
+@pytest.mark.parametrize("name", ["ltx_video_lora", "ltx2_3_lora", "ltx2_5_lora"])
 def test_ltx_is_told_the_frame_rate_of_its_clips_and_has_lengths_that_its_vae_takes(name):
     rates = [inputs(name, kind)["fps"] for kind in ("TesseraVideoFolder", "CreateVideo", "TesseraPreview")]
     assert rates == [inputs(name, "LTXVConditioning")["frame_rate"]] * 3

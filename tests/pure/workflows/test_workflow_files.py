@@ -95,7 +95,7 @@ def test_workflows_to_share_are_there_for_everything():
     compiling = ["flux_compile", "qwen_image_compile", "wan_compile"]
     training = ["flux_lora", "flux_kontext_lora", "flux2_lora", "qwen_image_lora", "qwen_edit_lora", "chroma_lora"]
     training += ["z_image_lora", "krea2_lora", "anima_lora", "sdxl_lora", "hunyuan_video15_lora", "ltx_video_lora"]
-    training += ["ltx2_3_lora", "minimax_h3_lora", "qwen_image21_lora"]
+    training += ["ltx2_3_lora", "minimax_h3_lora", "qwen_image21_lora", "flux3_klein_lora", "ltx2_5_lora"]
     training += ["wan_t2v_lora", "wan_i2v_lora", "wan22_two_experts_lora", "everything_at_once", "lora_with_everything"]
     training += ["lora_with_validation", "which_picture_hurts", "try_it"]
     assert UI == sorted(

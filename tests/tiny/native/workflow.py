@@ -14,10 +14,11 @@ CASES = {
     "hunyuan_video15_lora": "hunyuan-video-1.5",
     "ltx_video_lora": "ltx-video",
     "ltx2_3_lora": "ltx-2.3",
+    "ltx2_5_lora": "ltx-2.3",
     "minimax_h3_lora": "minimax-h3",
 }
 # Of CASES, those that train on clips.
-CLIPS = ("hunyuan_video15_lora", "ltx_video_lora", "ltx2_3_lora", "minimax_h3_lora")
+CLIPS = ("hunyuan_video15_lora", "ltx_video_lora", "ltx2_3_lora", "ltx2_5_lora", "minimax_h3_lora")
 LEAST_FRAMES = {"minimax_h3_lora": 5}  # of a preview that is a clip, if not 9
 FOLDERS = ("TesseraImageFolder", "TesseraVideoFolder")
 # The places of MODEL, CLIP, VAE and VAE of the sound among the outputs of each loader.
@@ -48,13 +49,17 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
+def _places(loader: dict[str, Any]) -> list[int]:
+    return [3] if "audio" in str(loader["inputs"].get("vae_name")) else LOADERS[loader["class_type"]]
+
+
 def fitted(name: str, folder: str = "", **training: Any) -> dict[str, Any]:
     """Return the workflow `name` in API form with the tiny model in place of its loaders.
 
     folder: of the pictures or clips, in place of the workflow's own; training: inputs of Train LoRA.
     """
     prompt = json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
-    loaders = {key: node["class_type"] for key, node in prompt.items() if node["class_type"] in LOADERS}
+    loaders = {key: _places(node) for key, node in prompt.items() if node["class_type"] in LOADERS}
     # Sound is decoded by a VAE of its own, of which there is no tiny one.
     sounds = {key for key, node in prompt.items() if node["class_type"] == "VAEDecodeAudio"}
     for key in (*loaders, *sounds):
@@ -71,6 +76,6 @@ def fitted(name: str, folder: str = "", **training: Any) -> dict[str, Any]:
             if isinstance(value, list) and value[0] in sounds:
                 del node["inputs"][name_of_input]
             elif isinstance(value, list) and value[0] in loaders:
-                node["inputs"][name_of_input] = ["tiny", LOADERS[loaders[value[0]]][value[1]]]
+                node["inputs"][name_of_input] = ["tiny", loaders[value[0]][value[1]]]
     prompt["tiny"] = {"class_type": "TesseraTinyNative", "inputs": {"name": CASES[name]}}
     return prompt

@@ -31,22 +31,37 @@ def _checkpoint(graph: Graph, file: ModelFile) -> Node:
 
 
 def _sample_custom(
-    graph: Graph, model: Output, conditionings: Node, sigmas: Output, latent: Output, cfg: float
+    graph: Graph, model: Output, conditionings: Node, sigmas: Output, latent: Output, cfg: float, sampler: str = "euler"
 ) -> Node:
     """Add a sampler that goes down the given sigmas. conditionings: node with the positive and the negative
     conditioning."""
-    sampler = graph.node("KSamplerSelect", sampler_name="euler")
+    selected = graph.node("KSamplerSelect", sampler_name=sampler)
     graph.beside(NARROW)
     return graph.node(
         "SamplerCustom",
         model=model,
         positive=conditionings[0],
         negative=conditionings[1],
-        sampler=sampler[0],
+        sampler=selected[0],
         sigmas=sigmas,
         latent_image=latent,
         cfg=cfg,
     )
+
+
+def _ltx_with_sound(  # noqa: PLR0913
+    graph: Graph, model: Output, vae: Output, sound_vae: Output, conditionings: Node, sampler: str, fps: int, name: str
+) -> None:
+    """Sample a clip with sound in the eight steps of LTX-2.3 and LTX-2.5, distilled, and save it."""
+    video_latent = graph.node("EmptyLTXVLatentVideo", width=768, height=512, length=97)
+    sound_latent = graph.node("LTXVEmptyLatentAudio", audio_vae=sound_vae, frames_number=97, frame_rate=fps)
+    latent = graph.node("LTXVConcatAVLatent", video_latent=video_latent[0], audio_latent=sound_latent[0])
+    steps = "1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0"
+    sigmas = graph.node("ManualSigmas", sigmas=steps)
+    sampled = _sample_custom(graph, model, conditionings, sigmas[0], latent[0], cfg=1, sampler=sampler)
+    parts = graph.node("LTXVSeparateAVLatent", av_latent=sampled[0])
+    sound = graph.node("LTXVAudioVAEDecode", samples=parts[1], audio_vae=sound_vae)
+    video(graph, parts[0], vae, name, fps, audio=sound[0])
 
 
 def z_image_lora(graph: Graph) -> None:
@@ -86,6 +101,33 @@ def qwen_image21_lora(graph: Graph) -> None:
     with_lora = graph.node("LoraModelLoader", tall=LORA_TALL, model=model[0], lora=trained[0])
     sampled = ksampler(graph, with_lora, positive[0], negative[0], latent[0], steps=25, cfg=1)
     picture(graph, sampled[0], vae[0], "my_qwen_image21_lora")
+
+
+def flux3_klein_lora(graph: Graph) -> None:
+    owner, files = "black-forest-labs", "flux-3-image-klein-comfy/resolve/main"
+    model_file, clip_file, vae_file = (
+        _hub(owner, f"{files}/{directory}/{name}.safetensors", directory)
+        for directory, name in (
+            ("diffusion_models", "flux3-image-klein-base-int8-convrot"),
+            ("text_encoders", "qwen3vl_4b_int8_convrot"),
+            ("vae", "flux2-vae"),
+        )
+    )
+    hint = (
+        "FLUX 3 Klein needs a ComfyUI whose *Load CLIP* has the **type** `flux3`. Tessera was not tried on the model: "
+        "it is checked before the first step, and the run ends there if it can't be trained."
+    )
+    training_note(graph, [model_file, clip_file, vae_file], hint)
+    model, clip, vae = load(graph, model_file, "flux3", [clip_file], vae_file)
+    data = pictures(graph, vae[0], clip[0])
+    positive, negative = prompts(graph, clip[0], PROMPT)
+    options = preview(graph, vae[0], positive[0], negative=negative[0], cfg=3.5)
+    trained = train(graph, "my_flux3_klein_lora", model[0], data, **options)
+    graph.column("Sample", NARROW)
+    latent = graph.node("EmptyFlux2LatentImage", width=1024, height=1024)
+    with_lora = graph.node("LoraModelLoader", tall=LORA_TALL, model=model[0], lora=trained[0])
+    sampled = ksampler(graph, with_lora, positive[0], negative[0], latent[0], steps=50, cfg=3.5)
+    picture(graph, sampled[0], vae[0], "my_flux3_klein_lora")
 
 
 def krea2_lora(graph: Graph) -> None:
@@ -268,25 +310,52 @@ def ltx2_3_lora(graph: Graph) -> None:
     trained = train(graph, "my_ltx2_3_lora", loaded[0], data, **options)
     graph.column("Sample", NARROW)
     with_lora = graph.node("LoraModelLoader", tall=LORA_TALL, model=sampled_on[0], lora=trained[0])
-    video_latent = graph.node("EmptyLTXVLatentVideo", width=768, height=512, length=97)
-    sound_latent = graph.node("LTXVEmptyLatentAudio", audio_vae=sound_vae[0], frames_number=97, frame_rate=25)
-    latent = graph.node("LTXVConcatAVLatent", video_latent=video_latent[0], audio_latent=sound_latent[0])
-    steps = "1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0"
-    sigmas = graph.node("ManualSigmas", sigmas=steps)
-    sampled = _sample_custom(graph, with_lora[0], conditionings, sigmas[0], latent[0], cfg=1)
-    parts = graph.node("LTXVSeparateAVLatent", av_latent=sampled[0])
-    sound = graph.node("LTXVAudioVAEDecode", samples=parts[1], audio_vae=sound_vae[0])
-    video(graph, parts[0], loaded[2], "my_ltx2_3_lora", 25, audio=sound[0])
+    _ltx_with_sound(
+        graph, with_lora[0], loaded[2], sound_vae[0], conditionings, sampler="euler", fps=25, name="my_ltx2_3_lora"
+    )
+
+
+def ltx2_5_lora(graph: Graph) -> None:
+    model_file, clip_file, vae_file, sound_file = (
+        _hub("Lightricks", f"LTX-2.5/resolve/main/{directory}/{name}.safetensors", directory)
+        for directory, name in (
+            ("diffusion_models", "ltx-2.5-22b-distilled-transformer-comfy-int8-convrot"),
+            ("text_encoders", "gemma4-12b-with-proj-ltx-2.5-comfy-int8-convrot"),
+            ("vae", "ltx-2.5-video-vae-bf16"),
+            ("vae", "ltx-2.5-audio-vae-bf16"),
+        )
+    )
+    hint = (
+        "**target_frames**: frames per clip, 17, 25, 33 …. The sound of your clips isn't used: the model hears silence "
+        "while it trains. It is distilled, and training undoes that bit by bit: keep the run short. LTX-2.5 needs a "
+        "newer ComfyUI than 0.30. Tessera was not tried on the real model."
+    )
+    training_note(graph, [model_file, clip_file, vae_file, sound_file], hint, "my_clips", "your clips")
+    model, clip, vae = load(graph, model_file, "ltxv", [clip_file], vae_file)
+    data = clips(graph, vae[0], clip[0], "25, 49", 24)
+    positive, negative = prompts(
+        graph, clip[0], CLIP_PROMPT, "pc game, console game, video game, cartoon, childish, ugly"
+    )
+    conditionings = graph.node("LTXVConditioning", positive=positive[0], negative=negative[0], frame_rate=24)
+    small = {"width": 480, "height": 288, "frames": 25, "fps": 24, "steps": 8, "sampler_name": "euler_ancestral"}
+    options = preview(graph, vae[0], conditionings[0], **small)
+    trained = train(graph, "my_ltx2_5_lora", model[0], data, **options)
+    graph.column("Sample", NARROW)
+    with_lora = graph.node("LoraModelLoader", tall=LORA_TALL, model=model[0], lora=trained[0])
+    sound_vae = graph.node("VAELoader", title="Load VAE of the sound", files=[sound_file], vae_name=sound_file.name)
+    _ltx_with_sound(graph, with_lora[0], vae[0], sound_vae[0], conditionings, "euler_ancestral", 24, "my_ltx2_5_lora")
 
 
 DESCRIPTIONS = [
     z_image_lora,
     qwen_image21_lora,
+    flux3_klein_lora,
     krea2_lora,
     anima_lora,
     sdxl_lora,
     hunyuan_video15_lora,
     ltx_video_lora,
     ltx2_3_lora,
+    ltx2_5_lora,
     minimax_h3_lora,
 ]
