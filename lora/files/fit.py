@@ -5,8 +5,9 @@ from typing import Any
 import comfy.utils
 
 from ...models.blocks import linear_shapes
+from .key_map import layer_of
 from .patches import DoesNotFit, Patch
-from .reader import LoraPatches, Patches, layer_of, name_of
+from .reader import LoraPatches, Patches, name_of
 
 
 def fitting_patches(read: LoraPatches, model: Any) -> tuple[list[Patches], list[str]]:

@@ -1,6 +1,6 @@
 """The names of a model's weights in LoRA files: ComfyUI's own, those of our tables, and those that follow by rule."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,21 +115,36 @@ def _joined(targets: Iterable[Target | Fused | None], shapes: Mapping[str, tuple
     """Join consecutive parts of one weight, or whole weights of one width; None for anything else."""
     targets = list(targets)
     if all(isinstance(target, str) for target in targets):
-        keys = [str(target) for target in targets]
-        sizes = [shapes[key.removeprefix("diffusion_model.").removesuffix(".weight")] for key in keys]
-        if len({columns for _, columns in sizes}) > 1:
-            return None
-        return Fused(tuple(keys), tuple(rows for rows, _ in sizes))
+        return _joined_weights([str(target) for target in targets], shapes)
     if not all(isinstance(target, tuple) and len(target) == 2 and target[1] for target in targets):
         return None
-    entries: list[tuple[str, tuple[int, int, int]]] = [(t[0], t[1]) for t in targets if isinstance(t, tuple)]
-    (key, (axis, start, _)), end = entries[0], entries[0][1][1]
-    for other, (other_axis, begin, size) in entries:
+    return _joined_parts([(target[0], target[1]) for target in targets if isinstance(target, tuple)], shapes)
+
+
+def _joined_weights(keys: Sequence[str], shapes: Mapping[str, tuple[int, int]]) -> Fused | None:
+    """Join whole weights of one width; None for others."""
+    sizes = [shapes[layer_of(key)] for key in keys]
+    if len({columns for _, columns in sizes}) > 1:
+        return None
+    return Fused(tuple(keys), tuple(rows for rows, _ in sizes))
+
+
+def _joined_parts(
+    parts: Sequence[tuple[str, tuple[int, int, int]]], shapes: Mapping[str, tuple[int, int]]
+) -> Target | None:
+    """Join parts (key, (axis, start, size)) that follow on one another in one weight; None for others."""
+    key, (axis, start, _) = parts[0]
+    end = start
+    for other, (other_axis, begin, size) in parts:
         if (other, other_axis, begin) != (key, axis, end):
             return None
         end += size
-    whole = shapes[key.removeprefix("diffusion_model.").removesuffix(".weight")][0]
-    return key if (start, end) == (0, whole) else (key, (axis, start, end - start))
+    return key if (start, end) == (0, shapes[layer_of(key)][0]) else (key, (axis, start, end - start))
+
+
+def layer_of(key: str) -> str:
+    """Return the native name of the module that a weight key of the model belongs to."""
+    return key.removeprefix("diffusion_model.").removesuffix(".weight")
 
 
 def _flat(names: Mapping[str, Target | Fused]) -> dict[str, Target | Fused]:

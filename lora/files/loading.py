@@ -13,9 +13,10 @@ from ...models.family import Family
 from ...models.name_table import flat_name
 from .coverage import check_finite, no_layer_met, reading_notes
 from .fit import fitting_patches
+from .key_map import layer_of
 from .lora_model import MODULES, LoraModel
 from .patches import DoesNotFit, Patch, Target, delta_of
-from .reader import Patches, join_patches, layer_of, read_patches
+from .reader import Patches, join_patches, read_patches
 from .spellings import ALPHA, DOWN, UP
 
 # Fields of a header that are right for one file only.

@@ -76,16 +76,20 @@ class LoraModel(dict[str, Tensor]):
         table = model._recorded()
         if table is None or not table.cut:
             return model
-        updates: dict[str, dict[str, dict[str, Tensor]]] = {}
-        for key in [key for key in model if key.startswith(CUT)]:
-            module, _, suffix = split_key(key.removeprefix(CUT))
-            if (fused := table.cut_from(module)) is not None:
-                updates.setdefault(fused, {}).setdefault(module, {})[suffix] = model.pop(key)
-        for fused, by_module in updates.items():
+        for fused, by_module in model._take_cut(table).items():
             parts = [by_module[module] for module in table.cut_modules(fused)]
             whole = parts[0] | {UP: torch.cat([part[UP] for part in parts])}
             model.update((f"{PREFIX}{flat_name(fused)}.{suffix}", tensor) for suffix, tensor in whole.items())
         return model
+
+    def _take_cut(self, table: NameTable) -> dict[str, dict[str, dict[str, Tensor]]]:
+        """Take out the tensors of the parts of fused modules: by fused module, part and key suffix."""
+        tensors: dict[str, dict[str, dict[str, Tensor]]] = {}
+        for key in [key for key in self if key.startswith(CUT)]:
+            module, _, suffix = split_key(key.removeprefix(CUT))
+            if (fused := table.cut_from(module)) is not None:
+                tensors.setdefault(fused, {}).setdefault(module, {})[suffix] = self.pop(key)
+        return tensors
 
     @classmethod
     def from_tensors(

@@ -119,7 +119,8 @@ class Patch:
         if isinstance(self.content, tuple):
             return
         for suffix, tensor in self.tensors().items():
-            if tensor.dim() < 2 and suffix not in _NO_MATRICES or (suffix == RESHAPE and tensor.dim() != 1):
+            is_usual = tensor.dim() == 1 if suffix == RESHAPE else tensor.dim() >= 2 or suffix in _NO_MATRICES
+            if not is_usual:
                 raise DoesNotFit(f"{name}: {suffix} is of the shape {tuple(tensor.shape)}, which is no matrix")
 
     def shape(self) -> tuple[int, int] | None:
@@ -139,7 +140,7 @@ class Patch:
             axis, _, length = self.place
             shape = (*shape[:axis], length, *shape[axis + 1 :])
         sides, text = self.shape(), _text(shape)
-        if sides is not None and len(shape) == 2 and any(a and a != b for a, b in zip(sides, shape, strict=True)):
+        if sides is not None and not _sides_fit(sides, shape):
             rows, columns = (str(side or "any") for side in sides)
             raise DoesNotFit(f"{layer}: {rows} x {columns} there, {text} here")
         tensors = self.tensors()
@@ -164,14 +165,24 @@ class Patch:
         return comfy.lora.calculate_weight([(1.0, self.content, 1.0, self.place, record_use)], weight, ""), used
 
 
+def _sides_fit(sides: tuple[int, int], shape: Sequence[int]) -> bool:
+    """Return whether (out, in), 0 for a side left open, is the shape of a matrix; of anything else it says nothing."""
+    return len(shape) != 2 or all(side in (0, length) for side, length in zip(sides, shape, strict=True))
+
+
+def _unknown_plain(content: tuple[Any, ...]) -> str | None:
+    """Return a name for a patch without an adapter that is not a whole difference or weight; None for these."""
+    if len(content) != 2 or content[0] not in tuple(_PLAIN):
+        return "a patch of another kind"
+    kind, values = content
+    is_whole = len(values) == 1 and isinstance(values[0], Tensor)
+    return None if is_whole else f"a {_PLAIN[kind]} with settings"
+
+
 def _unknown(content: Any) -> str | None:
     """Return a name for content that is not in `_ORDERS` or `_PLAIN`, or has settings beyond theirs; None otherwise."""
     if isinstance(content, tuple):
-        if len(content) != 2 or content[0] not in tuple(_PLAIN):
-            return "a patch of another kind"
-        kind, values = content
-        plain = len(values) == 1 and isinstance(values[0], Tensor)
-        return None if plain else f"a {_PLAIN[kind]} with settings"
+        return _unknown_plain(content)
     name, order = type(content).__name__, _ORDERS.get(type(content))
     if order is None:
         return f"a {name}"
@@ -217,13 +228,14 @@ def _size(tensors: Mapping[str, Tensor]) -> tuple[int, int] | None:
         return None
     if "hada_w1_a" in tensors:
         return len(tensors["hada_w1_a"]), tensors["hada_w1_b"].shape[1]
-    rows, columns = 1, 1
-    for w in ("lokr_w1", "lokr_w2"):
-        first, last = (tensors.get(w, tensors.get(f"{w}{part}")) for part in ("_a", "_b"))
-        if first is None or last is None:
-            return None
-        rows, columns = rows * len(first), columns * last.shape[1]
-    return rows, columns
+    outer, inner = _factor_size(tensors, "lokr_w1"), _factor_size(tensors, "lokr_w2")
+    return None if outer is None or inner is None else (outer[0] * inner[0], outer[1] * inner[1])
+
+
+def _factor_size(tensors: Mapping[str, Tensor], name: str) -> tuple[int, int] | None:
+    """Return (rows, columns) of a factor of a LoKr, whole or as a product of two matrices; None if it is not there."""
+    first, last = (tensors.get(name, tensors.get(f"{name}{part}")) for part in ("_a", "_b"))
+    return None if first is None or last is None else (len(first), last.shape[1])
 
 
 def _text(shape: Sequence[int]) -> str:
@@ -240,7 +252,7 @@ def delta_of(
         the reader skips a patch, or if the values overflow.
     """
     weight = read().to(device) if any(patch.needs_weight for patch in patches) else None
-    delta = torch.zeros(*shape, device=device) if weight is None else weight.clone()
+    delta = torch.zeros(tuple(shape), device=device) if weight is None else weight.clone()
     for patch in patches:
         delta, applied = patch.apply(delta)
         if not applied:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...models.convolutions import layer_shapes
 from ...models.family import Family
 from ...models.name_table import NameTable, uncompiled
-from .key_map import Fused, KeyMap
+from .key_map import Fused, KeyMap, layer_of
 from .lora_model import LowRank
 from .patches import DoesNotFit, Patch, Target
 from .spellings import ALPHA, DORA, DOWN, UP, is_text_encoder, split_key
@@ -167,6 +167,15 @@ def _updates(lora: Mapping[str, Tensor]) -> list[_Update]:
     A tensor without an adapter's name, such as an alpha, belongs to all adapters of its module. A whole difference or
     weight beside another update of a module is an update of its own.
     """
+    updates: list[_Update] = []
+    for by_adapter in _by_module(lora).values():
+        for update in _with_common_tensors(by_adapter):
+            updates += _divided(update)
+    return updates
+
+
+def _by_module(lora: Mapping[str, Tensor]) -> dict[str, dict[str, _Update]]:
+    """Collect the tensors of each module, and of each of its adapters. Raises DoesNotFit for what is no tensor."""
     by_module: dict[str, dict[str, _Update]] = {}
     for key, tensor in lora.items():
         if not isinstance(tensor, Tensor):
@@ -181,23 +190,30 @@ def _updates(lora: Mapping[str, Tensor]) -> list[_Update]:
         update = by_adapter.setdefault(adapter, _Update(module, name, {}, {}))
         update.tensors[suffix] = tensor
         update.keys[suffix] = key
-    updates: list[_Update] = []
-    for by_adapter in by_module.values():
-        plain = by_adapter.get("")
-        if plain is not None and len(by_adapter) > 1 and not {DOWN, UP} & plain.tensors.keys():
-            del by_adapter[""]
-            for update in by_adapter.values():
-                for suffix, tensor in plain.tensors.items():
-                    update.tensors.setdefault(suffix, tensor)
-                    update.keys.setdefault(suffix, plain.keys[suffix])
-        for update in by_adapter.values():
-            rest = tuple(update.tensors)
-            for suffixes in _REPLACING:
-                if suffixes[0] in rest and not set(rest) <= {*suffixes, "diff_b", ALPHA}:
-                    updates.append(update.part(suffixes))
-                    rest = tuple(suffix for suffix in rest if suffix not in suffixes)
-            updates.append(update.part(rest))
+    return by_module
+
+
+def _with_common_tensors(by_adapter: Mapping[str, _Update]) -> list[_Update]:
+    """Return the updates of a module, each with the tensors that have no adapter's name, unless these are an update."""
+    common = by_adapter.get("")
+    if common is None or len(by_adapter) == 1 or {DOWN, UP} & common.tensors.keys():
+        return list(by_adapter.values())
+    updates = [update for update in by_adapter.values() if update is not common]
+    for update in updates:
+        for suffix, tensor in common.tensors.items():
+            update.tensors.setdefault(suffix, tensor)
+            update.keys.setdefault(suffix, common.keys[suffix])
     return updates
+
+
+def _divided(update: _Update) -> Iterator[_Update]:
+    """Yield the whole differences and weights beside another update, and then the rest."""
+    rest = tuple(update.tensors)
+    for suffixes in _REPLACING:
+        if suffixes[0] in rest and not set(rest) <= {*suffixes, "diff_b", ALPHA}:
+            yield update.part(suffixes)
+            rest = tuple(suffix for suffix in rest if suffix not in suffixes)
+    yield update.part(rest)
 
 
 def _pieces(update: _Update, target: Target | Fused) -> list[tuple[_Update, Target]]:
@@ -267,11 +283,6 @@ def _doubled(groups: list[Patches]) -> tuple[str, ...]:
         if any(begin < end for (_, end), (begin, _) in zip(spans, spans[1:], strict=False)):
             doubled.append(name_of(key))
     return tuple(doubled)
-
-
-def layer_of(key: str) -> str:
-    """Return the native name of the module that a weight key of the model belongs to."""
-    return key.removeprefix("diffusion_model.").removesuffix(".weight")
 
 
 def name_of(key: str) -> str:
