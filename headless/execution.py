@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,13 +147,8 @@ class Run:
             for name in inputs:
                 is_declared = any(name.partition(".")[0] in group for group in groups.values())
                 if (is_tessera and not is_declared) or (name in changed and name not in resolved_inputs):
-                    input_names = [name for kind in ("required", "optional") for name in groups.get(kind, {})]
-                    input_names += [
-                        key
-                        for key in inputs
-                        if key in resolved_inputs and key.partition(".")[0] in input_names and key not in input_names
-                    ]
-                    hint = f"; it has {', '.join(input_names)}" if input_names else ""
+                    names = _input_names(groups, [key for key in inputs if key in resolved_inputs])
+                    hint = f"; it has {', '.join(names)}" if names else ""
                     raise UsageError(f"{self.title(number)} ({number}) has no input called {name}{hint}.")
 
     def explain(self, error: dict[str, Any], node_errors: dict[str, Any]) -> Iterator[str]:
@@ -201,3 +196,9 @@ class Run:
                     yield str(entry["path"])
                 elif isinstance(entry, dict) and entry.get("type") == "output":
                     yield "/".join(filter(None, (entry.get("subfolder"), entry.get("filename"))))
+
+
+def _input_names(groups: Mapping[str, Mapping[str, Any]], nested: Sequence[str]) -> list[str]:
+    """List the inputs of a node. nested: those that a workflow sets inside others, as `group.name`, and others."""
+    names = [name for kind in ("required", "optional") for name in groups.get(kind, {})]
+    return names + [key for key in nested if key.partition(".")[0] in names and key not in names]

@@ -16,16 +16,7 @@ def read_workflow(path: Path) -> tuple[Prompt, dict[str, Any]]:
 
     Raises UsageError for anything else.
     """
-    try:
-        if (size := path.stat().st_size) > MOST_BYTES:
-            raise UsageError(f"{path} has {size / 1e6:.0f} MB; a workflow has at most {MOST_BYTES / 1e6:.0f} MB.")
-        prompt = json.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise UsageError(f"{path} can't be read: {error.strerror}.") from error
-    except RecursionError as error:
-        raise UsageError(f"{path} has too many lists inside one another; export the workflow again.") from error
-    except ValueError as error:
-        raise UsageError(f"{path} isn't a JSON file: {error}.") from error
+    prompt = _read_json(path)
     if isinstance(prompt, dict) and isinstance(prompt.get("nodes"), list):
         raise UsageError(f"{path} is a workflow for the browser; open it there and use Workflow > Export (API).")
     extra_data: Any = {}
@@ -34,6 +25,20 @@ def read_workflow(path: Path) -> tuple[Prompt, dict[str, Any]]:
     if not isinstance(prompt, dict) or not prompt or not all(_is_node(node) for node in prompt.values()):
         raise UsageError(f"{path} isn't a workflow in API format; use Workflow > Export (API) in ComfyUI.")
     return prompt, extra_data if isinstance(extra_data, dict) else {}
+
+
+def _read_json(path: Path) -> Any:
+    """Read a JSON file. Raises UsageError for one that can't be read, and for one larger than a workflow is."""
+    try:
+        if (size := path.stat().st_size) > MOST_BYTES:
+            raise UsageError(f"{path} has {size / 1e6:.0f} MB; a workflow has at most {MOST_BYTES / 1e6:.0f} MB.")
+        return json.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise UsageError(f"{path} can't be read: {error.strerror}.") from error
+    except RecursionError as error:
+        raise UsageError(f"{path} has too many lists inside one another; export the workflow again.") from error
+    except ValueError as error:
+        raise UsageError(f"{path} isn't a JSON file: {error}.") from error
 
 
 def _is_node(node: Any) -> bool:

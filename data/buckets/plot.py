@@ -24,27 +24,34 @@ MOST_GRIDS = 7
 
 def describe_plan(plan: BucketPlan) -> str:
     """Describe the plan in a few lines: token counts, pixels, grids, crop, and comparison with equal-area buckets."""
-    lines = []
-    for tokens in plan.token_counts:
-        grids = [p.grid for p in plan.placements if p.tokens == tokens]
-        frames = sorted({grid.frames for grid in grids})
-        clips = frames != [1]
-        shapes = " or ".join("one frame" if t == 1 else f"{t} latent frames of {tokens // t}" for t in frames)
-        megapixels = " and ".join(f"{_megapixels(plan, tokens, t):.2f}" for t in frames)
-        lines.append(
-            f"{tokens} tokens{f', as {shapes}' if clips else ''} ({megapixels} megapixels; {plan.wanted_tokens} tokens "
-            f"{'a frame ' if clips else ''}asked for): {_contents(grids)} on {_count(len(set(grids)), 'grid')}."
-        )
+    lines = [_describe_count(plan, tokens) for tokens in plan.token_counts]
     lines.append(describe_cropping(plan))
     lines.append(
         f"Ordinary buckets would crop {plan.equal_area_crop:.2%} on average, with "
         f"{_count(plan.equal_area_counts, 'token count')} to compile for instead of {len(plan.token_counts)}."
     )
     if plan.upscaled:
-        noun = "picture" if all(p.grid.frames == 1 for p in plan.placements) else "picture or clip"
-        enlarged = f"1 {noun} is" if plan.upscaled == 1 else f"{plan.upscaled:,} {noun.replace(' or ', 's or ')}s are"
-        lines.append(f"{enlarged} smaller than the training size and will be enlarged.")
+        lines.append(f"{_enlarged(plan)} smaller than the training size and will be enlarged.")
     return "\n".join(lines)
+
+
+def _describe_count(plan: BucketPlan, tokens: int) -> str:
+    """Describe a token count: its pixels, and the images that have it, on how many grids."""
+    grids = [placement.grid for placement in plan.placements if placement.tokens == tokens]
+    frames = sorted({grid.frames for grid in grids})
+    clips = frames != [1]
+    shapes = " or ".join("one frame" if t == 1 else f"{t} latent frames of {tokens // t}" for t in frames)
+    megapixels = " and ".join(f"{_megapixels(plan, tokens, t):.2f}" for t in frames)
+    return (
+        f"{tokens} tokens{f', as {shapes}' if clips else ''} ({megapixels} megapixels; {plan.wanted_tokens} tokens "
+        f"{'a frame ' if clips else ''}asked for): {_contents(grids)} on {_count(len(set(grids)), 'grid')}."
+    )
+
+
+def _enlarged(plan: BucketPlan) -> str:
+    """Count the images below the training size, with their verb."""
+    noun = "picture" if all(placement.grid.frames == 1 for placement in plan.placements) else "picture or clip"
+    return f"1 {noun} is" if plan.upscaled == 1 else f"{plan.upscaled:,} {noun.replace(' or ', 's or ')}s are"
 
 
 def describe_cropping(plan: BucketPlan) -> str:

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from statistics import median
 from typing import Any, NamedTuple
@@ -25,6 +25,11 @@ class Step(NamedTuple):
     data: float
     wait: float
     device: tuple[Any, Any] | None
+
+    @property
+    def host(self) -> float:
+        """Seconds of the host's own work."""
+        return self.whole - self.data - self.wait
 
 
 class StepClock:
@@ -66,14 +71,13 @@ class StepClock:
 
     def facts(self) -> dict[str, float | None]:
         """Return entries for the summary, medians; waits for the GPU's last event."""
-        parts: dict[str, list[float]] = {
-            "seconds_per_step": [step.whole for step in self.steps],
-            "host_seconds": [step.whole - step.data - step.wait for step in self.steps],
-            "wait_seconds": [step.wait for step in self.steps],
-            "data_seconds": [step.data for step in self.steps],
-            "device_seconds": [_elapsed(*step.device) for step in self.steps if step.device is not None],
+        return {
+            "seconds_per_step": _median(step.whole for step in self.steps),
+            "host_seconds": _median(step.host for step in self.steps),
+            "wait_seconds": _median(step.wait for step in self.steps),
+            "data_seconds": _median(step.data for step in self.steps),
+            "device_seconds": _median(_elapsed(*step.device) for step in self.steps if step.device is not None),
         }
-        return {name: round(median(seconds), 4) if seconds else None for name, seconds in parts.items()}
 
     def _moment(self) -> Any:
         if self.device.type != "cuda":
@@ -81,6 +85,12 @@ class StepClock:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+def _median(seconds: Iterable[float]) -> float | None:
+    """Return the median, rounded to a tenth of a millisecond; None of nothing."""
+    values = list(seconds)
+    return round(median(values), 4) if values else None
 
 
 def _elapsed(start: Any, end: Any) -> float:
