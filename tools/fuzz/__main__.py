@@ -25,13 +25,13 @@ from served import Served  # noqa: E402
 
 ROUND = 60  # inputs of one reader at a time
 SERVED_ROUND = 4
-SERVED_SHARE = 0.4  # of the time
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dev.py fuzz", description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=60, help="how long to look, after ComfyUI has started")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same inputs in the same order")
+    parser.add_argument("--served", type=float, default=0.4, help="share of the time for ComfyUI's own server, 0 to 1")
     parser.add_argument("--only", default="", help="readers whose name has this text in it")
     return parser.parse_args(arguments)
 
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     readers = [reader for reader in READERS if args.only in reader.name]
     with tempfile.TemporaryDirectory(prefix="tessera-fuzz-") as scratch:
         folder = Path(scratch)
-        in_process = args.seconds * (1 - SERVED_SHARE)
+        in_process = args.seconds * (1 - args.served)
         count, faults = fuzz(readers, in_process, args.seed, ROUND, folder) if readers else (0, [])
         print(f"{count:,} inputs to {len(readers)} readers: {len(faults)} faults.", flush=True)
         for fault in faults:
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
         with with_comfyui.make_server(folder / "comfyui") as server:
             served = Served(server)
             routes = [reader for reader in served.readers() if args.only in reader.name]
-            seconds = args.seconds * SERVED_SHARE
+            seconds = args.seconds * args.served
             input_count, server_faults = fuzz(routes, seconds, args.seed, SERVED_ROUND, folder) if routes else (0, [])
             print(f"{input_count:,} inputs to a server: {len(server_faults)} faults; {served.summary()}", flush=True)
     for fault in server_faults:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 LONGEST = 60_000  # characters of a text
+LARGEST = 4_000_000  # characters of one that is repeated
 PIECES = (
     *"a ,.{}|*?[]()<>:;=\"'\\/%~#@&+-_0\n\t\0",
     "{a|b}",
@@ -37,8 +38,13 @@ NUMBERS = (0, -1, 1, 0.5, 2**31, 2**63, 10**400, 1e308, -1e308, 1e-320, float("i
 
 def texts(longest: int = LONGEST) -> st.SearchStrategy[str]:
     piece = st.sampled_from(PIECES) | st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
-    repeated = st.tuples(piece, st.sampled_from(COUNTS)).map(lambda pair: (pair[0] * pair[1])[:longest])
-    return st.lists(repeated, max_size=6).map(lambda parts: "".join(parts)[:longest])
+    run = st.tuples(piece, st.sampled_from(COUNTS)).map(lambda pair: (pair[0] * pair[1])[:longest])
+    return st.lists(run, max_size=6).map(lambda parts: "".join(parts)[:longest])
+
+
+def repeated(text: str, count: int, most: int = LARGEST) -> str:
+    """Repeat a text, as often as the whole stays below `most` characters."""
+    return text * max(1, min(count, most // max(1, len(text))))
 
 
 def values(keys: Sequence[str] = ()) -> st.SearchStrategy[Any]:
@@ -62,7 +68,7 @@ def json_texts(draw: st.DrawFn, keys: Sequence[str] = ()) -> str:
         return "[" * count + text + "]" * count
     if kind == "open":
         return '{"a":[' * count + text
-    return "[" + f"{text}," * count + "0]" if kind == "wide" else text
+    return "[" + repeated(f"{text},", count) + "0]" if kind == "wide" else text
 
 
 def dumped(value: Any) -> str:
@@ -109,6 +115,25 @@ def safetensors_files(draw: st.DrawFn, keys: Sequence[str], metadata: st.SearchS
     )
     length = draw(st.sampled_from((len(text),) * 4 + (0, len(text) + 1, 2**40, 2**63)))
     return length.to_bytes(8, "little") + text + bytes(offset)
+
+
+BOXES = b"moov trak mdia minf stbl stsz stts stsc stco hdlr moof traf trun mdat meta udta free cmov".split()
+SIZES = (0, 1, 2, 3, 8, 1000, 50_000_000, 2**31, 2**32 - 1)
+
+
+def films() -> st.SearchStrategy[bytes]:
+    """Boxes of MP4 in any order, and what they claim."""
+    kinds = st.sampled_from(BOXES)
+    numbers = st.lists(st.sampled_from(SIZES).map(lambda size: size.to_bytes(4, "big")), max_size=6).map(b"".join)
+    leaves = st.tuples(kinds, numbers).map(lambda pair: box(*pair))
+    trees = st.recursive(
+        leaves, lambda inner: st.tuples(kinds, st.lists(inner, max_size=4).map(b"".join)).map(lambda pair: box(*pair))
+    )
+    return st.lists(trees, max_size=4).map(lambda parts: box(b"ftyp", b"isom" * 2) + b"".join(parts))
+
+
+def box(kind: bytes, content: bytes) -> bytes:
+    return (8 + len(content)).to_bytes(4, "big") + kind + content
 
 
 @cache

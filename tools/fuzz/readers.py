@@ -16,11 +16,14 @@ import safetensors.torch
 import torch
 import with_comfyui
 from hypothesis import strategies as st
+from tessera.common.untrusted.budgets import CAPTION_FILE, OverBudget
+from tessera.data.captioning.instruction import CaptionStyle
 from tessera.data.captions.notes import variant_notes
 from tessera.data.captions.options import CaptionOptions
 from tessera.data.captions.variants import make_caption_variants
 from tessera.data.folders.class_words import read_class_word
 from tessera.data.media.thumbnails import image_thumbnail, video_thumbnail
+from tessera.data.review.captions import caption_faults
 from tessera.headless.errors import UsageError
 from tessera.headless.workflow import read_workflow, set_input
 from tessera.lora.files.formats import FORMATS, convert
@@ -145,8 +148,26 @@ def read_captions(caption_input: tuple[str, dict[str, Any], str]) -> None:
     caption_options = CaptionOptions(**options)
     variants = {"a.png": make_caption_variants(text, caption_options, trigger, "a.txt")}
     variant_notes(caption_options, "folder", [text], variants)
-    read_class_word("dog", trigger)
+    for words, plain in ((trigger, text), (text, trigger)):
+        with suppress(OverBudget):
+            read_class_word("dog", words).caption(plain[: CAPTION_FILE.characters])
+        with suppress(OverBudget):
+            list(caption_faults({"a.png": plain[: CAPTION_FILE.characters]}, words, None))
 
+
+def read_style(style_and_answer: tuple[dict[str, str], str]) -> None:
+    fields, answer = style_and_answer
+    style = CaptionStyle(**fields)
+    style.prompt()
+    style.with_trigger(style.finish(answer[:MOST_ANSWERED]))
+
+
+WORDS = hostile.texts(4000) | hostile.texts(20).map(lambda text: f"{text},w" * 150)
+STYLES = st.fixed_dictionaries(
+    {"style": st.sampled_from(("sentence", "tags"))},
+    optional={"trigger_words": WORDS, "never_use": WORDS, "instruction": hostile.texts()},
+)
+MOST_ANSWERED = 10_000  # characters of a model's answer
 
 # Run folders
 
@@ -183,7 +204,7 @@ def run_folders(draw: st.DrawFn) -> dict[str, str]:
     """Texts of a run folder's files by name."""
     line = RECORD_LINES.map(hostile.dumped) | hostile.json_texts(KINDS)
     lines = draw(st.lists(st.tuples(line, st.sampled_from((1, 1, 1, 2000))), max_size=8))
-    files = {"progress.jsonl": "".join(f"{text}\n" * count for text, count in lines)}
+    files = {"progress.jsonl": "".join(hostile.repeated(f"{text}\n", count) for text, count in lines)}
     run = hostile.objects({"output_name": ("fox",), "steps": (2,), "id": ("x",), "started": ("2026-01-01T00:00:00",)})
     for name, content in (("run.json", run), ("summary.json", SUMMARY), ("index.json", SHOTS)):
         if draw(st.booleans()):
@@ -308,7 +329,8 @@ READERS = (
     Reader("learning rate curve", hostile.texts(), parse_curve),
     Reader("optimizer arguments", hostile.texts(), parse_args),
     Reader("workflow and --set", st.tuples(NODES | hostile.json_texts(("1",)), CHANGES), read_changes),
-    Reader("captions", st.tuples(hostile.texts(), CAPTION_OPTIONS, hostile.texts(200)), read_captions),
+    Reader("captions", st.tuples(hostile.texts(), CAPTION_OPTIONS, hostile.texts(200) | WORDS), read_captions),
+    Reader("words of a caption model", st.tuples(STYLES, hostile.texts()), read_style),
     Reader("run folder", run_folders(), read_run),
     Reader("state file", st.deferred(lambda: hostile.damaged([whole_state()])), read_state_file),
     Reader("state header", hostile.safetensors_files(("master.a", "state.0"), hostile.json_texts()), read_state_file),
@@ -326,5 +348,6 @@ READERS = (
     Reader("folder layout", folders.layouts(), in_folder(folders.read_folder)),
     Reader("LoRA metadata", METADATA, read_metadata),
     Reader("picture", hostile.damaged(hostile.pictures()), thumbnail(image_thumbnail, ".png")),
+    Reader("tables of a clip", hostile.films(), thumbnail(video_thumbnail, ".mp4")),
     Reader("clip", st.deferred(lambda: hostile.damaged(clips())), thumbnail(video_thumbnail, ".mp4")),
 )
