@@ -6,6 +6,7 @@ from unicodedata import category, name, normalize
 from .text import quoted
 
 LONGEST_NAME = 120  # leaves room for the key, the step and the ending within the 255 bytes of a file name
+_LONGEST_PATH = 2000  # characters, folders included
 ENDING = ".safetensors"
 # Device names on Windows, whatever the ending.
 _DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
@@ -23,6 +24,8 @@ def plain_name(output_name: str) -> str:
 
     Raises ValueError, which names the character, unless it is a relative name that every file system accepts.
     """
+    if len(output_name) > _LONGEST_PATH:  # to compose accents takes a time quadratic in their number
+        raise ValueError(f"output_name has {len(output_name):,} characters; use at most {_LONGEST_PATH:,}.")
     *folders, last = (part.strip() for part in re.split(r"[/\\]", normalize("NFC", output_name)))
     if last.lower().endswith(ENDING):
         last = last[: -len(ENDING)].rstrip()

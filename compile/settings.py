@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..common.text import quoted
+from ..common.untrusted.budgets import SETTINGS, check_size
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 DYNAMIC = {"auto": None, "true": True, "false": False}
@@ -182,8 +183,10 @@ def parse_overrides(text: str) -> tuple[Override, ...]:
 
     A line is a pattern of blocks, then `eager` or any of backend=, mode=, dynamic=, fullgraph=. A pattern may have
     wildcards and ranges: double_blocks.*, single_blocks.0-9. Empty lines and comments after a # are skipped. Raises
-    ValueError, in a sentence, for a line without a setting, or with unknown, repeated or conflicting ones.
+    ValueError, in a sentence, for a line without a setting, or with unknown, repeated or conflicting ones, and for a
+    text that is too long.
     """
+    check_size(SETTINGS, "overrides", characters=len(text))
     overrides = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
@@ -232,6 +235,6 @@ def _matches(pattern: str, block: str) -> bool:
 
 
 def _part_matches(pattern: str, part: str) -> bool:
-    if (numbers := re.fullmatch(r"(\d+)-(\d+)", pattern)) and part.isdigit():
+    if (numbers := re.fullmatch(r"(\d{1,9})-(\d{1,9})", pattern)) and part.isdigit():
         return int(numbers[1]) <= int(part) <= int(numbers[2])
     return fnmatch.fnmatchcase(part, pattern)

@@ -83,6 +83,7 @@ LAYER_PATTERNS = Budget(
     characters=20_000,
     items=1_000,
 )
+SETTINGS = Budget("a list of settings, such as optimizer_args,", "it has a few lines", "write fewer", characters=10_000)
 PATTERN = Budget("a name with *", "names have a few parts", "write more of the name and fewer *", items=16)
 WORKFLOW_FILE = Budget(
     "a workflow in a run folder",
@@ -134,6 +135,9 @@ CAPTION_EDIT = Budget(
     items=50_000,
     depth=5,
 )
+PAGE_REQUEST = Budget(
+    "a request of a page", "it names a run, or the order of a queue", "reload the page", bytes=MB, items=5_000, depth=5
+)
 CAPTION_LEDGER = Budget(
     "the list of captions that models wrote",
     "it has a line for each picture of a folder",
@@ -148,6 +152,16 @@ TAG_TABLE = Budget(
     "choose another tagger",
     bytes=32 * MB,
     items=500_000,
+)
+WORDS = Budget(
+    "a list of words, such as trigger_words,",
+    "it names a subject, or a few dozen words to avoid",
+    "write fewer",
+    characters=5_000,
+    items=200,
+)
+INSTRUCTION = Budget(
+    "an instruction for a model that writes captions", "it is a paragraph", "shorten it", characters=20_000
 )
 DATASET_FILE = Budget(
     "a dataset file of another trainer",
@@ -211,6 +225,14 @@ MASK_FILE = Budget(
     "draw the mask in another program and put it beside the picture",
     bytes=64 * MB,
     pixels=100_000_000,
+)
+MASK_REQUEST = Budget(
+    "a page's request to save a mask",
+    "it holds the mask in base64",
+    "draw the mask in another program and put it beside the picture",
+    bytes=100 * MB,
+    items=100,
+    depth=2,
 )
 CAPTION_FORMS = Budget(
     "the forms of all captions of a folder",
@@ -284,6 +306,15 @@ TUNE_RESULT = Budget(
 
 # Pictures
 
+PICTURE = Budget(
+    "a picture to be read",
+    "170 megapixels of 16 bits, which is the most that is decoded, have 1,400 MB",
+    "save it as PNG, or scale it down",
+    bytes=2_000 * MB,
+)
+CLIP = Budget(
+    "a clip to be read", "two million are nine hours at 60 a second", "cut it into shorter ones", items=2_000_000
+)
 THUMBNAIL_IMAGE = Budget(
     "a picture to be shown",
     "it is decoded whole; larger ones can be trained on all the same",

@@ -3,7 +3,7 @@
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 from .budgets import Budget, check_size
 
@@ -25,12 +25,30 @@ def open_regular(path: Path, follow_links: bool = True) -> BinaryIO:
         raise
 
 
+def append_regular(path: Path) -> TextIO:
+    """Open a regular file to append text to it, or make it. Never blocks, and writes through no link.
+
+    Raises OSError for anything but a regular file.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
+    handle = os.open(path, flags, 0o666)
+    try:
+        check_regular(os.fstat(handle), path)
+        return os.fdopen(handle, "a", encoding="utf-8")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
 def read_regular(path: Path, budget: Budget) -> bytes:
     """Read a whole regular file. Raises OverBudget if it is too large, OSError as `open_regular`."""
     with open_regular(path) as file:
-        check_size(budget, path.name, bytes=os.fstat(file.fileno()).st_size)
-        data = file.read(budget.bytes + 1)
-    check_size(budget, path.name, bytes=len(data))  # it may have grown
+        size = os.fstat(file.fileno()).st_size
+        check_size(budget, path.name, bytes=size)
+        data = file.read(size + 1)  # a read of more allocates all that was asked for
+        if len(data) > size:  # it has grown
+            data += file.read(budget.bytes + 1 - len(data))
+    check_size(budget, path.name, bytes=len(data))
     return data
 
 

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 from ...common.text import one_of, within
+from ...common.untrusted.budgets import INSTRUCTION, WORDS, check_size
 
 SENTENCE, PARAGRAPH, TAGS = STYLES = ("sentence", "paragraph", "tags")
 MOST_WORDS = 500
@@ -38,6 +39,9 @@ class CaptionStyle:
         """Check the values. Raises ValueError."""
         one_of("style", self.style, STYLES)
         within("max_words", self.max_words, 1, MOST_WORDS)
+        check_size(WORDS, "trigger_words", characters=len(self.trigger_words))
+        check_size(WORDS, "never_use", characters=len(self.never_use), items=self.never_use.count(","))
+        check_size(INSTRUCTION, "instruction", characters=len(self.instruction))
 
     @property
     def trigger(self) -> str:

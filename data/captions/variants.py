@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ...common.rng import generator
-from ...common.untrusted.budgets import CAPTION_FILE, CAPTION_FORMS, TAGS, check_size
+from ...common.untrusted.budgets import CAPTION_FILE, CAPTION_FORMS, TAGS, WORDS, check_size
 from .options import MOST_VARIANTS, CaptionOptions
 from .tags import TagRules, split_tags
 from .wildcards import WildcardError, Wildcards, parse_wildcards
@@ -57,8 +57,10 @@ def make_caption_variants(text: str, options: CaptionOptions, trigger_words: str
     A caption with at most `caption_variants` variants gets all of them. Of others that many are sampled; the sample
     depends on the text only, and a larger number extends it. If tags are sampled, the caption with all tags in their
     written order comes first, with the probability at which it was sampled. All captions of a file are equally likely.
-    Raises ValueError for unmatched braces, with their position, and for trigger words that would never be shown.
+    Raises ValueError for unmatched braces, with their position, and for trigger words that would never be shown or are
+    too long.
     """
+    check_size(WORDS, "trigger_words", characters=len(trigger_words))
     words = trigger_words.strip().rstrip(",").rstrip()
     if options.caption_dropout == 1:
         if words:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...common.text import cut, quoted, shortlist
+from ...common.untrusted.budgets import CAPTION_FILE, WORDS, check_size
 
 
 @dataclass(frozen=True)
@@ -19,10 +20,14 @@ class ClassWord:
     class_name: str
 
     def caption(self, text: str) -> str | None:
-        """Replace each of the words, as whole words in any case; None if the caption has none of them."""
+        """Replace each of the words, as whole words in any case; None if the caption has none of them.
+
+        Raises OverBudget for a result that is too long for a caption.
+        """
         longest_first = sorted(self.words, key=len, reverse=True)
         pattern = "|".join(rf"(?<!\w){re.escape(word)}(?!\w)" for word in longest_first)
         replaced, count = re.subn(pattern, lambda _: self.class_name, text, flags=re.IGNORECASE)
+        check_size(CAPTION_FILE, "A caption with the class_word", characters=len(replaced) if count else 0)
         return replaced if count else None
 
 
@@ -30,8 +35,10 @@ def read_class_word(class_word: str, trigger_words: str) -> ClassWord:
     """Parse the class_word option.
 
     `man` replaces the trigger words, as a whole and each of their comma-separated parts; `ohwx=man` replaces ohwx.
-    Raises ValueError if there is no word to replace.
+    Raises ValueError if there is no word to replace, or too many.
     """
+    check_size(WORDS, "class_word", characters=len(class_word))
+    check_size(WORDS, "trigger_words", characters=len(trigger_words), items=trigger_words.count(","))
     word, equals, class_name = (part.strip() for part in class_word.partition("="))
     if equals and not (word and class_name):
         raise ValueError(f"class_word is {quoted(class_word)}; write it as word=class, such as ohwx=man.")

@@ -276,7 +276,9 @@ def folder_fingerprint(
     return fingerprint(entries)
 
 
-def _with_class(dataset: Dataset, folder: Path, options: FolderOptions, trigger_words: str) -> Dataset:
+def _with_class(
+    dataset: Dataset, folder: Path, options: FolderOptions, trigger_words: str, interrupted: Interrupted
+) -> Dataset:
     """Add class captions if class_word is set, or empty ones for blank prompt preservation."""
     if options.blank_prompt_preservation:
         blank = (_with_blank(e) if e.options.blank_prompt_preservation else e for e in dataset.entries)
@@ -287,6 +289,7 @@ def _with_class(dataset: Dataset, folder: Path, options: FolderOptions, trigger_
     entries: list[ImageEntry | VideoEntry] = []
     unmatched: list[str] = []
     for entry in dataset.entries:
+        interrupted()
         if not entry.options.class_word.strip():  # regularisation of the layout
             entries.append(entry)
             continue
@@ -351,7 +354,8 @@ def _scan(
         f"{kind.format}{heic}."
     )
     notes = (*layout.notes, *[left_out] * bool(layout.unread), *dataset.notes)
-    dataset = _with_class(replace(dataset, notes=notes), folder, node_options.treatment, node_options.trigger_words)
+    dataset = replace(dataset, notes=notes)
+    dataset = _with_class(dataset, folder, node_options.treatment, node_options.trigger_words, interrupted)
     return _with_masks(dataset, mask_folder, node_options.treatment)
 
 

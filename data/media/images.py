@@ -19,7 +19,9 @@ import torch
 from PIL import Image, ImageCms, UnidentifiedImageError, features
 from torch import Tensor
 
-from ...common.untrusted.regular_files import file_state
+from ...common.untrusted.budgets import PICTURE, OverBudget
+from ...common.untrusted.in_flight import page_pixels
+from ...common.untrusted.regular_files import file_state, read_regular
 from .colours import Colours, colours_of
 from .remarks import BROKEN_PROFILE, HDR_PICTURE, SEVERAL_PICTURES, UNKNOWN_COLOURS
 from .strips import decode, mask_factor, resize, scaling_factor, strips
@@ -131,7 +133,7 @@ def inspect_image(path: Path, name: str | None = None) -> ImageFacts:
 @lru_cache(maxsize=65536)
 def _inspect(path: Path, name: str, state: tuple[int, ...]) -> ImageFacts:
     with _named_errors(name, path):
-        data = path.read_bytes()
+        data = read_regular(path, PICTURE)
         with open_image(BytesIO(data), path) as image:
             remarks = tuple(_remarks(image, data))
             width, height = _upright_size(image, data)
@@ -179,7 +181,8 @@ def _digest(data: bytes) -> str:
 def _upright_size(image: Image.Image, data: bytes) -> tuple[int, int]:
     """Return (width, height) after `exif_transpose`, without decoding if the header suffices."""
     if image.format == "TIFF":  # Pillow rotates these itself, when it decodes or before, depending on its version
-        return decode(image, 1).size
+        with page_pixels.decoding(image.width * image.height):
+            return decode(image, 1).size
     may_turn = image.format != "PNG" or any(mark in data for mark in _PNG_ORIENTATION_MARKS)
     sides_swapped = may_turn and image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
     return (image.height, image.width) if sides_swapped else image.size
@@ -251,7 +254,7 @@ def _mask_strip(image: Image.Image, alpha: bool, transparent: bool, white: float
 def _read(path: Path, name: str, digest: str | None) -> bytes:
     """Read the bytes of an image; raises ValueError if they no longer match the digest."""
     with _named_errors(name, path):
-        data = path.read_bytes()
+        data = read_regular(path, PICTURE)
     if digest is not None and _digest(data) != digest:
         _inspect.cache_clear()  # it may hold the old bytes under the size and time of the new ones
         raise ValueError(f"The picture {name!r} was changed while the data set was prepared; queue again.")
@@ -355,6 +358,8 @@ def _named_errors(name: str, path: Path) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             yield
+    except OverBudget as error:
+        raise ValueError(f"The picture {name!r} can't be read: {error}") from error
     except Image.DecompressionBombError as error:
         raise ValueError(f"The picture {name!r} is too large to open ({error}); scale it down.") from error
     except (OSError, SyntaxError, ValueError, EOFError, KeyError, TypeError, RuntimeError, struct.error) as error:

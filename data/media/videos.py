@@ -23,6 +23,8 @@ from av.video.reformatter import Colorspace, Interpolation
 from PIL import Image
 from torch import Tensor
 
+from ...common.untrusted.budgets import CLIP, OverBudget, check_size
+from ...common.untrusted.mp4_tables import claimed_samples
 from ...common.untrusted.regular_files import file_state
 from .decoding import (
     alpha_decoder,
@@ -181,6 +183,7 @@ def _digest(path: Path, variant: str) -> str:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
+    check_size(CLIP, "it", items=claimed_samples(path))
     with av.open(str(path), options={"format_whitelist": _CONTAINERS}) as container:
         stream = _film_track(container.streams.video)
         if stream.codec_context is None:
@@ -225,6 +228,7 @@ def _timeline(container: Any, stream: Any) -> tuple[list[int], int, float]:
             raise ValueError("its frames have no time stamps; save it again as MP4")
         last_end = max(last_end, _end(entry))
         lengths[entry.pts] = max(entry.duration or 0, 0)
+        check_size(CLIP, "it", items=len(lengths))
     missing = ((container.duration or 0) + (container.start_time or 0)) / av.time_base - last_end
     if not lengths:
         raise ValueError("it has no frames")
@@ -390,6 +394,8 @@ def _named_errors(name: str) -> Iterator[None]:
     """Turn errors of reading and decoding into a ValueError that names the video and a remedy."""
     try:
         yield
+    except OverBudget as error:
+        raise ValueError(f"The clip {name!r} can't be read: {error}") from error
     except (av.error.FFmpegError, OSError, ValueError, StopIteration, _StartsLater) as error:
         if isinstance(error, FileNotFoundError):
             raise ValueError(

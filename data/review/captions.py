@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ...common.untrusted.budgets import WORDS, check_size
 from ...models.catalogue.registry import text_policy
 from ..layouts.subsets import Example, Subset
 from .findings import EMPTY, EQUAL, LONG, NO_CAPTION, NO_TRIGGER, Finding
@@ -45,7 +46,9 @@ def caption_faults(
 
     trigger_words: words that each caption should hold; empty for none.
     length: function that returns the tokens of a caption, and how many its encoder takes.
+    Raises OverBudget for too many trigger words.
     """
+    check_size(WORDS, "trigger_words", characters=len(trigger_words))
     equal: dict[str, list[str]] = defaultdict(list)
     for name, text in texts.items():
         if not text:

@@ -8,10 +8,11 @@ from PIL import Image
 
 from ...common.files import write_atomically
 from ...common.untrusted.budgets import MASK_FILE, check_size
+from ...common.untrusted.in_flight import page_pixels
 from ..layouts.companions import MASK_EXTENSION
 from ..layouts.pairing import optional_masks
 from ..layouts.subsets import Example
-from ..media.images import load_mask
+from ..media.images import inspect_image, load_mask
 
 MASKS = "masks"  # folder beside a picture, see `sort_companions`
 SHOWN = 1024  # pixels of the longer side of a picture that is drawn on
@@ -35,8 +36,14 @@ def mask_place(example: Example, mask_folder: Path | None) -> Path:
 
 
 def shown_mask(place: Path) -> bytes:
-    """Encode an existing mask as a grey PNG, its longer side SHOWN pixels at most. Raises ValueError if broken."""
-    levels = load_mask(place, alpha=False)
+    """Encode an existing mask as a grey PNG, its longer side SHOWN pixels at most.
+
+    Raises ValueError if it is broken, or past its budget.
+    """
+    height, width = inspect_image(place).size
+    check_size(MASK_FILE, f"The mask {place.name!r}", pixels=height * width)
+    with page_pixels.decoding(height * width):
+        levels = load_mask(place, alpha=False)
     image = Image.fromarray((levels * 255 + 0.5).astype(np.uint8))
     image.thumbnail((SHOWN, SHOWN), Image.Resampling.BOX)
     data = BytesIO()
@@ -54,7 +61,8 @@ def save_mask(place: Path, drawn: bytes, size: tuple[int, int]) -> None:
     try:
         with Image.open(BytesIO(drawn), formats=["PNG"]) as image:
             check_size(MASK_FILE, "The mask", pixels=image.width * image.height)
-            grey = image.convert("L")
+            with page_pixels.decoding(image.width * image.height):
+                grey = image.convert("L")
     except (OSError, SyntaxError) as error:
         raise ValueError("The mask is not a PNG; draw it again.") from error
     height, width = size

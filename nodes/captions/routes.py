@@ -15,7 +15,6 @@ from aiohttp import web
 
 from ...common.text import quoted
 from ...common.untrusted.budgets import CAPTION_EDIT, OverBudget
-from ...common.untrusted.json_text import parse_json
 from ...data.captioning.edits import (
     CaptionChanged,
     Change,
@@ -32,7 +31,7 @@ from ...data.layouts.captions import checked_extension
 from ...data.layouts.layout import LayoutRequest, read_layout
 from ...data.layouts.subsets import Example, Subset
 from ..common.answers import answer, refusal
-from ..common.asked_by import refused_change
+from ..common.asked_by import posted_json, refused_change
 from ..common.folder_access import captions_folder, is_allowed_file
 from ..data.folder_routes import KINDS, clean, file_id, request_of
 from ..data.places import is_unpacked, may_write_caption
@@ -198,7 +197,7 @@ def _posted(work: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Callable[[we
             body = await _body(request)
         except OverBudget as error:
             return _refused(str(error), 413)
-        except (ValueError, LookupError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             return _refused(f"The edit is not JSON ({quoted(str(error))}).")
         return await _answered(lambda: work(body))
 
@@ -206,13 +205,8 @@ def _posted(work: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Callable[[we
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
-    """Read the JSON object of a request, no more of it than its budget. Raises ValueError for anything else."""
-    data = bytearray()
-    async for piece in request.content.iter_any():
-        data += piece
-        if len(data) > CAPTION_EDIT.bytes:
-            break
-    body = parse_json(data.decode("utf-8"), CAPTION_EDIT, "The edit")
+    """Read the JSON object of a request. Raises ValueError for anything else."""
+    body = await posted_json(request, CAPTION_EDIT, "The edit")
     if not isinstance(body, dict) or not isinstance(body.get("place", {}), dict):
         raise ValueError("no object with a place")
     return {"place": {}} | body

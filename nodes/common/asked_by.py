@@ -9,6 +9,8 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from comfy.cli_args import args
 
+from ...common.untrusted.budgets import PAGE_REQUEST, Budget
+from ...common.untrusted.json_text import parse_json
 from .answers import refusal
 from .folder_access import SETTINGS_FILE, read_settings
 
@@ -72,11 +74,24 @@ async def refused_change(request: web.Request) -> web.Response | None:
     return refusal(foreign, 403) if foreign else None
 
 
-async def posted_object(request: web.Request) -> dict[str, Any]:
-    """Read the JSON object of a request; empty for anything else."""
+async def posted_json(request: web.Request, budget: Budget, name: str) -> Any:
+    """Read the JSON of a request, no more of it than its budget.
+
+    name: of the request in messages. Raises OverBudget, ValueError for what is no JSON in UTF-8, and RecursionError.
+    """
+    data = bytearray()
+    async for piece in request.content.iter_any():
+        data += piece
+        if len(data) > budget.bytes:
+            break
+    return await asyncio.to_thread(lambda: parse_json(data.decode("utf-8"), budget, name))
+
+
+async def posted_object(request: web.Request, budget: Budget = PAGE_REQUEST) -> dict[str, Any]:
+    """Read the JSON object of a request; empty for anything else, and for one that is too large."""
     try:
-        body = await request.json()
-    except (LookupError, ValueError, RecursionError):  # LookupError: a charset that does not exist
+        body = await posted_json(request, budget, "The request")
+    except (ValueError, RecursionError):
         return {}
     return body if isinstance(body, dict) else {}
 

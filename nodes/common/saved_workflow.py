@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import PurePath
 from typing import Any
 
@@ -15,16 +16,20 @@ WORKFLOW, API = "workflow.json", "api.json"
 def workflow_files(prompt: Any, extra_pnginfo: Any) -> dict[str, str]:
     """Return the texts to save, by file suffix: the workflow as the browser sent it, and the prompt for `/prompt`.
 
-    Only the last component of an absolute folder is written. A missing graph gives no file, and ComfyUI's
-    --disable-metadata no files at all.
+    Only the last component of an absolute folder is written. A missing graph gives no file, nor does one nested too
+    deeply to be walked through, and ComfyUI's --disable-metadata gives no files at all.
     """
     if args.disable_metadata:
         return {}
-    files = {}
+    graphs: dict[str, Any] = {}
     if isinstance(extra_pnginfo, Mapping) and extra_pnginfo.get("workflow"):
-        files[WORKFLOW] = json.dumps(_without_folders(extra_pnginfo["workflow"]), indent=1)
+        graphs[WORKFLOW] = extra_pnginfo["workflow"]
     if isinstance(prompt, Mapping) and prompt:
-        files[API] = json.dumps(_without_folders(queueable(prompt)), indent=1)
+        graphs[API] = queueable(prompt)
+    files = {}
+    for name, graph in graphs.items():
+        with suppress(RecursionError):
+            files[name] = json.dumps(_without_folders(graph), indent=1)
     return files
 
 

@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 from torch import Tensor
 
 from ...common.text import quoted
+from ...common.untrusted.budgets import SETTINGS, check_size
 from ...lora.source import read_lora_file
 from ...train.preview.compare import AppliedLora, Column
 from .expert_pairs import Pair, without_side
@@ -131,6 +132,7 @@ def _marked(title: str, mark: str) -> str:
 
 
 def _parts(text: str) -> list[str]:
+    check_size(SETTINGS, "strengths", characters=len(text))
     return [part for part in re.split(r"[,;\s]+", text) if part]
 
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from ...common.untrusted.budgets import MASK_FILE
+from ...common.untrusted.budgets import MASK_REQUEST
 from ...common.untrusted.in_flight import return_freed_memory
 from ...data.layouts.layout import read_layout
 from ...data.layouts.subsets import Example
@@ -110,9 +110,9 @@ async def receive_mask(request: web.Request) -> web.Response:
     """Answer POST `/tessera/mask`."""
     if (refused := await refused_change(request)) is not None:
         return refused
-    if (request.content_length or 0) > 2 * MASK_FILE.bytes:
+    if (request.content_length or 0) > MASK_REQUEST.bytes:
         return refusal("The mask is too large; draw it in another program.", 413)
-    body = await posted_object(request)
+    body = await posted_object(request, MASK_REQUEST)
     if not body or not all(isinstance(value, str) for value in body.values()):
         return refusal("Give folder, file and mask as texts.", 400)
     try:

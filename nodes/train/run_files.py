@@ -18,6 +18,7 @@ from PIL import Image
 from ...common.untrusted.budgets import PREVIEW, WORKFLOW_FILE
 from ...common.untrusted.in_flight import page_pixels, return_freed_memory
 from ...common.untrusted.json_text import read_json
+from ...common.untrusted.regular_files import open_regular
 from ...train.preview.contact_sheet import spread
 from ...train.preview.gallery import FOLDER, INDEX, read_index
 from ...train.runs.run_folder import RunFolder
@@ -79,9 +80,7 @@ def read_preview(run: Path, step: int, row: int, small: bool) -> tuple[bytes, st
     path = next((path for path in candidates if path is not None), None)
     if path is None:
         return None
-    # Also refuse a link that has replaced the file meanwhile, if the system supports it.
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
-    with os.fdopen(os.open(path, flags), "rb") as file:
+    with open_regular(path, follow_links=False) as file:  # a link or a pipe may have replaced it meanwhile
         status = os.fstat(file.fileno())
         if status.st_size > PREVIEW.bytes:
             return None

@@ -7,6 +7,7 @@ from typing import Any
 from ...common.file_names import plain_name
 from ...common.fingerprint import changed_fields, fingerprint
 from ...common.text import finite, one_of, quoted, within
+from ...common.untrusted.budgets import SETTINGS, check_size
 from ...data.samples import TrainingData
 from ...lora.options import NetworkOptions
 from ...memory.host.pinning import PIN_MEMORY
@@ -73,8 +74,9 @@ class MemoryOptions:
 def parse_sigmas(text: str) -> tuple[float, ...]:
     """Parse noise levels, separated by commas, semicolons, spaces or lines, into rising order, each once.
 
-    Raises ValueError for one that is no number above 0 and up to 1, or for more than MOST_SIGMAS.
+    Raises ValueError for one that is no number above 0 and up to 1, for more than MOST_SIGMAS, or a text too long.
     """
+    check_size(SETTINGS, "sigmas", characters=len(text))
     sigmas: set[float] = set()
     for entry in text.replace(",", " ").replace(";", " ").split():
         try:

@@ -3,6 +3,7 @@
 import math
 
 from ...common.text import cut, quoted
+from ...common.untrusted.budgets import SETTINGS, check_size
 
 LARGEST_FACTOR = 1e6  # much larger factors would overflow the rate in fp32
 
@@ -12,8 +13,9 @@ Curve = tuple[tuple[float, float], ...]
 def parse_curve(text: str) -> Curve:
     """Parse `lr_curve`: `0:1, 50%:1, 100:0.1` gives (progress, factor) pairs ((0, 1), (0.5, 1), (1, 0.1)).
 
-    Raises ValueError if a point is malformed, progress does not increase, or every factor is 0.
+    Raises ValueError if a point is malformed, progress does not increase, every factor is 0, or the text is too long.
     """
+    check_size(SETTINGS, "lr_curve", characters=len(text))
     points: list[tuple[float, float]] = []
     for part in text.replace("\n", ",").split(","):
         if not part.strip():

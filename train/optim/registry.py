@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ...common.text import quoted
+from ...common.untrusted.budgets import SETTINGS, check_size
 
 # Packages that a class may be imported from, with their names on PyPI. A workflow is untrusted input.
 PACKAGES = {
@@ -141,8 +142,10 @@ def fused_by_default(class_path: str, args: Mapping[str, Any], device: torch.dev
 def parse_args(text: str) -> dict[str, Any]:
     """Parse `key=value` lines. Values are Python literals: numbers, True, False, None, strings, tuples, lists.
 
-    Raises ValueError if a line is malformed, a key occurs twice, a float is not finite, or a key has its own input.
+    Raises ValueError if a line is malformed, a key occurs twice, a float is not finite, a key has its own input, or the
+    text is too long.
     """
+    check_size(SETTINGS, "optimizer_args", characters=len(text))
     args: dict[str, Any] = {}
     for line in filter(None, map(str.strip, text.splitlines())):
         key, equals, value = (part.strip() for part in line.partition("="))

@@ -13,6 +13,7 @@ import psutil
 from filelock import Timeout
 
 from ...common.files import MACHINE, lock_of, sweep_temporary
+from ...common.untrusted.regular_files import open_regular
 from ..report.observer import Observer
 from ..runs.run_folder import RunFolder
 from ..runs.run_record import PROGRESS, RunReader
@@ -115,6 +116,6 @@ def _beat(folder: Path, ended: threading.Event) -> None:
 
 def _signs(folder: Path) -> tuple[int, int]:
     """Return the current mtime in nanoseconds and size of the record on disk."""
-    with open(folder / PROGRESS, "rb") as file:  # NFS queries its server when a file is opened, otherwise maybe not
+    with open_regular(folder / PROGRESS) as file:  # NFS queries its server when a file is opened, otherwise maybe not
         status = os.fstat(file.fileno())
     return status.st_mtime_ns, status.st_size

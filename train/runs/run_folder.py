@@ -132,8 +132,14 @@ class RunFolder:
     def create(self) -> "RunFolder":
         """Create a new run's folder and return it: `mkdir` claims its number, or the next free one.
 
-        Raises ValueError if the folder is not writable.
+        Raises ValueError if the folder is not writable, or a part of it is a link, through which nothing is written.
         """
+        for part in (self.path / PREVIEWS, self.step_lora_path(0).parent):
+            if part.is_symlink():
+                raise ValueError(
+                    f"output_name: {part.name!r} in the folder {self.path.name!r} of this run is a link; replace it by "
+                    "a folder, or choose another output_name."
+                )
         try:
             folder = self._create_numbered() if self.is_new else self
             # Try the longest path of a run: Windows may allow no more than 260 characters.

@@ -26,6 +26,7 @@ from ...common.untrusted.budgets import (
     check_size,
 )
 from ...common.untrusted.json_text import parse_json, read_json
+from ...common.untrusted.regular_files import append_regular, open_regular
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class RunRecord:
                 return
             try:
                 # The leading line break ends a partial line that a killed process or a full disk left.
-                with open(self._folder / PROGRESS, "a", encoding="utf-8") as file:
+                with append_regular(self._folder / PROGRESS) as file:
                     file.write("\n" + "\n".join(self._lines) + "\n")
             except OSError as error:
                 self._tell(error)
@@ -222,7 +223,7 @@ class RunReader:
         if (file_stat.st_dev, file_stat.st_ino) != self._file or file_stat.st_size < self._offset:
             self._forget()
             self._file = file_stat.st_dev, file_stat.st_ino
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             file.seek(self._offset)
             while self._offset < PROGRESS_FILE.bytes:
                 line = file.readline(PROGRESS_LINE.bytes)

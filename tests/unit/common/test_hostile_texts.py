@@ -6,23 +6,43 @@ import os
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
+from tessera.common.file_names import plain_name
+from tessera.common.untrusted import mp4_tables
 from tessera.common.untrusted.budgets import CURVE, PROGRESS_LINE, RUN_NOTES, Budget, OverBudget
+from tessera.common.untrusted.in_flight import PixelGate
+from tessera.common.untrusted.mp4_tables import claimed_samples
 from tessera.common.untrusted.tensor_files import metadata_field
+from tessera.compile.settings import parse_overrides
+from tessera.data.captioning.instruction import CaptionStyle
 from tessera.data.captions.notes import variant_notes
 from tessera.data.captions.options import CaptionOptions
 from tessera.data.captions.tags import TagRules, split_tags
 from tessera.data.captions.variants import make_caption_variants
+from tessera.data.folders.class_words import read_class_word
 from tessera.data.folders.dataset import scan_images
+from tessera.data.folders.options import FolderOptions
+from tessera.data.media import images, thumbnails
+from tessera.data.media.images import inspect_image, load_mask
+from tessera.data.media.thumbnails import image_thumbnail, video_thumbnail
+from tessera.data.media.videos import inspect_video
+from tessera.data.review import drawn_masks
+from tessera.data.review.captions import caption_faults
+from tessera.data.review.drawn_masks import save_mask, shown_mask
 from tessera.lora import source
 from tessera.lora.files.header import for_file
 from tessera.lora.options import NetworkOptions
 from tessera.lora.patterns import parse_targets
 from tessera.train.checkpoint.resume import find_state
 from tessera.train.checkpoint.state import DamagedState, read_header
-from tessera.train.preflight.claim import lock_folder
+from tessera.train.config.settings import parse_sigmas
+from tessera.train.optim.lr_curve import parse_curve
+from tessera.train.optim.registry import parse_args
+from tessera.train.preflight.claim import claimed_by_one, lock_folder
 from tessera.train.runs.run_folder import RunFolder
-from tessera.train.runs.run_record import GREATEST, RunReader
+from tessera.train.runs.run_record import GREATEST, PROGRESS, RUN, RunReader, RunRecord
+from tiny.data.films import write_film
 
 POSIX = pytest.mark.skipif(os.name == "nt", reason="Windows has no named pipes in folders")
 
@@ -82,6 +102,59 @@ def test_cancel_is_asked_for_at_each_caption(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         scan_images(tmp_path, interrupted=interrupted)
+
+
+# Words
+
+
+def test_words_of_a_workflow_are_bounded_wherever_captions_are_searched_for_them():
+    many, long = ",".join(f"w{n}" for n in range(202)), "." * 4999 + "xy"
+    for words, size in ((many, "201 entries"), (long, "5,001 characters")):
+        with pytest.raises(OverBudget, match=f"trigger_words has {size} .* more than a list of words"):
+            read_class_word("dog", words)
+        with pytest.raises(OverBudget, match=f"never_use has {size}"):
+            CaptionStyle(never_use=words)
+    for read in (
+        lambda: make_caption_variants("a", CaptionOptions(), long, "a.txt"),
+        lambda: list(caption_faults({"a": "." * 9}, long, None)),
+        lambda: CaptionStyle(trigger_words=long),
+    ):
+        with pytest.raises(OverBudget, match="trigger_words has 5,001 characters"):
+            read()
+    with pytest.raises(OverBudget, match="class_word has 5,001 characters"):
+        read_class_word(long, "a")
+    with pytest.raises(OverBudget, match="instruction has 20,001 characters"):
+        CaptionStyle(instruction="x" * 20_001)
+
+
+def test_settings_in_words_are_bounded():
+    """A literal of megabytes holds the interpreter for seconds, and takes a gigabyte."""
+    readers = {
+        "optimizer_args": parse_args,
+        "lr_curve": parse_curve,
+        "overrides": parse_overrides,
+        "sigmas": parse_sigmas,
+    }
+    for name, read in readers.items():
+        with pytest.raises(OverBudget, match=f"{name} has 10,001 characters .* more than a list of settings"):
+            read("x" * 10_001)
+    with pytest.raises(ValueError, match="output_name has 2,001 characters; use at most 2,000"):
+        plain_name("a" + "\u0301\u0327" * 1000)  # of 80,000 accents the system's library took 7 s
+    assert not parse_overrides(f"double_blocks.1-{'9' * 5000} eager")[0].matches("double_blocks.1")
+
+
+def test_a_class_caption_is_no_longer_than_a_caption(tmp_path):
+    with pytest.raises(OverBudget, match="A caption with the class_word has 49,999 characters"):
+        read_class_word("dog" * 1333, "a").caption("a " * 10 + "." * 9999)
+    (tmp_path / "a.png").touch()
+    (tmp_path / "a.txt").write_text("a fox")
+    calls = []
+    scan_images(tmp_path, interrupted=lambda: calls.append(1))
+    plain = len(calls)
+    scan_images(
+        tmp_path, trigger_words="x", options=FolderOptions(class_word="dog"), interrupted=lambda: calls.append(1)
+    )
+    assert len(calls) == 2 * plain + 1
 
 
 # Run folders
@@ -155,6 +228,98 @@ def test_a_pipe_named_like_a_state_or_a_lora_is_passed_over(tmp_path):
     assert find_state(tmp_path, "fox (001)/state-000010.tessera") is None
     with pytest.raises(DamagedState):
         read_header(folder / "state-000010.tessera")
+
+
+@POSIX
+def test_no_run_waits_for_a_pipe_or_writes_through_a_link_in_its_folder(tmp_path):
+    (folder := tmp_path / "fox (001)").mkdir()
+    (folder / RUN).write_text('{"machine": "00000000", "host": "node-7", "process": 1}')
+    os.mkfifo(folder / PROGRESS)
+    run = RunFolder(folder, "fox")
+    with claimed_by_one(run, None):  # another machine may be training here
+        RunRecord(folder, {}).end("finished", 1, "")
+    (folder / PROGRESS).unlink()
+    (other := tmp_path / "other").mkdir()
+    (other / "secret").touch()
+    (folder / PROGRESS).symlink_to(other / "secret")
+    RunRecord(folder, {}).end("finished", 1, "")
+    assert (other / "secret").read_text() == ""
+    for part in ("previews", "fox_steps"):
+        (folder / part).symlink_to(other)
+        with pytest.raises(ValueError, match=rf"output_name: '{part}' in the folder 'fox .001.' of this run is a link"):
+            run.create()
+        (folder / part).unlink()
+    assert os.listdir(other) == ["secret"] and run.create() is run
+
+
+@POSIX
+def test_a_picture_of_gigabytes_is_not_read(tmp_path):
+    with open(tmp_path / "a.png", "wb") as file:
+        file.truncate(2_000_000_001)  # it takes no room on the disk
+    for read in (inspect_image, lambda path: load_mask(path, alpha=False)):
+        with pytest.raises(ValueError, match="The picture 'a.png' can't be read: a.png has 2,000,000,001 bytes"):
+            read(tmp_path / "a.png")
+
+
+def test_a_clip_of_a_kilobyte_that_claims_millions_of_frames_is_not_opened(tmp_path):
+    """FFmpeg would make an index of 3.6 GB of it."""
+    film = bytearray(write_film(tmp_path / "a.mp4", 3).read_bytes())
+    place = film.index(b"stsz") + 8
+    film[place : place + 8] = (1).to_bytes(4, "big") + (50_000_000).to_bytes(4, "big")
+    (tmp_path / "b.mp4").write_bytes(film)
+    run_of_samples = (16).to_bytes(4, "big") + b"trun" + bytes(4) + (40_000_000).to_bytes(4, "big")
+    (tmp_path / "c.mp4").write_bytes(film[: film.index(b"moov") - 4] + run_of_samples)
+    sound = bytearray(film)
+    place = sound.index(b"vide", sound.index(b"hdlr"))
+    sound[place : place + 4] = b"soun"
+    place = sound.index(b"stts") + 8
+    sound[place : place + 12] = b"".join(number.to_bytes(4, "big") for number in (1, 50_000_000, 1))
+    (tmp_path / "d.mov").write_bytes(sound)  # FFmpeg makes no index of such sound
+    assert [claimed_samples(tmp_path / name) for name in ("a.mp4", "c.mp4", "d.mov")] == [3, 40_000_000, 0]
+    for read in (inspect_video, video_thumbnail):
+        with pytest.raises(ValueError, match="'b.mp4' can't be read: it has 50,000,000 entries .at most 2,000,000."):
+            read(tmp_path / "b.mp4")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"\0\0\0\x10moov\0\0\0\x08cmov", "compressed"),
+        (b"\0\0\0\0moov" * 30, "inside one another"),
+        (b"\0\0\0\x08free" * 9, "too many boxes"),
+    ],
+)
+def test_a_header_of_endless_boxes_is_refused(tmp_path, monkeypatch, data, message):
+    monkeypatch.setattr(mp4_tables, "MOST_BOXES", 8 if b"free" in data else 100)
+    (tmp_path / "a.mp4").write_bytes(data)
+    with pytest.raises(ValueError, match=message):
+        claimed_samples(tmp_path / "a.mp4")
+    for data in (b"\0\0\0\x04moov", b"\0\0\0\x01moov" + bytes(8), b"\0\0\0\x09stsz", b"moov"):
+        (tmp_path / "a.mp4").write_bytes(data)
+        assert claimed_samples(tmp_path / "a.mp4") == 0
+
+
+def test_pictures_clips_masks_and_tiffs_of_pages_wait_for_their_turn(tmp_path, monkeypatch):
+    class Gate(PixelGate):
+        def decoding(self, pixels):
+            waited.append(pixels)
+            return super().decoding(pixels)
+
+    waited: list[int] = []
+    for module in (images, drawn_masks, thumbnails):
+        monkeypatch.setattr(module, "page_pixels", Gate(10))
+    Image.new("L", (5, 4)).save(tmp_path / "a.png")
+    drawn = (tmp_path / "a.png").read_bytes()
+    Image.new("RGB", (3, 3)).save(tmp_path / "a.tif")
+    save_mask(tmp_path / "b.png", shown_mask(tmp_path / "a.png"), (4, 5))
+    inspect_image(tmp_path / "a.tif")
+    image_thumbnail(tmp_path / "a.png")
+    video_thumbnail(write_film(tmp_path / "a.mp4", 1, size=(16, 32)))
+    assert waited == [20, 20, 9, 20, 512]
+    monkeypatch.setattr(drawn_masks, "MASK_FILE", Budget("a mask", "", "make it smaller", bytes=1000, pixels=19))
+    for show in (lambda: shown_mask(tmp_path / "a.png"), lambda: save_mask(tmp_path / "b.png", drawn, (4, 5))):
+        with pytest.raises(OverBudget, match="20 pixels"):
+            show()
 
 
 @POSIX

@@ -12,6 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
 from comfy_server import DIRECT, PATIENCE
 from PIL import Image
+from tessera.common.untrusted.in_flight import PixelGate
 from tessera.nodes.common import asked_by
 from tessera.nodes.train import run_deletion, run_files, run_routes
 from tiny.nodes.prompt import awaited, node
@@ -125,7 +126,8 @@ def test_only_a_page_of_this_server_stops_the_run_that_trains_and_queued_again_i
             (JSON, {"prompt_id": ""}, 409),
             (JSON, {"prompt_id": ["x"]}, 400),
             (JSON, [], 400),
-            ({"Content-Type": "application/json; charset=nonsense"}, body, 400),
+            (JSON, {"prompt_id": prompt_id, "x": "x" * 1_000_000}, 400),
+            (JSON, {"prompt_id": prompt_id, "x": [[[[[[]]]]]]}, 400),
         ]:
             assert post_status(server, f"{url}/sample", payload, **headers) == answer, (headers, payload)
             assert post_status(server, f"{url}/stop", payload, **headers) == answer, (headers, payload)
@@ -322,12 +324,21 @@ def test_a_preview_that_is_made_anew_has_a_thumbnail_of_its_own_though_it_is_as_
         assert max(abs(a - b) for a, b in zip(near, colour, strict=True)) < 30, second
 
 
-def test_a_preview_of_more_pixels_than_any_has_no_thumbnail(tmp_path):
+def test_a_preview_of_more_pixels_than_any_has_no_thumbnail(tmp_path, monkeypatch):
     """The next larger bound is PIL's own, at nearly three times as many."""
+
+    class Gate(PixelGate):
+        def decoding(self, pixels):
+            waited.append(pixels)
+            return super().decoding(pixels)
+
+    waited: list[int] = []
+    monkeypatch.setattr(run_files, "page_pixels", Gate(1))
     (folder := tmp_path / "previews").mkdir()
     for rows, is_made in ((8000, True), (8001, False)):
         Image.new("1", (8000, rows)).save(folder / "step000004_0.png")
         assert (run_files.read_preview(tmp_path, 4, 0, small=True) is not None) == is_made
+    assert waited == [64_000_000]
 
 
 def test_saves_are_named_by_step_the_finished_one_last_and_of_many_some(server):

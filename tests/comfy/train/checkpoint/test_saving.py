@@ -131,6 +131,10 @@ def test_comfyui_s_flag_against_metadata_is_kept_to(monkeypatch, tmp_path):
         "api.json": {"1": {"class_type": "A", "inputs": {}}},
     }
     assert workflow_files(prompt, None).keys() == {"api.json"} and workflow_files(None, None) == {}
+    deep: list = []
+    for _ in range(900):  # ComfyUI takes it from a page
+        deep = [deep]
+    assert workflow_files(prompt, {"workflow": {"nodes": deep}}).keys() == {"api.json"}
     shot, frames = Shot(1, 0, "a", {}), torch.zeros(1, 16, 16, 3)
     clip = replace(shot, frames=2)
 
