@@ -1,7 +1,10 @@
 """JSON of strangers: bounded in size, number of items and depth before it is parsed, without infinite numbers."""
 
+import gc
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,23 @@ def parse_json(text: str, budget: Budget, name: str) -> Any:
     check_size(budget, name, items=text.count(",") + containers)
     if containers > budget.depth:
         check_size(budget, name, depth=depth_of(text, budget.depth))
-    return json.loads(text, parse_float=_finite, parse_constant=lambda _: None)
+    with _without_collector():
+        return json.loads(text, parse_float=_finite, parse_constant=lambda _: None)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Let the garbage collector rest: parsing holds the interpreter, and makes nothing that it could free.
+
+    It would go through all objects of the process again and again while lists are made, which is most of the time.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def read_json(path: Path, budget: Budget) -> Any:

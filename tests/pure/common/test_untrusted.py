@@ -1,5 +1,6 @@
 """Bounded reading: JSON, names with *, regular files, folders without links, and pixels that are decoded at once."""
 
+import gc
 import json
 import os
 import random
@@ -57,6 +58,14 @@ def test_depth_ends_soon_past_its_bound():
 def test_numbers_that_no_browser_reads_become_null():
     assert parse_json("[1e999, -1e999, NaN, Infinity, 1.5]", SMALL, "x") == [None, None, None, None, 1.5]
     assert finite_json({"a": [float("inf"), (float("nan"), 2)]}) == {"a": [None, [None, 2]]}
+
+
+def test_collector_rests_while_json_is_parsed(monkeypatch):
+    """Of 6 MB of small lists it took 3 s in which nothing else ran, in place of 0.4 s."""
+    states = []
+    monkeypatch.setattr(json, "loads", lambda *_, **__: states.append(gc.isenabled()))
+    parse_json("[]", SMALL, "x")
+    assert states == [False] and gc.isenabled()
 
 
 # Patterns
