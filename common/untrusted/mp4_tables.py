@@ -72,7 +72,7 @@ _READERS = {b"stsz": _sizes, b"stz2": _sizes, b"hdlr": _handler, b"stts": _durat
 
 
 def _boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int]]:
-    """Yield the kind of each box, and where its content starts."""
+    """Yield the kind of each box, and the place of its content."""
     open_ends = [size]
     place = 0
     for _ in range(MOST_BOXES):

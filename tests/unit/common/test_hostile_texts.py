@@ -108,8 +108,8 @@ def test_cancel_is_asked_for_at_each_caption(tmp_path):
 
 
 def test_words_of_a_workflow_are_bounded_wherever_captions_are_searched_for_them():
-    many, long = ",".join(f"w{n}" for n in range(202)), "." * 4999 + "xy"
-    for words, size in ((many, "201 entries"), (long, "5,001 characters")):
+    word_list, long = ",".join(f"w{n}" for n in range(202)), "." * 4999 + "xy"
+    for words, size in ((word_list, "201 entries"), (long, "5,001 characters")):
         with pytest.raises(OverBudget, match=f"trigger_words has {size} .* more than a list of words"):
             read_class_word("dog", words)
         with pytest.raises(OverBudget, match=f"never_use has {size}"):
@@ -231,7 +231,7 @@ def test_a_pipe_named_like_a_state_or_a_lora_is_passed_over(tmp_path):
 
 
 @POSIX
-def test_no_run_waits_for_a_pipe_or_writes_through_a_link_in_its_folder(tmp_path):
+def test_run_waits_for_no_pipe_and_writes_through_no_link_in_its_folder(tmp_path):
     (folder := tmp_path / "fox (001)").mkdir()
     (folder / RUN).write_text('{"machine": "00000000", "host": "node-7", "process": 1}')
     os.mkfifo(folder / PROGRESS)
@@ -302,22 +302,22 @@ def test_a_header_of_endless_boxes_is_refused(tmp_path, monkeypatch, data, messa
 def test_pictures_clips_masks_and_tiffs_of_pages_wait_for_their_turn(tmp_path, monkeypatch):
     class Gate(PixelGate):
         def decoding(self, pixels):
-            waited.append(pixels)
+            pixel_counts.append(pixels)
             return super().decoding(pixels)
 
-    waited: list[int] = []
+    pixel_counts: list[int] = []
     for module in (images, drawn_masks, thumbnails):
         monkeypatch.setattr(module, "page_pixels", Gate(10))
     Image.new("L", (5, 4)).save(tmp_path / "a.png")
-    drawn = (tmp_path / "a.png").read_bytes()
+    mask_bytes = (tmp_path / "a.png").read_bytes()
     Image.new("RGB", (3, 3)).save(tmp_path / "a.tif")
     save_mask(tmp_path / "b.png", shown_mask(tmp_path / "a.png"), (4, 5))
     inspect_image(tmp_path / "a.tif")
     image_thumbnail(tmp_path / "a.png")
     video_thumbnail(write_film(tmp_path / "a.mp4", 1, size=(16, 32)))
-    assert waited == [20, 20, 9, 20, 512]
+    assert pixel_counts == [20, 20, 9, 20, 512]
     monkeypatch.setattr(drawn_masks, "MASK_FILE", Budget("a mask", "", "make it smaller", bytes=1000, pixels=19))
-    for show in (lambda: shown_mask(tmp_path / "a.png"), lambda: save_mask(tmp_path / "b.png", drawn, (4, 5))):
+    for show in (lambda: shown_mask(tmp_path / "a.png"), lambda: save_mask(tmp_path / "b.png", mask_bytes, (4, 5))):
         with pytest.raises(OverBudget, match="20 pixels"):
             show()
 

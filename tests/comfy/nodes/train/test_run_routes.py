@@ -329,16 +329,16 @@ def test_a_preview_of_more_pixels_than_any_has_no_thumbnail(tmp_path, monkeypatc
 
     class Gate(PixelGate):
         def decoding(self, pixels):
-            waited.append(pixels)
+            pixel_counts.append(pixels)
             return super().decoding(pixels)
 
-    waited: list[int] = []
+    pixel_counts: list[int] = []
     monkeypatch.setattr(run_files, "page_pixels", Gate(1))
     (folder := tmp_path / "previews").mkdir()
     for rows, is_made in ((8000, True), (8001, False)):
         Image.new("1", (8000, rows)).save(folder / "step000004_0.png")
         assert (run_files.read_preview(tmp_path, 4, 0, small=True) is not None) == is_made
-    assert waited == [64_000_000]
+    assert pixel_counts == [64_000_000]
 
 
 def test_saves_are_named_by_step_the_finished_one_last_and_of_many_some(server):
