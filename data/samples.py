@@ -226,6 +226,18 @@ def check_training_samples(regularisation: Iterable[bool]) -> None:
         )
 
 
+def trigger_words(made_with: Mapping[str, Any]) -> str:
+    """Join the trigger words of the folders that data was made from, each once; empty without any.
+
+    made_with: of `TrainingData`, or as read from a file.
+    """
+    folders = made_with.get("folders")
+    facts = [folder for folder in folders if isinstance(folder, dict)] if isinstance(folders, list) else []
+    texts = (folder.get("trigger_words") for folder in facts)
+    words = (text.strip().rstrip(",").rstrip() for text in texts if isinstance(text, str))
+    return ", ".join(dict.fromkeys(word for word in words if word))
+
+
 def data_facts(data: TrainingData) -> dict[str, Any]:
     """Describe the data as plain values for metadata and reports.
 

@@ -23,6 +23,8 @@ from ...train.distributed.world import current_world
 from ...train.experts import Expert
 from ...train.preflight.run_start import RunStart
 from ...train.report.observer import Observer
+from ...train.run_report.files import has_report, write_lora_picture, write_report
+from ...train.runs.run_folder import RunFolder
 from ...train.train_lora import RunRequest, TrainResult, train_lora
 from ...train.watch.other_model import on_other_models
 from ...train.watch.previewer import Partner, Preview, Previewer
@@ -54,7 +56,21 @@ def run(
     """
     request = run_request(model, data, settings, observer, files, previews, partner, elsewhere)
     with threads_for(model):
-        return train_lora(request, current_world())
+        result = train_lora(request, current_world())
+    if Job.current() is None and result.saved and not result.paused:
+        _report(result, files, observer)
+    return result
+
+
+def _report(result: TrainResult, files: Mapping[str, str], observer: Observer) -> None:
+    """Write the report and the LoRA's picture, unless they are there. A failed write is a note: the LoRA is saved."""
+    folder = RunFolder(result.path.parent, result.path.stem)
+    try:
+        if not has_report(folder):
+            write_lora_picture(folder)
+            write_report(folder, workflow_texts(files))
+    except OSError as error:
+        observer.note(f"The report of this run could not be written: {error.strerror}.")
 
 
 def run_request(

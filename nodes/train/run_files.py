@@ -2,7 +2,8 @@
 
 GET `/tessera/runs/{id}/previews` lists the previews, `/tessera/runs/{id}/previews/{step}/{row}` returns one of them,
 with `?small=1` a thumbnail. GET `/tessera/runs/{id}/saves` names the LoRAs to compare. A file is named by run, step and
-row, never by a path, and links are not followed. GET `/tessera/runs/{id}/workflow` returns the workflow of a run.
+row, never by a path, and links are not followed. GET `/tessera/runs/{id}/workflow` returns the workflow of a run, and
+`/tessera/runs/{id}/report` its report as a page, with `?beside={id}` that of two runs side by side.
 """
 
 import asyncio
@@ -13,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
-from PIL import Image
 
 from ...common.untrusted.budgets import PREVIEW, WORKFLOW_FILE
-from ...common.untrusted.in_flight import page_pixels, return_freed_memory
+from ...common.untrusted.in_flight import return_freed_memory
 from ...common.untrusted.json_text import read_json
 from ...common.untrusted.regular_files import open_regular
 from ...train.preview.contact_sheet import spread
-from ...train.preview.gallery import FOLDER, INDEX, read_index
+from ...train.preview.gallery import INDEX, previews_folder, read_index
+from ...train.preview.thumbnails import small_picture
+from ...train.run_report.files import page_of
 from ...train.runs.run_folder import RunFolder
 from ...train.runs.run_record import own_file
 from ..common.answers import answer, refusal
@@ -41,20 +43,14 @@ HEADERS = {
     "Cache-Control": "private, max-age=31536000, immutable",  # the URL contains the file's modification time
 }
 NO_WORKFLOW = "This run has no workflow: it was queued without one, or ComfyUI runs with --disable-metadata."
+PAGE_HEADERS = {
+    **HEADERS,
+    "Content-Security-Policy": "default-src 'none'; img-src data:; style-src 'unsafe-inline'; sandbox",
+    "Cache-Control": "no-store",
+}
 GONE = "There is no such preview any more; list those of the run again."
 
-_REDUCIBLE = ("L", "LA", "RGB", "RGBA")  # modes in which adjacent pixels can be averaged
 _thumbnails = ByteCache(MOST_CACHED)
-
-
-def previews_folder(run: Path) -> Path | None:
-    """Return the folder of a run's previews; None if there is none, or it is a link."""
-    folder = run / FOLDER
-    try:
-        real = folder.resolve(strict=True)
-    except (OSError, RuntimeError):  # RuntimeError: links in a circle, before Python 3.13
-        return None
-    return folder if real.is_dir() and real == run.resolve() / FOLDER else None
 
 
 def listed_previews(run: Path, limit: int = MOST_LISTED) -> list[dict[str, Any]]:
@@ -100,23 +96,11 @@ def read_preview(run: Path, step: int, row: int, small: bool) -> tuple[bytes, st
 
 def thumbnail(data: bytes) -> bytes | None:
     """Make the thumbnail of an image, or of the first frame of a video; None if it can't be read."""
-    try:
-        with Image.open(BytesIO(data), formats=["PNG", "WEBP"]) as opened:
-            if opened.width * opened.height > PREVIEW.pixels:
-                return None
-            with page_pixels.decoding(opened.width * opened.height):
-                picture = _reduced(opened).convert("RGB")
-        picture.thumbnail((THUMBNAIL, THUMBNAIL))
-        picture.save(buffer := BytesIO(), "WEBP", quality=80)
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError):
+    picture = small_picture(data, THUMBNAIL)
+    if picture is None:
         return None
+    picture.save(buffer := BytesIO(), "WEBP", quality=80)
     return buffer.getvalue()
-
-
-def _reduced(opened: Image.Image) -> Image.Image:
-    """Decode a picture, downscaled by an integer if far larger than a thumbnail, to keep its copies small."""
-    factor = max(opened.size) // (3 * THUMBNAIL)
-    return opened.reduce(factor) if factor > 1 and opened.mode in _REDUCIBLE else opened
 
 
 def compared_saves(folder: RunFolder) -> list[str]:
@@ -176,6 +160,17 @@ async def show_preview(request: web.Request) -> web.Response:
     return web.Response(body=preview[0], content_type=preview[1], headers=HEADERS)
 
 
+async def show_report(request: web.Request) -> web.Response:
+    """Answer `/tessera/runs/{id}/report`, and `/tessera/runs/{id}/report?beside={id}` for two runs."""
+    ids = [request.match_info["id"], *request.query.getall("beside", [])[:1]]
+    folders = [folder for id in ids if (folder := await asyncio.to_thread(known_runs.folder, id)) is not None]
+    if len(folders) == len(ids):
+        with suppress(OSError):
+            page = await asyncio.to_thread(page_of, *folders)
+            return web.Response(text=page, content_type="text/html", headers=PAGE_HEADERS)
+    return refusal(NO_RUN, 404)
+
+
 async def list_saves(request: web.Request) -> web.Response:
     """Answer `/tessera/runs/{id}/saves`."""
     folder = await asyncio.to_thread(known_runs.folder, request.match_info["id"])
@@ -189,4 +184,5 @@ def add_routes(routes: web.RouteTableDef) -> None:
     routes.get("/tessera/runs/{id}/previews")(list_previews)
     routes.get("/tessera/runs/{id}/previews/{step:[0-9]{1,8}}/{row:[0-9]{1,4}}")(show_preview)
     routes.get("/tessera/runs/{id}/saves")(list_saves)
+    routes.get("/tessera/runs/{id}/report")(show_report)
     routes.get("/tessera/runs/{id}/workflow")(give_workflow)

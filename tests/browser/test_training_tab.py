@@ -271,7 +271,7 @@ def test_runs_are_listed_filtered_compared_opened_added_and_deleted(frontend, co
         "document.activeElement.dataset.run === document.querySelectorAll('.tessera-runs-row')[2].dataset.run"
     )
     assert page.evaluate("app.graph.nodes.length") == graph
-    for name in ("Draw the loss of animals/wolf (001)", "Open workflow", "Add LoRA", "Delete"):
+    for name in ("Draw the loss of animals/wolf (001)", "Open workflow", "Report", "Add LoRA", "Delete"):
         page.keyboard.press("Tab")
         assert name in page.evaluate(
             "document.activeElement.getAttribute('aria-label') || document.activeElement.innerText"
@@ -279,6 +279,56 @@ def test_runs_are_listed_filtered_compared_opened_added_and_deleted(frontend, co
     assert not page.evaluate("window.hostile") and frontend.crashes == []
     page.evaluate("app.extensionManager.sidebarTab.toggleSidebarTab('tessera.training')")
     expect(tab).to_have_count(0)
+
+
+def test_the_report_of_a_run_opens_alone_or_beside_another_and_the_run_goes_on_from_it(frontend, comfyui, runs):
+    page = frontend.page
+    open_graph(frontend, with_previews(frontend.ENCODERS, "animals/red fox", steps=300))
+    (runs / "red fox (001)" / "red fox.workflow.json").write_text(json.dumps(page.evaluate("app.graph.serialize()")))
+    facts = json.loads((runs / "red fox (001)" / "run.json").read_text())
+    (runs / "red fox (001)" / "run.json").write_text(json.dumps(facts | {"can_go_on": True}))
+    page.evaluate("app.graph.clear()")
+    tab = open_tab(frontend, "animals/")
+    fox = row(tab, "red fox (001)")
+
+    def open_report():
+        fox.get_by_role("button", name="Report").click()
+        dialog = page.get_by_role("dialog", name="Report")
+        expect(dialog.frame_locator("iframe").get_by_role("heading", name="red fox (001)")).to_be_visible()
+        return dialog
+
+    expect(fox).to_contain_text("Finished, 300 steps")
+    dialog = open_report()
+    frame = dialog.frame_locator("iframe")
+    expect(frame.get_by_text("Finished after 300 steps.")).to_be_visible()
+    expect(frame.get_by_alt_text("Loss by step")).to_be_visible()
+    picture(page, "report")
+    frontend.picture("run_report", locator=dialog)
+    assert page.evaluate("window.hostile === undefined && document.querySelector('iframe').sandbox.length === 0")
+    page.keyboard.press("Escape")
+    expect(dialog).to_be_hidden()
+    open_report().get_by_role("button", name="Use in this workflow").click()
+    assert [loader["lora"] for loader in page.evaluate(LOADERS)] == ["animals/red fox (001)/red fox.safetensors"]
+    open_report().get_by_role("button", name="Compare saves").click()
+    page.wait_for_function("app.graph.nodes.some((node) => node.type === 'TesseraCompareLoras')")
+    answer = {"prompt_id": "1", "number": 1, "node_errors": {}}
+    page.route("**/prompt", lambda route: route.fulfill(json=answer))  # what it would train on isn't the fox
+    with page.expect_request("**/prompt") as request:
+        open_report().get_by_role("button", name="Continue").click()
+    prompt = request.value.post_data_json["prompt"]
+    (train,) = (node for node in prompt.values() if node["class_type"] == "TesseraTrainLora")
+    assert train["inputs"]["steps"] == 600
+    expect(tab).to_contain_text("Queued, up to step 600.")
+    page.unroute("**/prompt")
+    for name in ("red fox (001)", "red fox (002)"):
+        row(tab, name).get_by_role("checkbox").check()
+    tab.get_by_role("button", name="Side by side").click()
+    frame = page.get_by_role("dialog", name="Report").frame_locator("iframe")
+    for name in ("red fox (001)", "red fox (002)"):
+        expect(frame.get_by_role("heading", name=name, exact=True)).to_be_visible()
+    picture(page, "side_by_side")
+    page.get_by_role("dialog", name="Report").get_by_role("button", name="Close").click()
+    tab.get_by_role("button", name="Clear", exact=True).click()
 
 
 def test_a_run_in_training_grows_and_cannot_be_deleted(frontend, comfyui):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...common.core import loaded_from
 from ...common.untrusted.tensor_files import metadata_field, open_tensors
-from ...data.samples import TrainingData, data_facts, shown_per_epoch
+from ...data.samples import TrainingData, data_facts, shown_per_epoch, trigger_words
 from ...lora.files.header import for_file, last_part, without_paths
 from ...lora.files.lora_model import MODULES, LoraModel
 from ...lora.files.spellings import ALPHA, DOWN
@@ -128,6 +128,7 @@ def metadata_for(facts: RunFacts, tensors: Mapping[str, Tensor]) -> dict[str, st
         "modelspec.title": last_part(facts.output_name),
         "modelspec.date": facts.finished,
         "modelspec.resolution": facts.resolution,
+        "modelspec.trigger_phrase": trigger_words(settings["data"].get("made_with", {})),
         "ss_output_name": last_part(facts.output_name),
         "ss_sd_model_name": settings["base_model"],
         "ss_base_model_version": facts.origin.kohya_version,

@@ -89,6 +89,16 @@ def save_shot(folder: Path, shot: Shot, frames: Tensor, fps: float) -> Path:
     return path
 
 
+def previews_folder(run: Path) -> Path | None:
+    """Return the folder of a run's previews; None if there is none, or it is a link."""
+    folder = run / FOLDER
+    try:
+        real = folder.resolve(strict=True)
+    except (OSError, RuntimeError):  # RuntimeError: links in a circle, before Python 3.13
+        return None
+    return folder if real.is_dir() and real == run.resolve() / FOLDER else None
+
+
 def read_index(folder: Path) -> list[Shot]:
     """Read the shots of an earlier session whose files exist; empty if the index cannot be read."""
     try:
@@ -134,4 +144,15 @@ def write_sheet(folder: Path, shots: Sequence[Shot], rows: Sequence[str], texts:
     return path
 
 
-__all__ = ["FOLDER", "INDEX", "SHEET", "Shot", "middle", "read_index", "save_shot", "write_index", "write_sheet"]
+__all__ = [
+    "FOLDER",
+    "INDEX",
+    "SHEET",
+    "Shot",
+    "middle",
+    "previews_folder",
+    "read_index",
+    "save_shot",
+    "write_index",
+    "write_sheet",
+]

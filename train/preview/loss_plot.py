@@ -1,7 +1,7 @@
 """Plot of the loss of a run."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from PIL import Image
@@ -16,6 +16,8 @@ _RAW = (164, 199, 232)
 _SMOOTH = (23, 92, 163)
 _BAD = (200, 60, 48)
 _VALIDATION = (217, 119, 6)
+_SAVE = (5, 150, 105)
+_RUNS = (_SMOOTH, (217, 119, 6))
 # Pixels at a height of 512. On a node of 380 pixels the plot is a third as large: text is still 11 pixels high.
 TEXT = 32
 # Margins around the curve.
@@ -48,6 +50,7 @@ def plot_loss(
     width: int = 1024,
     height: int = 512,
     validation: Sequence[tuple[int, float]] = (),
+    saves: Sequence[int] = (),
 ) -> Image.Image:
     """Plot the loss of each step (light) and its moving average (dark) over steps 1 to n. Returns an RGB image.
 
@@ -56,6 +59,7 @@ def plot_loss(
     smoothing: s of `smoothed`, 0 to below 1.
     validation: (steps done, loss) of each validation, plotted as a line with dots; a measurement before the first step
         is at 0.
+    saves: steps at which a LoRA was saved, marked on the axis.
 
     Raises ValueError if nothing is left to plot.
     """
@@ -82,8 +86,32 @@ def plot_loss(
     else:
         plot.curve(values, _SMOOTH, 3)
     plot.points(points)
+    plot.saves([step for step in saves if first <= step <= len(values)])
     plot.marks(np.flatnonzero(~drawable))
     plot.legend(values, average, smoothing, points)
+    return plot.canvas.finish()
+
+
+def plot_runs(
+    losses: Mapping[str, Sequence[float]], smoothing: float = 0.9, width: int = 1024, height: int = 512
+) -> Image.Image:
+    """Plot the moving averages of the losses of up to two runs over their steps. Returns an RGB image.
+
+    losses: loss of each step, by the name of the run.
+    smoothing: s of `smoothed`, 0 to below 1.
+
+    Raises ValueError for a run without a finite loss.
+    """
+    averages = {name: smoothed(loss, smoothing) for name, loss in losses.items()}
+    for name, average in averages.items():
+        if not np.isfinite(average).any():
+            raise ValueError(f"{name} has no loss that can be drawn.")
+    values = np.concatenate([average[np.isfinite(average)] for average in averages.values()])
+    plot = _Plot(width, height, 1, max(map(len, averages.values())), _value_range(values, False), False)
+    plot.axes()
+    for colour, average in zip(_RUNS, averages.values(), strict=False):
+        plot.curve(average, colour, 5)
+    plot.entries(list(zip(_RUNS, averages, strict=False)))
     return plot.canvas.finish()
 
 
@@ -228,6 +256,13 @@ class _Plot:
         for place in places:
             self.dot(*place, _VALIDATION, 8)
 
+    def saves(self, steps: Sequence[int]) -> None:
+        """Draw a triangle on the axis at each step with a save."""
+        unit = self.unit
+        for step in steps:
+            x, y = self.x(step - 1), self.bottom
+            self.canvas.polygon([(x, y - 18 * unit), (x - 9 * unit, y), (x + 9 * unit, y)], _SAVE)
+
     def marks(self, steps: np.ndarray) -> None:
         for step in steps[:: max(1, len(steps) // 2000)]:
             self.line([(self.x(step), self.bottom), (self.x(step), self.bottom - 20 * self.unit)], _BAD, 3)
@@ -243,6 +278,10 @@ class _Plot:
             entries.append((_VALIDATION, f"validation {points[-1][1]:.3g}"))
         if missing := int(np.isnan(values).sum()):
             entries.append((_BAD, f"left out {missing:,}"))
+        self.entries(entries)
+
+    def entries(self, entries: Sequence[tuple[Colour, str]]) -> None:
+        """Draw a legend above the curves: a line in a colour and its text for each entry, shrunk to fit."""
         wide = sum(self.canvas.text_width(text, TEXT * self.unit) for _, text in entries)
         wide += (44 * len(entries) + 28 * (len(entries) - 1)) * self.unit
         part = min(1.0, (self.right - self.left) / wide)

@@ -13,6 +13,7 @@ STATE_SUFFIX = ".tessera"  # of the files of states
 TRASH = ".tessera-trash"  # next to the folder of all runs: holds the deleted runs, one folder per day
 STEPS = "_steps"  # suffix of the folder with a run's intermediate LoRAs
 PICTURE_SHEET = "loss_by_picture.png"
+REPORT_PAGE, REPORT_PICTURE = "report.html", "report.png"
 _NUMBERED = re.compile(r"(?P<name>.+) \((?P<number>\d{3,6})\)", re.DOTALL)
 _NUMBER = re.compile(r" \(\d{3,6}\)(?=/)")
 

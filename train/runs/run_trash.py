@@ -17,7 +17,7 @@ from ...common.untrusted.folders import folder_below
 from ..preview.gallery import FOLDER as PREVIEWS
 from ..preview.gallery import INDEX, SHEET
 from .run_folder import FoundRun, RunFolder, all_runs
-from .run_names import PICTURE_SHEET, STATE_SUFFIX, STEPS
+from .run_names import PICTURE_SHEET, REPORT_PAGE, REPORT_PICTURE, STATE_SUFFIX, STEPS
 from .run_record import RECORD
 
 _DAY = re.compile(r"(\d{4}-\d\d-\d\d)(?: \((\d+)\))?")
@@ -35,9 +35,9 @@ def own_files(folder: RunFolder) -> list[Path]:
     """List the files of a run that this pack wrote, relative to its folder."""
     name = re.escape(normalize("NFC", folder.name))
     lora = rf"{name}-step\d{{6,}}\.safetensors"
-    record = "|".join(map(re.escape, RECORD))
-    run_pattern = rf"{record}|{name}(-best)?\.safetensors|{lora}|{name}\.(workflow|api)\.json"
-    run_pattern += rf"|state-\d{{6,}}{re.escape(STATE_SUFFIX)}|{re.escape(PICTURE_SHEET)}"
+    fixed = "|".join(map(re.escape, (*RECORD, PICTURE_SHEET, REPORT_PAGE, REPORT_PICTURE)))
+    run_pattern = rf"{fixed}|{name}(-best)?\.safetensors|{lora}|{name}\.(workflow|api)\.json"
+    run_pattern += rf"|{name}\.preview\.(png|webp)|state-\d{{6,}}{re.escape(STATE_SUFFIX)}"
     preview_pattern = rf"step\d{{6,}}_\d+\.(png|webp)|{re.escape(SHEET)}|{re.escape(INDEX)}"
     patterns = {"": run_pattern, f"{folder.name}{STEPS}": lora, PREVIEWS: preview_pattern}
     return [

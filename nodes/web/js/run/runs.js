@@ -74,6 +74,9 @@ function isNamed({ node, hosts }, run) {
   return own === name || own === name?.replace(/_(high|low)_noise$/, '')
 }
 
+/** Tells whether a node is the Train LoRA of a run. */
+export const isTrainedBy = ({ node, hosts }, run) => node.type === KIND && isNamed({ node, hosts }, run)
+
 /** The steps that Continue raises `steps` to; none where the graph would not go on with this run. */
 function furtherSteps(live, run) {
   const [steps, resume] = ['steps', 'resume'].map((name) => sourceWidget(live.node, name, live.hosts))
@@ -84,8 +87,8 @@ function furtherSteps(live, run) {
   return goesOn && further <= (steps.options?.max ?? Infinity) ? further : undefined
 }
 
-/** Queues the workflow on the page with more steps. Returns what to tell of it. */
-async function goOn(live) {
+/** Queues the workflow on the page with more steps, for `{node, hosts, run}`. Returns what to tell of it. */
+export async function continueRun(live) {
   const to = furtherSteps(live, live.run)
   if (!to) return t('The inputs of this node have changed; press Run.')
   const steps = sourceWidget(live.node, 'steps', live.hosts)
@@ -177,7 +180,7 @@ function drawOn(place, live) {
   const before = live.panels.get(place)
   const panel = before ?? makePanel(
     (what) => askFor(live, what),
-    { copy: () => copyName(live), compare: () => compareSaves(place, live), goOn: () => goOn(live) },
+    { copy: () => copyName(live), compare: () => compareSaves(place, live), goOn: () => continueRun(live) },
     previewAddress,
   )
   const height = panel.dataset.height
@@ -194,7 +197,7 @@ function removePanels({ path, panels }, isGone = () => true) {
 }
 
 /** Puts a Compare LoRAs with the run's saves into the graph. Returns what to tell of it. */
-async function compareSaves(place, { id }) {
+export async function compareSaves(place, { id }) {
   const { loras } = await read(`runs/${id}/saves`)
   return loras.length ? addComparison(place, loras) : t('The saves of this run no longer exist.')
 }

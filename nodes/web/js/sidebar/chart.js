@@ -30,12 +30,13 @@ export function drawSparkline({ svg, path }, points, { step, steps }, colour) {
   svg.setAttribute('aria-label', points.length ? t(WORDS.curve, { step }) : t(WORDS.noCurve))
 }
 
-/** Makes the chart of several runs. `clear` takes all out, `remove(id)` one. */
-export function makeChart(parent, clear, remove) {
+/** Makes the chart of several runs. `clear` takes all out, `remove(id)` one, `compare` shows two side by side. */
+export function makeChart(parent, { clear, remove, compare }) {
   const element = part(parent, 'tessera-runs-chart')
   element.style.display = 'none'
   const head = part(element, 'tessera-chart-head')
   part(head, 'tessera-grow tessera-aside', 'span', { textContent: t(WORDS.chart) })
+  const sideBySide = button(head, t(WORDS.sideBySide), t(WORDS.sideBySideTitle), compare)
   button(head, t(WORDS.clear), '', clear)
   const plot = part(element, 'tessera-chart-plot')
   const losses = part(plot, 'tessera-chart-losses')
@@ -45,13 +46,14 @@ export function makeChart(parent, clear, remove) {
   const steps = part(right, 'tessera-chart-steps')
   const [first, last] = [part(steps), part(steps)]
   const legend = part(element, 'tessera-chart-legend')
-  return { element, svg, high, low, first, last, legend, remove }
+  return { element, svg, high, low, first, last, legend, remove, sideBySide }
 }
 
 /** Draws the runs that are chosen: `{id, name, colour, points}` each. */
 export function drawChart(chart, runs) {
   const { element, svg, high, low, first, last, legend, remove } = chart
   element.style.display = runs.length ? '' : 'none'
+  chart.sideBySide.style.display = runs.length === 2 ? '' : 'none'
   const found = bounds(runs.map(({ points }) => points))
   const ends = runs.reduce((most, { points }) => Math.max(most, points.at(-1)?.[0] ?? 0), 1)
   const digits = (value) => (found ? value().toPrecision(3) : '')

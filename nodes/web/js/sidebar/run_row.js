@@ -8,7 +8,7 @@ import { WORDS } from './sentences.js'
 
 const STATES = ['finished', 'stopped', 'paused', 'cancelled', 'failed', 'unsaved']
 
-/** Makes a row. `does` holds what its parts do: choose, open, add, pause, goOn, remove, and `dragged(event)`. */
+/** Makes a row. `does` holds what its parts do: choose, open, report, add, pause, goOn, remove, and `dragged(event)`. */
 export function makeRow(does) {
   const element = document.createElement('div')
   element.className = 'tessera-runs-row'
@@ -25,6 +25,7 @@ export function makeRow(does) {
   const sparkline = makeSparkline(text)
   const buttons = part(element, 'tessera-row-buttons')
   const open = button(buttons, t(WORDS.open), t(WORDS.openTitle), does.open)
+  const report = button(buttons, t(WORDS.report), t(WORDS.reportTitle), does.report)
   const add = button(buttons, t(WORDS.add), t(WORDS.addTitle), does.add)
   const pause = button(buttons, t(WORDS.pause), t(WORDS.pauseTitle), does.pause)
   const goOn = button(buttons, t(WORDS.goOn), t(WORDS.goOnTitle), does.goOn)
@@ -40,7 +41,7 @@ export function makeRow(does) {
     event.dataTransfer.effectAllowed = 'copy'
   })
   return Object.assign(element, {
-    parts: { box, name, picture, none, state, model, sparkline, open, add, pause, goOn, remove },
+    parts: { box, name, picture, none, state, model, sparkline, open, report, add, pause, goOn, remove },
     detail: /** @type {any} */ (undefined), // what the run itself told last
     sampled: '', // which preview is shown
     isOf: '', // which state of the run the list told last

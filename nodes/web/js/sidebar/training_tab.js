@@ -3,6 +3,8 @@ import { app } from '../../../../scripts/app.js'
 import { api } from '../../../../scripts/api.js'
 import { button, part } from '../common/elements.js'
 import { change, read } from '../run/ask.js'
+import { compareSaves, continueRun, isTrainedBy } from '../run/runs.js'
+import { ourNodes } from '../common/nodes.js'
 import { every } from '../common/poll.js'
 import { throttle } from '../common/throttle.js'
 import { COLOURS, drawChart, makeChart } from './chart.js'
@@ -13,6 +15,7 @@ import { addLoader, middle, takeDrops } from './lora_drop.js'
 import { drawDetail, drawPreview, drawRow, makeRow } from './run_row.js'
 import { t, translations } from '../common/words.js'
 import { WORDS } from './sentences.js'
+import { openReport } from './run_report.js'
 import { sentence, statusPlace } from './status.js'
 
 const EVERY = 2000 // milliseconds between two looks at what trains
@@ -55,7 +58,11 @@ function build(host) {
   })
   const count = part(head, 'tessera-aside')
   const [said, gone] = [statusPlace(root), statusPlace(root)]
-  const chart = makeChart(root, () => [...chosen.keys()].forEach(takeOut), takeOut)
+  const chart = makeChart(root, {
+    clear: () => [...chosen.keys()].forEach(takeOut),
+    remove: takeOut,
+    compare: () => openReport([...chosen.keys()]),
+  })
   const line = makeLine(root, attempt)
   const list = part(root, 'tessera-runs-list')
   list.setAttribute('role', 'list')
@@ -151,6 +158,7 @@ function newRow(id) {
     id,
     choose: (isIn) => (isIn ? putIn(id) : takeOut(id)),
     open: () => attempt(() => openWorkflow(id)),
+    report: () => showReport(id, row.detail),
     add: () => attempt(() => addLora(id, middle())),
     pause: () => attempt(() => pause(id, row.detail)),
     goOn: () => attempt(() => goOn(id, row.detail)),
@@ -232,6 +240,26 @@ async function openWorkflow(id) {
   const { workflow, prompt } = await read(`runs/${id}/workflow`)
   if (workflow) await app.loadGraphData(workflow, true, true, name)
   else app.loadApiJson(prompt, name)
+}
+
+/** Shows the report of a run, with what can be done with it. */
+function showReport(id, detail) {
+  const compare = ({ node, run }) => compareSaves(node, run)
+  const actions = [
+    { text: t(WORDS.continueRun), isOn: detail?.can_go_on, does: () => inWorkflow(id, continueRun) },
+    { text: t(WORDS.compareSaves), isOn: detail?.last_lora, does: () => inWorkflow(id, compare) },
+    { text: t(WORDS.useHere), isOn: detail?.last_lora, does: () => addLora(id, middle()) },
+  ]
+  const offered = actions.filter(({ isOn }) => isOn && !detail.running)
+  openReport([id], offered.map(({ text, does }) => ({ text, does: () => attempt(does) })))
+}
+
+/** Opens the workflow of a run and does something with its Train LoRA there, which tells what came of it. */
+async function inWorkflow(id, does) {
+  const run = await read(`runs/${id}?points=3`)
+  await openWorkflow(id)
+  const found = [...ourNodes()].map(([node, , hosts]) => ({ node, hosts, run })).find((place) => isTrainedBy(place, run))
+  tell(found ? await does(found) : t(WORDS.noTrainNode), !found)
 }
 
 async function pause(id, { prompt_id }) {

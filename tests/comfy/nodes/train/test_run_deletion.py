@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 from aiohttp.test_utils import make_mocked_request
+from comfy_server import DIRECT, PATIENCE
 from safetensors.torch import save_file
 from tessera.common.files import MACHINE
 from tessera.nodes.common import asked_by
@@ -305,6 +306,16 @@ def test_copied_run_folder_is_json_that_a_browser_reads(server, run):
     details = server.get(url)
     assert [point[1] for point in details["loss"]] == [1e30] * 3 and details["loss_ends"] == [1e30, 1e30]
     assert server.get(f"{url}/workflow")["prompt"]["1"]["x"] is None
+
+
+def test_the_report_of_a_run_is_a_page_that_may_load_nothing(server, run):
+    folder, url = run
+    with DIRECT.open(f"{server.url}{url}/report", timeout=PATIENCE) as reply:
+        assert reply.headers.get_content_type() == "text/html" and reply.headers["X-Content-Type-Options"] == "nosniff"
+        policy = reply.headers["Content-Security-Policy"]
+        assert policy == "default-src 'none'; img-src data:; style-src 'unsafe-inline'; sandbox"
+        assert f"<h1>{folder.name}</h1>" in reply.read().decode()
+    assert ask(server, f"{url}/report?beside={'0' * 16}")[0] == 404  # never half of what was asked for
 
 
 def test_a_workflow_is_given_as_it_was_queued_and_no_file_beside_it(server, run):

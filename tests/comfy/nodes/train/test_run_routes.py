@@ -148,10 +148,13 @@ def test_only_a_page_of_this_server_stops_the_run_that_trains_and_queued_again_i
     assert summary["status"] == "stopped" and 8 <= summary["steps_done"] < 12
     assert summary["path"].endswith("kept.safetensors") and "saved" in outputs  # the graph went on
     assert run_of(server, "kept")["status"] == "stopped"
+    report = server.base / "output" / "loras" / "kept (001)" / "report.html"
+    assert "Stopped and kept at step" in report.read_text()
     assert post_status(server, f"{url}/stop", body, **JSON) == 409  # it trains no more
     repeat = server.run(graph)["outputs"]["train"]["tessera"][0]  # the very same prompt
     assert f"Resumed at step {summary['steps_done']}." in repeat["notes"]
     assert repeat["status"] == "finished" and repeat["loss"][: summary["steps_done"]] == summary["loss"]
+    assert "Finished after" in report.read_text()
 
 
 def test_the_routes_refuse_foreign_pages_by_themselves():

@@ -87,6 +87,13 @@ def test_the_run_is_described_in_strings():
     assert float(metadata["ss_training_started_at"]) == started
 
 
+def test_the_trigger_words_of_all_folders_are_the_trigger_phrase_each_once():
+    phrases = ["ohwx fox, ", "ohwx fox", "", "a wolf"]
+    data = {"made_with": {"folders": [{"trigger_words": phrase} for phrase in phrases]}}
+    assert metadata_for(dataclasses.replace(FACTS, data=data), lora())["modelspec.trigger_phrase"] == "ohwx fox, a wolf"
+    assert "modelspec.trigger_phrase" not in metadata_for(FACTS, lora())
+
+
 def test_all_settings_are_there_as_json():
     settings = json.loads(metadata_for(FACTS, lora())["tessera"])
     network = settings["network"]

@@ -98,7 +98,7 @@ def test_a_trash_that_is_a_link_holds_no_runs(tmp_path):
 def test_files_of_others_stay_and_come_together_with_the_run_again(tmp_path):
     root, trash = tmp_path / "loras", tmp_path / ".tessera-trash"
     run = make_run(root, "fox (001)", "fox")
-    other_files = ["notes.txt", "fox.preview.png", "wolf.safetensors", "previews/mine.png", "fox_steps/fox.safetensors"]
+    other_files = ["notes.txt", "fox.preview.jpg", "wolf.safetensors", "previews/mine.png", "fox_steps/fox.safetensors"]
     other_files += [
         "fox-step1.safetensors",
         "state-1.tessera",
