@@ -33,7 +33,7 @@ def has_report(folder: RunFolder) -> bool:
 
 
 def write_lora_picture(folder: RunFolder) -> None:
-    """Copy the last preview of the first prompt beside the LoRA, where model browsers look for a LoRA's picture.
+    """Copy the last preview of the first prompt beside the LoRA: model browsers show such a file as its picture.
 
     A picture from elsewhere stays. Raises OSError if it can't be written.
     """
