@@ -81,8 +81,8 @@ FAST_TESTS = ("tests/comfy/every_family",)  # in which a case of each family is 
 TORCH_TESTS = """
     unit/memory/activations/recompute unit/models/native/out_of_place unit/compile/region
     unit/models/layers/ragged_attention unit/models/layers/norm_rope unit/models/layers/kernels
-    unit/models/layers/layer_math unit/train/optim/flat_step unit/train/optim/optimizer_fit unit/common/rng
-    unit/memory/host/staging comfy/memory/activations/backward_thread
+    unit/models/layers/layer_math unit/models/adapters/add_product unit/train/optim/flat_step
+    unit/train/optim/optimizer_fit unit/common/rng unit/memory/host/staging comfy/memory/activations/backward_thread
 """.split()
 WIDE = ("-m", "wide")
 NOT_WIDE = ("-m", "not wide")

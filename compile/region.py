@@ -17,6 +17,7 @@ import comfy.model_management
 import torch
 
 from ..memory.swap.oom_retry import copy_containers
+from ..models.adapters import add_product
 from ..models.family import Block
 from .compile_report import RegionReport, format_break
 from .cuda_graphs import from_cuda_graphs
@@ -66,7 +67,8 @@ def compiled_function(body: Callable[..., Any], name: str, options: CompileOptio
 
 
 def inductor_options(mode: str, dynamic: bool | None) -> dict[str, Any]:
-    """Return the options of an inductor mode, without the fusions that compute wrong results.
+    """Return the options of an inductor mode, without the fusions that compute wrong results, and with sums of products
+    made in place if torch copies one of them first. Max-autotune chooses from kernels that copy nothing.
 
     Since torch 2.10 one kernel reduces along rows and along columns ("mix-order reduction") if there are many rows. It
     drops gradients that are slices of one tensor, as of a modulation at batch 1: that memory is never written
@@ -75,8 +77,14 @@ def inductor_options(mode: str, dynamic: bool | None) -> dict[str, Any]:
     """
     from torch._inductor import config, list_mode_options
 
-    disabled = {"triton.mix_order_reduction": False} if hasattr(config.triton, "mix_order_reduction") else {}
-    return {**list_mode_options(mode, dynamic), **disabled}
+    options = dict(list_mode_options(mode, dynamic))
+    if hasattr(config.triton, "mix_order_reduction"):
+        options["triton.mix_order_reduction"] = False
+    if add_product.COPIES_ADDEND and not options.get("max_autotune"):
+        from ..models.adapters.graph_pass import ADD_PRODUCTS_IN_PLACE
+
+        options["post_grad_custom_post_pass"] = ADD_PRODUCTS_IN_PLACE
+    return options
 
 
 def run_block(block: Block, *args: Any) -> Any:

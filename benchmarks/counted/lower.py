@@ -6,6 +6,7 @@ Needs the Triton package.
 """
 
 import copy
+import math
 import re
 import sys
 import types
@@ -26,14 +27,14 @@ from step.work import flash
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 NO_LAUNCH = ("empty", "_unsafe_view", "detach", "prim.")
+ADDED = "tessera.add_product_"
 OWN = "tessera."  # ops of the pack whose kernels are in Triton
 THIN = 64  # a product with a side up to this is bound by bytes
 L2_CACHE = 25 << 20  # each half of an H100's
 # cuBLAS splits a long sum along rows of memory if the result has fewer tiles of this size than the card has SMs, and
 # zeroes the result first. The page of one H100 has 738 memsets in a step; this rule gives 840.
 TILE, LONG = 128, 1024
-# Since 2.14 cuBLASLt reads the addend in place: it is an argument of `gemm_and_bias` in ATen/cuda/CUDABlas.h.
-ADDS_IN_PLACE = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 14)
+COPIES_ADDEND: bool = import_module("tessera.common.torch_version").copies_addend(torch.__version__)
 H100 = types.SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",
     major=9,
@@ -283,7 +284,10 @@ def _kernels(node: Any) -> list[Kernel]:
     if origin is None:
         return [Kernel("other", str(node.node.get_name()), size)]
     options = {name: _value(value) for name, value in origin.kwargs.items()}
-    return _op_kernels(origin.target, [_value(a) for a in origin.args], options, origin.meta["val"], size)
+    args = [_value(a) for a in origin.args]
+    if _short(origin.target) == ADDED:
+        return _added_product(*args, **options, size=size)
+    return _op_kernels(origin.target, args, options, origin.meta["val"], size)
 
 
 def _op_kernels(op: Any, args: Sequence[Any], options: dict[str, Any], out: Any, size: int) -> list[Kernel]:
@@ -306,6 +310,12 @@ def _op_kernels(op: Any, args: Sequence[Any], options: dict[str, Any], out: Any,
     return [Kernel("other", _short(op), size, flop)]
 
 
+def _added_product(y: Any, left: Any, right: Any, size: int) -> list[Kernel]:
+    """Return the launch of a product that is added to y in place."""
+    sides = (*left.shape, right.shape[-1])
+    return [Kernel("thin" if min(sides) <= THIN else "product", f"{ADDED} {sides}", size, 2 * math.prod(sides))]
+
+
 def _pack_kernels(op: Any, args: Sequence[Any], out: Any) -> list[Kernel]:
     """Return the launches of an op of the pack: one for each part, which reads and writes every tensor once."""
     byte_count = sum(t.numel() * t.element_size() for t in tree_leaves((args, out)) if isinstance(t, torch.Tensor))
@@ -317,7 +327,7 @@ def _before_product(args: Sequence[Any], sides: tuple[int, int, int]) -> list[Ke
     """List the driver's work before a product: cuBLAS adds in place, so a torch before 2.14 copies the addend
     (`addmm_out_cuda_impl` in ATen/native/cuda/Blas.cpp) unless it is a bias; and a split product's result is zeroed."""
     copies = []
-    if ADDS_IN_PLACE and len(args) == 3 and args[0].dim() == 2 and 0 not in args[0].stride():
+    if COPIES_ADDEND and len(args) == 3 and args[0].dim() == 2 and 0 not in args[0].stride():
         size = args[0].numel() * args[0].element_size()
         # The tensor written last is still in the cache if it fits.
         copies.append(

@@ -209,22 +209,6 @@ def above_rank(layers: Layers) -> list[str]:
     return [f"rank {spec.rank} is more than {len(high)} of the layers can use, such as {name} of {rows} × {columns}."]
 
 
-def as_rows(x: Tensor) -> Tensor:
-    """Reshape x (…, n) to a matrix (rows, n). If several matmuls read this one matrix, a compiler accumulates its
-    gradient inside the matmuls; with a separate view for each, it takes extra passes over memory."""
-    return x.reshape(-1, x.shape[-1])
-
-
-def add_product(y: Tensor, activations: Tensor, up: Tensor) -> Tensor:
-    """Compute y + activations · upᵀ, (…, out), as one addmm: the matmul's result alone is never in memory.
-
-    activations: (…, rank) with the rows of y. up: (out, rank). Out of place, as selective checkpointing may hold y.
-    From torch 2.14 on, CUDA's addmm reads y and writes the sum; earlier ones copy y first, which takes as long as a
-    separate add (pytorch/pytorch#191706).
-    """
-    return torch.addmm(as_rows(y), as_rows(activations), up.t()).view(y.shape)
-
-
 def kaiming_uniform(weight: Tensor, source: torch.Generator) -> None:
     """Initialise like torch's Linear: uniform within 1 / √columns."""
     bound = weight.shape[-1] ** -0.5

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ...memory.weights.frozen_linear import FrozenLinear
-from .base import AdapterSpec, DropMask, ReadWeights, Shape, add_product, scaled
+from .add_product import add_product
+from .base import AdapterSpec, DropMask, ReadWeights, Shape, scaled
 from .lora import LoraAdapter
 
 # ComfyUI's reader adds it to the lengths.

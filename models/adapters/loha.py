@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ...memory.weights.frozen_linear import FrozenLinear
+from .add_product import add_product, as_rows
 from .base import (
     Adapter,
     AdapterSpec,
@@ -15,8 +16,6 @@ from .base import (
     Layers,
     ReadWeights,
     Shape,
-    add_product,
-    as_rows,
     norm_of_product,
     scaled,
 )

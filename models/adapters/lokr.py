@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ...memory.weights.frozen_linear import FrozenLinear
+from .add_product import add_product
 from .base import (
     Adapter,
     AdapterSpec,
@@ -16,7 +17,6 @@ from .base import (
     Layers,
     ReadWeights,
     Shape,
-    add_product,
     factorize,
     kaiming_uniform,
     norm_of_product,

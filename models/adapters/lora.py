@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ...memory.weights.frozen_linear import FrozenLinear
+from .add_product import add_product, as_rows
 from .base import (
     DROPOUTS,
     Adapter,
@@ -18,8 +19,6 @@ from .base import (
     ReadWeights,
     Shape,
     above_rank,
-    add_product,
-    as_rows,
     norm_of_product,
     scaled,
 )

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tessera.common.torch_version import OLDEST, check_torch
+from tessera.common.torch_version import OLDEST, check_torch, copies_addend
 
 ROOT = Path(sys.modules["tessera_dev"].__file__).parent
 NAMED = ".".join(map(str, OLDEST))
@@ -29,3 +29,8 @@ def test_the_pages_and_the_package_name_it():
     assert f"torch {NAMED} or newer" in (ROOT / "README.md").read_text("utf-8")
     match = re.search(r'^torch = \["torch>=(.+)"\]$', (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
     assert match and match[1] == NAMED
+
+
+def test_products_are_added_to_without_a_copy_from_2_14_on():
+    copying = [v for v in ("2.11.0+cu130", "2.13.1", "2.14.0", "3.0.0a0", "a build of one's own") if copies_addend(v)]
+    assert copying == ["2.11.0+cu130", "2.13.1"]

@@ -12,6 +12,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 import torch
+from tessera.common.torch_version import copies_addend
 from tessera.memory.activations.cost import KernelRates
 
 from counted import page as counted_page
@@ -81,11 +82,11 @@ def test_a_counted_step_takes_what_a_card_measured_by_kind(way: str):
     assert sum(counted.values()) == pytest.approx(sum(measured.values()), rel=0.03)
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_a_torch_that_adds_in_place_copies_the_addend_of_a_product_and_no_bias(in_place: bool, monkeypatch: Any):
+@pytest.mark.parametrize("copies_addend", [True, False])
+def test_a_torch_that_copies_the_addend_of_a_product_copies_no_bias(copies_addend: bool, monkeypatch: Any):
     from counted import lower
 
-    monkeypatch.setattr(lower, "ADDS_IN_PLACE", in_place)
+    monkeypatch.setattr(lower, "COPIES_ADDEND", copies_addend)
     with lower.Launches() as launches, torch.device("meta"):
         rows = torch.empty(4096, 3072)
         weight = torch.empty(3072, 3072)
@@ -95,15 +96,13 @@ def test_a_torch_that_adds_in_place_copies_the_addend_of_a_product_and_no_bias(i
         assert [kernel.kind for kernel in launches.kernels] == ["product", "product"]
         torch.addmm(rows, rows, weight)
     size = 4096 * 3072 * 4
-    copies = [("copy", 2 * size)] * in_place
+    copies = [("copy", 2 * size)] * copies_addend
     assert [(k.kind, k.bytes_moved) for k in launches.kernels[2:]] == [*copies, ("product", None)]
 
 
-def test_this_torch_adds_in_place_before_it_takes_an_addend_from_elsewhere():
-    from counted.lower import ADDS_IN_PLACE
-
+def test_this_torch_copies_an_addend_before_its_product_takes_it_from_elsewhere():
     header = (Path(torch.__file__).parent / "include" / "ATen" / "cuda" / "CUDABlas.h").read_text()
-    assert ADDS_IN_PLACE == ("c_ptr" not in header)
+    assert copies_addend(torch.__version__) == ("c_ptr" not in header)
 
 
 # A kernel as inductor writes them, over (4096, 512) numbers in tiles of 64 × 64 that lie one way or the other.

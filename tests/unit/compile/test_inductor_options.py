@@ -6,6 +6,7 @@ import pytest
 import torch
 from tessera.compile.region import compiled_function, inductor_options
 from tessera.compile.settings import CompileOptions
+from tessera.models.adapters import add_product
 from torch._inductor import compile_fx, config, list_mode_options
 
 FUSION = "triton.mix_order_reduction"
@@ -41,4 +42,5 @@ def test_a_torch_without_the_fusion_gets_the_options_of_the_mode(monkeypatch):
         triton = object()
 
     monkeypatch.setattr(torch._inductor, "config", Older)
+    monkeypatch.setattr(add_product, "COPIES_ADDEND", False)
     assert inductor_options("default", None) == {}
