@@ -28,9 +28,9 @@ def batch_order(samples: Sequence[Sample], batch_size: int, seed: int) -> Iterat
     of them come in one epoch after none for several, each begins with some of its samples shown already, see
     `_head_starts`: a sample is shown up to `batch_size` - 1 times more in the whole run.
 
-    Of a folder with a `sample_ratio` below 1 an epoch shows that part, and the next epoch goes on with the rest: the
-    folder has a shuffle of its own, which restarts when all of it was shown. OneTrainer does so with a concept whose
-    `balancing` by repeats is below 1, without the shuffle (mgds, VariationSorting).
+    With `sample_ratio` r < 1, each epoch takes the next r of the folder's own shuffle, which begins again when all of
+    it was shown. OneTrainer does so, without a shuffle, for a concept whose `balancing` by repeats is below 1 (mgds,
+    VariationSorting).
 
     Regularisation samples are shown as often as all training samples together, as in kohya-ss/sd-scripts. An epoch
     takes as many of them as it has training samples, from a shuffle of their own that continues across epochs, each

@@ -57,10 +57,10 @@ class Mask:
         down, across = self.size[0] / crop.pixels.size[0], self.size[1] / crop.pixels.size[1]
         left, top, right, bottom = crop.box
         box = (left * across, top * down, right * across, bottom * down)
-        shape = (placement.grid.height, placement.grid.width)
-        key = fingerprint("mask", VERSION, self.key, box, shape, crop.flip)
-        encode = partial(self._encode, box, *shape, crop.flip)
-        return EncodeJob(key, {TOKENS: shape}, 4 * shape[0] * shape[1], encode, self.name)
+        height, width = placement.grid.height, placement.grid.width
+        key = fingerprint("mask", VERSION, self.key, box, (height, width), crop.flip)
+        encode = partial(self._encode, box, height, width, crop.flip)
+        return EncodeJob(key, {TOKENS: (height, width)}, 4 * height * width, encode, self.name)
 
     @property
     def faint(self) -> bool:

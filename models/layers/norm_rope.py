@@ -153,7 +153,8 @@ def _kernel(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
         weight = torch.linspace(0.5, 1.5, 32).to(device, dtype)
         angle = torch.linspace(0, 3, 48).view(1, 3, 1, 16)
         table = torch.stack((angle.cos(), angle.sin()), dim=-1).to(device)
-        parts, weights, eps = [x[:, :1], x[:, 1:]], [weight, weight], 1e-6
+        eps = 1e-6
+        parts, weights = [x[:, :1], x[:, 1:]], [weight, weight]
         gradients = kernel.norm_rope_backward(grad, parts, weights, table, eps)
         plain_gradients = _plain_backward(grad, parts, weights, table, eps)
         pairs = [(kernel.norm_rope(parts, weights, table, eps), _plain(parts, weights, table, eps))]

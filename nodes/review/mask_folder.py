@@ -168,9 +168,9 @@ def _mask(segment: Segment, path: Path, name: str) -> np.ndarray:
     """Segment a picture: (H, W) levels from 0 to 255."""
     height, width = inspect_image(path, name).size
     scale = min(1.0, _SIDE / max(height, width))
-    shape = (max(1, round(height * scale)), max(1, round(width * scale)))
+    rows, columns = max(1, round(height * scale)), max(1, round(width * scale))
     with torch.inference_mode():
-        mask = segment(load_image(path, (0, 0, width, height), *shape, name=name))
+        mask = segment(load_image(path, (0, 0, width, height), rows, columns, name=name))
     levels: np.ndarray = (mask[0].float().clamp(0, 1) * 255 + 0.5).to(torch.uint8).cpu().numpy()
     return levels
 
