@@ -31,11 +31,11 @@ class MarkedModel(core.LTXAVModel):
                     module.bias = None
 
     def _process_input(self, *args: Any, **kwargs: Any) -> Any:
-        (video, sound), coordinates, more = super()._process_input(*args, **kwargs)
+        (video, sound), coordinates, additional_args = super()._process_input(*args, **kwargs)
         begins = coordinates[0][:, 0]
         is_first = (begins[..., 0] if begins.ndim == 3 else begins) == 0
         video = video + is_first.unsqueeze(-1).to(video.dtype) * self.keyframes_abs_pos_embedding.to(video)
-        return [video, sound], coordinates, more
+        return [video, sound], coordinates, additional_args
 
 
 @contextmanager

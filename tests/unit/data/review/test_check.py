@@ -80,9 +80,9 @@ def checked(tmp_path_factory):
 
 def test_twelve_planted_faults_are_all_found_with_two_false_alarms_at_most(checked):
     _, _, planted, result = checked
-    found = {(finding.name, finding.fault) for finding in result.findings}
-    assert planted.items() - found == set()
-    assert len(found - planted.items()) <= 2, found - planted.items()
+    faults = {(finding.name, finding.fault) for finding in result.findings}
+    assert planted.items() - faults == set()
+    assert len(faults - planted.items()) <= 2, faults - planted.items()
 
 
 def test_the_list_to_leave_out_names_pictures_only_whose_pixels_are_at_fault(checked):
@@ -107,8 +107,8 @@ def test_a_second_check_decodes_only_what_changed(checked, monkeypatch):
     decoded = []
     decode = measures.upright_image
     monkeypatch.setattr(measures, "upright_image", lambda *args: decoded.append(args[1]) or decode(*args))
-    again = check(folder, cache)
-    assert again.findings == first.findings
+    second = check(folder, cache)
+    assert second.findings == first.findings
     assert decoded == ["027.jpg"]  # which can't be measured
 
 

@@ -89,8 +89,10 @@ def test_sums_in_a_graph_are_made_in_place_but_of_what_is_read_again(copying_tor
     with config.patch(force_disable_caches=True):
         _, (forward, backward) = run_fw_bw_and_get_code(step)
     assert x.grad is not None
-    for actual, wanted in zip([*outs, x.grad, *(f.grad for f in factors)], [*expected, *expected_grads], strict=True):
-        torch.testing.assert_close(actual, wanted, atol=1e-4, rtol=1e-4)
+    for actual, reference in zip(
+        [*outs, x.grad, *(f.grad for f in factors)], [*expected, *expected_grads], strict=True
+    ):
+        torch.testing.assert_close(actual, reference, atol=1e-4, rtol=1e-4)
     # Forward that of each LoRA; back that of each layer's two products.
     assert [code.count("tessera.add_product_.default(") for code in (forward, backward)] == [2, 2]
     assert [code.count("extern_kernels.addmm(buf") for code in (forward, backward)] == [1, 0]
@@ -102,4 +104,4 @@ def test_max_autotune_and_a_newer_torch_choose_their_own_kernels(monkeypatch):
         monkeypatch.setattr(module, "COPIES_ADDEND", copies)
         for mode in ("default", "max-autotune-no-cudagraphs"):
             passes[copies, mode] = PASS in inductor_options(mode, None)
-    assert [key for key, taken in passes.items() if taken] == [(True, "default")]
+    assert [key for key, has_pass in passes.items() if has_pass] == [(True, "default")]

@@ -90,8 +90,14 @@ def test_a_report_says_what_mattered_and_folds_away_what_stayed_at_its_default(t
     folder = write_run(tmp_path)
     report = read_report(folder)
     assert report.outcome == "Finished after 30 steps."
-    shown = {"model": "flux.safetensors", "steps": "30", "rank": "8", "learning_rate": "0.0003", "dropout": "0.1"}
-    assert shown.items() <= report.settings.items() and report.settings["checkpointing"] == "full"
+    main_settings = {
+        "model": "flux.safetensors",
+        "steps": "30",
+        "rank": "8",
+        "learning_rate": "0.0003",
+        "dropout": "0.1",
+    }
+    assert main_settings.items() <= report.settings.items() and report.settings["checkpointing"] == "full"
     assert {"rank_dropout", "weight_decay", "prefetch_blocks"} <= set(report.other_settings)
     assert not set(report.settings) & set(report.other_settings)
     assert (
@@ -153,8 +159,8 @@ def test_the_files_carry_the_workflow_and_belong_to_the_run(tmp_path):
     write_lora_picture(folder)
     with Image.open(folder.path / "fox.preview.png", formats=["PNG"]) as picture:
         assert picture.getpixel((0, 0)) == (0, 0, 0)
-    own = {path.name for path in own_files(folder)}
-    assert {"report.html", "report.png", "fox.preview.png"} <= own
+    run_files = {path.name for path in own_files(folder)}
+    assert {"report.html", "report.png", "fox.preview.png"} <= run_files
     later = (folder.path / "report.png").stat().st_mtime_ns + 10**9
     os.utime(folder.path / "summary.json", ns=(later, later))
     assert not has_report(folder)  # the run went on
