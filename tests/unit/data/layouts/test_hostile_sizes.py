@@ -9,6 +9,7 @@ import zipfile
 import pytest
 from PIL import Image
 from tessera.common.untrusted import budgets
+from tessera.data.folders import captions
 from tessera.data.folders.dataset import folder_fingerprint, scan_images
 from tessera.data.layouts import archives, files
 from tessera.data.layouts.archives import unpack
@@ -290,3 +291,18 @@ def test_reading_a_folder_obeys_cancel(tmp_path, name):
     for count in range(len(calls)):
         with pytest.raises(Cancelled):
             folder_fingerprint(tmp_path, ".txt", interrupted=cancel_after(count))
+
+
+def test_making_the_forms_of_captions_obeys_cancel_between_two(tmp_path, monkeypatch):
+    photos(tmp_path, "a", "b", "c")
+    forms = []
+
+    def cancel_after_one() -> None:
+        if forms:
+            raise Cancelled
+
+    make = captions.make_caption_variants
+    monkeypatch.setattr(captions, "make_caption_variants", lambda *args: forms.append(args) or make(*args))
+    with pytest.raises(Cancelled):
+        scan_images(tmp_path, interrupted=cancel_after_one)
+    assert len(forms) == 1
