@@ -15,6 +15,7 @@ from PIL import Image
 from tessera.common.untrusted.in_flight import PixelGate
 from tessera.nodes.common import asked_by
 from tessera.nodes.train import run_deletion, run_files, run_routes
+from tessera.train.preview import thumbnails
 from tiny.nodes.prompt import awaited, node
 from tiny.nodes.routes import ask
 from tiny.nodes.server_runs import newest_step, paused_at, put_pictures, training_graph, wait_for_step
@@ -336,7 +337,7 @@ def test_a_preview_of_more_pixels_than_any_has_no_thumbnail(tmp_path, monkeypatc
             return super().decoding(pixels)
 
     pixel_counts: list[int] = []
-    monkeypatch.setattr(run_files, "page_pixels", Gate(1))
+    monkeypatch.setattr(thumbnails, "page_pixels", Gate(1))
     (folder := tmp_path / "previews").mkdir()
     for rows, is_made in ((8000, True), (8001, False)):
         Image.new("1", (8000, rows)).save(folder / "step000004_0.png")
