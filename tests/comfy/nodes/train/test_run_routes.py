@@ -1,5 +1,6 @@
 """The routes of a run on a real server: what a page that was not there, or a later server, finds of it."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -12,8 +13,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
 from comfy_server import DIRECT, PATIENCE
 from PIL import Image
+from tessera.common.untrusted.budgets import PAGE_REQUEST
 from tessera.common.untrusted.in_flight import PixelGate
-from tessera.nodes.common import asked_by
+from tessera.nodes.common import answers, asked_by
 from tessera.nodes.train import run_deletion, run_files, run_routes
 from tessera.train.preview import thumbnails
 from tiny.nodes.prompt import awaited, node
@@ -102,6 +104,29 @@ def test_an_origin_that_is_no_address_is_refused():
     headers = JSON | {"Host": "localhost", "Origin": "http://[::"}
     refused = asked_by.refused_post(make_mocked_request("POST", "/", headers=headers))
     assert refused is not None and refused.status == 403
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"order": [1]}', b'{"order": [1], "x": "%s"}' % (b"y" * 2_000_000), b"[" * 500, b"\xff"]
+)
+def test_requests_of_pages_are_read_within_their_budget(body):
+    pieces = [body[start : start + 65_536] for start in range(0, len(body), 65_536)]
+    pieces_read = []
+
+    class Content:
+        async def iter_any(self):
+            for piece in pieces:
+                pieces_read.append(piece)
+                yield piece
+
+    request = make_mocked_request("POST", "/", payload=Content())
+    answer = asyncio.run(asked_by.posted_object(request))
+    assert answer == ({"order": [1]} if body == b'{"order": [1]}' else {})
+    assert sum(map(len, pieces_read)) <= PAGE_REQUEST.bytes + 65_536  # the rest stays unread
+
+
+def test_numbers_that_json_lacks_leave_as_null():
+    assert answers.answer({"loss": [float("nan"), float("inf"), 1.0]}).text == '{"loss": [null, null, 1.0]}'
 
 
 def test_only_a_page_of_this_server_stops_the_run_that_trains_and_queued_again_it_goes_on(server, tiny_loaders):
