@@ -1,4 +1,4 @@
-"""Helpers for messages: quoted values, lists of names, and errors for values out of range."""
+"""Helpers for messages: quoted values, lists of names, durations, and errors for values out of range."""
 
 import math
 from collections.abc import Sequence
@@ -36,6 +36,11 @@ def joined(names: Sequence[str]) -> str:
     return f"{', '.join(rest)} and {last}" if rest else last
 
 
+def plain_phrase(words: str) -> str:
+    """Return words without spaces around them and without commas at their end."""
+    return words.strip().rstrip(",").rstrip()
+
+
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise ValueError unless `value` of the input `name` is allowed."""
     if value not in allowed:
@@ -54,3 +59,9 @@ def within(name: str, value: float, low: float, high: float) -> None:
     """Raise ValueError unless `low` <= value <= `high`, both ends included."""
     if not low <= value <= high:
         raise ValueError(f"{name} is {value}; set it between {low} and {high}.")
+
+
+def clock(seconds: float) -> str:
+    """Format a duration as h:mm:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..common.text import plain_phrase
 from ..models.family import SampleFacts
 
 GraphKey = tuple[int, tuple[int, ...], int]
@@ -234,8 +235,8 @@ def trigger_words(made_with: Mapping[str, Any]) -> str:
     folders = made_with.get("folders")
     facts = [folder for folder in folders if isinstance(folder, dict)] if isinstance(folders, list) else []
     texts = (folder.get("trigger_words") for folder in facts)
-    words = (text.strip().rstrip(",").rstrip() for text in texts if isinstance(text, str))
-    return ", ".join(dict.fromkeys(word for word in words if word))
+    phrases = (plain_phrase(text) for text in texts if isinstance(text, str))
+    return ", ".join(dict.fromkeys(filter(None, phrases)))
 
 
 def data_facts(data: TrainingData) -> dict[str, Any]:

@@ -46,13 +46,10 @@ def claimed_samples(path: Path) -> int:
                 tracks.append(_Track())
             elif kind == b"cmov":
                 raise ValueError("its header is compressed")
+            elif kind == b"trun":
+                fragments += _number(_head(file, start), 4)
             elif kind in _READERS:
-                file.seek(start)
-                data = file.read(20)
-                if kind == b"trun":
-                    fragments += _number(data, 4)
-                else:
-                    _READERS[kind](tracks[-1], data)
+                _READERS[kind](tracks[-1], _head(file, start))
     return sum(track.indexed for track in tracks) + fragments
 
 
@@ -68,7 +65,13 @@ def _durations(track: _Track, data: bytes) -> None:
     track.even = _number(data, 4) == 1 and _number(data, 12) == 1
 
 
-_READERS = {b"stsz": _sizes, b"stz2": _sizes, b"hdlr": _handler, b"stts": _durations, b"trun": lambda track, data: None}
+_READERS = {b"stsz": _sizes, b"stz2": _sizes, b"hdlr": _handler, b"stts": _durations}
+
+
+def _head(file: BinaryIO, start: int) -> bytes:
+    """Read the first fields of a box, which all that is counted fits in."""
+    file.seek(start)
+    return file.read(20)
 
 
 def _boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ...common.rng import generator
+from ...common.text import plain_phrase
 from ...common.untrusted.budgets import CAPTION_FILE, CAPTION_FORMS, TAGS, WORDS, check_size
 from .options import MOST_VARIANTS, CaptionOptions
 from .tags import TagRules, split_tags
@@ -61,7 +62,7 @@ def make_caption_variants(text: str, options: CaptionOptions, trigger_words: str
     too long.
     """
     check_size(WORDS, "trigger_words", characters=len(trigger_words))
-    words = trigger_words.strip().rstrip(",").rstrip()
+    words = plain_phrase(trigger_words)
     if options.caption_dropout == 1:
         if words:
             raise ValueError(

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...common.text import cut, quoted, shortlist
+from ...common.text import cut, plain_phrase, quoted, shortlist
 from ...common.untrusted.budgets import CAPTION_FILE, WORDS, check_size
 
 
@@ -44,7 +44,7 @@ def read_class_word(class_word: str, trigger_words: str) -> ClassWord:
         raise ValueError(f"class_word is {quoted(class_word)}; write it as word=class, such as ohwx=man.")
     if equals:
         return ClassWord((word,), class_name)
-    whole = trigger_words.strip().rstrip(",").rstrip()
+    whole = plain_phrase(trigger_words)
     if not whole:
         raise ValueError(
             f"class_word is {quoted(word)} and trigger_words is empty, so there is no word that it could replace; set "

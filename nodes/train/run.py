@@ -58,11 +58,11 @@ def run(
     with threads_for(model):
         result = train_lora(request, current_world())
     if Job.current() is None and result.saved and not result.paused:
-        _report(result, files, observer)
+        _save_report(result, files, observer)
     return result
 
 
-def _report(result: TrainResult, files: Mapping[str, str], observer: Observer) -> None:
+def _save_report(result: TrainResult, files: Mapping[str, str], observer: Observer) -> None:
     """Write the report and the LoRA's picture, unless they are there. A failed write is a note: the LoRA is saved."""
     folder = RunFolder(result.path.parent, result.path.stem)
     try:

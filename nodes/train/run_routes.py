@@ -11,12 +11,10 @@ import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from aiohttp import web
@@ -33,6 +31,7 @@ from ...train.runs.run_record import (
     SUMMARY,
     RunReader,
     averaged,
+    loss_ends,
     own_file,
     thinned,
 )
@@ -179,7 +178,7 @@ class Runs:
                 "can_sample": facts.get("can_sample") is True,
                 "lora": newest if own_file(run_folder.path, run_folder.lora_path.name) else "",
                 "last_lora": newest,
-                "loss_ends": _ends([loss for _, loss, _ in curve.loss.values()]),
+                "loss_ends": loss_ends([loss for _, loss, _ in curve.loss.values()]),
                 "seconds": curve.seconds,
                 "timed_from": curve.timed_from,
                 "first_steps": curve.first_steps or steps,
@@ -211,12 +210,6 @@ def _newest_lora(folder: RunFolder, root: Path) -> str:
     """Return the name of a run's latest LoRA as listed by ComfyUI's LoRA loaders; empty if there is none."""
     saves = [path for path in folder.loras() if _lies_in(path.parent, folder.path)]
     return next((str(path.relative_to(root)) for path in saves[::-1] if own_file(path.parent, path.name)), "")
-
-
-def _ends(losses: Sequence[float]) -> list[float] | None:
-    """Return the mean loss of the first and the last twentieth of the steps; None without steps."""
-    count = max(1, len(losses) // 20)
-    return [fmean(losses[:count]), fmean(losses[-count:])] if losses else None
 
 
 def _state_of(folder: Path) -> dict[str, Any]:

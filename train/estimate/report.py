@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ...common.text import clock
 from .changes import Alternative, cheapest_fitting
 from .estimate import Estimate, Trial
 
@@ -50,14 +51,14 @@ def _measured(estimate: Estimate, trial: Trial) -> Iterator[str]:
         yield "Every step compiled something, so the seconds of a step are unknown."
     elif estimate.shapes == 1:
         yield (
-            f"Measured {_seconds(trial.seconds)} s per step: {_clock(estimate.steps * trial.seconds)} for "
+            f"Measured {_seconds(trial.seconds)} s per step: {clock(estimate.steps * trial.seconds)} for "
             f"{estimate.steps:,} steps."
         )
     else:
         yield (
             f"Measured {_seconds(trial.seconds)} s per step of the largest pictures. Calculated for all "
             f"{estimate.shapes} sizes: {_seconds(estimate.step_seconds)} s per step, "
-            f"{_clock(estimate.steps * estimate.step_seconds)} for {estimate.steps:,} steps."
+            f"{clock(estimate.steps * estimate.step_seconds)} for {estimate.steps:,} steps."
         )
     if trial.graphs:
         rest = f" of the {trial.planned_graphs} that the run compiles" * (trial.planned_graphs != trial.graphs)
@@ -113,11 +114,6 @@ def _value(value: float | str) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.3f}" if seconds < 0.1 else f"{seconds:.2f}" if seconds < 10 else f"{seconds:.0f}"
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 def _size(count: int) -> str:

@@ -17,7 +17,7 @@ _SMOOTH = (23, 92, 163)
 _BAD = (200, 60, 48)
 _VALIDATION = (217, 119, 6)
 _SAVE = (5, 150, 105)
-_RUNS = (_SMOOTH, (217, 119, 6))
+_RUNS = (_SMOOTH, _VALIDATION)
 # Pixels at a height of 512. On a node of 380 pixels the plot is a third as large: text is still 11 pixels high.
 TEXT = 32
 # Margins around the curve.

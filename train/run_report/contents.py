@@ -4,14 +4,15 @@ Anybody may have written the folder, so every reading is bounded, and what is no
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from math import isfinite
-from statistics import fmean
+from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
+from ...common.text import clock
 from ...common.untrusted.tensor_files import metadata_field, open_tensors
 from ...data.samples import trigger_words
 from ...lora.files.header import without_paths
@@ -20,7 +21,7 @@ from ..config.settings import MemoryOptions
 from ..objective.options import ObjectiveOptions
 from ..optim.options import OptimizerOptions
 from ..runs.run_folder import RunFolder, step_in
-from ..runs.run_record import RunCurve, RunReader, own_file
+from ..runs.run_record import RunCurve, RunReader, loss_ends, own_file
 
 MOST_CHARACTERS = 300  # of a value
 MOST_NOTES = 100
@@ -88,15 +89,16 @@ class RunReport:
     saves: Sequence[Save] = ()
     notes: Sequence[str] = ()
     loss: Sequence[float] = ()
-    validation: Sequence[tuple[int, float]] = field(default_factory=list)
+    validation: Sequence[tuple[int, float]] = ()
 
 
 def read_report(folder: RunFolder) -> RunReport:
     """Read the contents of a run's report. Raises OSError if the folder is gone."""
     reader = RunReader(folder.path)
-    facts, curve = without_paths(reader.facts()), reader.read()
-    summary = without_paths(folder.read_summary() or {})
-    recorded = _recorded_settings(folder)
+    facts, curve = reader.facts(), reader.read()
+    summary = folder.read_summary() or {}
+    loras = folder.loras()
+    recorded = _recorded_settings(loras)
     settings = {**_texts({"model": facts.get("model"), "steps": facts.get("steps")}), **_main_settings(recorded)}
     changed, unchanged = _other_settings(recorded)
     return RunReport(
@@ -107,16 +109,16 @@ def read_report(folder: RunFolder) -> RunReport:
         measures=_measures(curve, facts, summary),
         data=_data(recorded),
         versions=_texts({name: recorded.get(f"{name}_version") for name in ("tessera", "comfyui", "torch")}),
-        saves=list(_saves(folder, curve, summary)),
+        saves=list(_saves(folder, loras, curve, summary)),
         notes=[without_paths(note) for note in list(curve.notes)[:MOST_NOTES]],
         loss=[loss for _, loss, _ in curve.loss.values()],
         validation=list(curve.validation.values()),
     )
 
 
-def _recorded_settings(folder: RunFolder) -> dict[str, Any]:
-    """Read all settings from the metadata of the newest LoRA; empty without a readable one."""
-    for path in folder.loras()[::-1]:
+def _recorded_settings(loras: Sequence[Path]) -> dict[str, Any]:
+    """Read all settings from the metadata of the newest LoRA; empty without a readable one. loras: by step."""
+    for path in loras[::-1]:
         if own_file(path.parent, path.name) is None:
             continue
         try:
@@ -125,7 +127,7 @@ def _recorded_settings(folder: RunFolder) -> dict[str, Any]:
         except (OSError, SafetensorError, KeyError, ValueError, RecursionError):
             continue
         if isinstance(recorded, dict):
-            return dict(without_paths(recorded))
+            return recorded
     return {}
 
 
@@ -165,10 +167,8 @@ def _outcome(curve: RunCurve, facts: Mapping[str, Any]) -> str:
 def _measures(curve: RunCurve, facts: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, str]:
     """Return loss, time and memory. Means are over the first and the last twentieth of the steps."""
     measures = _texts({"started": _moment(facts.get("started"))})
-    losses = [loss for _, loss, _ in curve.loss.values()]
-    if losses:
-        count = max(1, len(losses) // 20)
-        measures["loss, first and last steps"] = f"{fmean(losses[:count]):.4g}, {fmean(losses[-count:]):.4g}"
+    if (ends := loss_ends([loss for _, loss, _ in curve.loss.values()])) is not None:
+        measures["loss, first and last steps"] = f"{ends[0]:.4g}, {ends[1]:.4g}"
     if curve.seconds is not None:
         measures["time, loading included"] = clock(curve.seconds)
     if (seconds := _number(summary.get("seconds_per_step"))) is not None:
@@ -198,10 +198,10 @@ def _data(recorded: Mapping[str, Any]) -> dict[str, str]:
     return {**texts, **_texts({"trigger words": trigger_words(made_with)}), **_texts(made_with)}
 
 
-def _saves(folder: RunFolder, curve: RunCurve, summary: Mapping[str, Any]) -> Iterator[Save]:
+def _saves(folder: RunFolder, loras: Sequence[Path], curve: RunCurve, summary: Mapping[str, Any]) -> Iterator[Save]:
     """Yield the LoRAs of a run by step, the newest last."""
     steps = {path: step for step, path in folder.step_loras().items()}
-    paths = folder.loras()[-MOST_SAVES:]
+    paths = loras[-MOST_SAVES:]
     best = _group(_group(summary, "validation"), "best")
     best_step = best.get("step")
     for path in paths:
@@ -223,12 +223,6 @@ def _moment(started: Any) -> str:
         return ""
 
 
-def clock(seconds: float) -> str:
-    """Format a duration as h:mm:ss."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
-
-
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
@@ -244,8 +238,10 @@ def _texts(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
+    """Convert a plain value to a text without paths of a disk; empty for an object."""
     if isinstance(value, dict) or value is None:
         return ""
     if isinstance(value, list):
         return ", ".join(filter(None, map(_text, value[:20])))[:MOST_CHARACTERS]
-    return (f"{value:g}" if isinstance(value, float) else str(value)).strip()[:MOST_CHARACTERS]
+    text = f"{value:g}" if isinstance(value, float) else without_paths(str(value))
+    return str(text).strip()[:MOST_CHARACTERS]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, product
+from pathlib import Path
 
 from PIL import Image
 
@@ -40,32 +41,28 @@ def preview_strip(folders: Sequence[RunFolder]) -> Image.Image | None:
 
     Of many steps, evenly spaced ones from the first to the last are shown.
     """
-    shots = [_shots(folder) for folder in folders]
+    places = [previews_folder(folder.path) for folder in folders]
+    shots = [[] if place is None else read_index(place) for place in places]
     common = set.intersection(*({shot.step for shot in run_shots} for run_shots in shots))
     steps = spread(sorted(common), MOST_COLUMNS)
     rows = sorted({shot.row for run_shots in shots for shot in run_shots})[:MOST_ROWS]
     titles: list[str] = []
     cells: dict[Cell, Image.Image] = {}
-    for row, (folder, run_shots) in product(rows, list(zip(folders, shots, strict=True))):
+    for row, (folder, place, run_shots) in product(rows, list(zip(folders, places, shots, strict=True))):
         row_shots = [shot for shot in run_shots if shot.row == row and shot.step in steps]
-        if not row_shots:
+        if place is None or not row_shots:
             continue
         run_name = f"{folder.path.name}: " if len(folders) > 1 else ""
         titles.append(run_name + str(row_shots[-1].title)[:MOST_CHARACTERS])
         for shot in row_shots:
-            if (picture := _read(folder, shot)) is not None:
+            if (picture := _read(place, shot)) is not None:
                 cells[len(titles) - 1, steps.index(shot.step)] = picture
     return render_sheet(titles, [f"step {step:,}" for step in steps], cells) if cells else None
 
 
-def _shots(folder: RunFolder) -> list[Shot]:
-    previews = previews_folder(folder.path)
-    return [] if previews is None else read_index(previews)
-
-
-def _read(folder: RunFolder, shot: Shot) -> Image.Image | None:
-    previews = previews_folder(folder.path)
-    path = None if previews is None else own_file(previews, shot.file)
+def _read(previews: Path, shot: Shot) -> Image.Image | None:
+    """Decode a preview; None for one that can't be read or is over its budget."""
+    path = own_file(previews, shot.file)
     try:
         return None if path is None else small_picture(read_regular(path, PREVIEW), _SIDE)
     except (OSError, OverBudget):

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from ...common.files import write_atomically
@@ -253,6 +254,12 @@ def own_file(folder: Path, name: str) -> Path | None:
     except (OSError, RuntimeError):  # RuntimeError: a loop of links, before Python 3.13
         return None
     return path if plain and real.parent == folder.resolve() else None
+
+
+def loss_ends(losses: Sequence[float]) -> tuple[float, float] | None:
+    """Return the mean loss of the first and the last twentieth of the steps; None without steps."""
+    count = max(1, len(losses) // 20)
+    return (fmean(losses[:count]), fmean(losses[-count:])) if losses else None
 
 
 def averaged(points: Sequence[tuple[int, float, Any]], window: int) -> list[tuple[int, float, Any, float]]:
