@@ -308,6 +308,7 @@ def test_the_report_of_a_run_opens_alone_or_beside_another_and_the_run_goes_on_f
     page.keyboard.press("Escape")
     expect(dialog).to_be_hidden()
     open_report().get_by_role("button", name="Use in this workflow").click()
+    expect(tab).to_contain_text("red fox.safetensors is in the graph.")
     assert [loader["lora"] for loader in page.evaluate(LOADERS)] == ["animals/red fox (001)/red fox.safetensors"]
     open_report().get_by_role("button", name="Compare saves").click()
     page.wait_for_function("app.graph.nodes.some((node) => node.type === 'TesseraCompareLoras')")
