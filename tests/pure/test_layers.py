@@ -251,6 +251,15 @@ def test_folders_of_tests_and_benchmarks_have_rooms():
     assert not full, "\n".join(full)
 
 
+def test_coroutines_of_tests_are_awaited_by_one_helper():
+    """A browser test leaves a loop running on its worker's thread, on which `asyncio.run` fails from then on."""
+    folders = (ROOT / "tests" / part for part in ("unit", "comfy", "browser"))
+    files = [file for folder in folders for file in folder.rglob("*.py")]
+    runs = re.compile(r"asyncio\.run\(|run_until_complete\(|asyncio\.Runner\(")
+    wrong = [file.name for file in files if runs.search(file.read_text(encoding="utf-8"))]
+    assert len(files) > 300 and not wrong, f"{wrong}: use tiny.nodes.prompt.awaited"
+
+
 def test_a_public_class_name_stands_once():
     places: dict[str, list[str]] = defaultdict(list)
     for file in FILES:

@@ -1,6 +1,5 @@
 """The routes of a run on a real server: what a page that was not there, or a later server, finds of it."""
 
-import asyncio
 import json
 import os
 import shutil
@@ -120,7 +119,7 @@ def test_requests_of_pages_are_read_within_their_budget(body):
                 yield piece
 
     request = make_mocked_request("POST", "/", payload=Content())
-    answer = asyncio.run(asked_by.posted_object(request))
+    answer = awaited(asked_by.posted_object(request))
     assert answer == ({"order": [1]} if body == b'{"order": [1]}' else {})
     assert sum(map(len, pieces_read)) <= PAGE_REQUEST.bytes + 65_536  # the rest stays unread
 
