@@ -95,7 +95,9 @@ DROP = """([name, type, content]) => {
   document.querySelector('#graph-canvas').dispatchEvent(new DragEvent('drop', at))
 }"""
 
-# Newer frontends show a picture that is loaded late on the node of that number in the workflow that is open by then.
+# Newer frontends show a picture that is loaded late on the node of that number in the workflow that is open by then,
+# and that of an earlier workflow too.
+FORGET_PICTURES = "() => void (app.nodeOutputs = {})"
 PICTURES_LOADED = "app.graph.nodes.every((n) => n.type !== 'LoadImage' || n.imgs?.length)"
 
 FAULTS = """() => ({
@@ -170,6 +172,7 @@ class Frontend:
 
     def drop_file(self, name: str, kind: str, content: bytes, graph: str) -> None:
         """Drops a file on the canvas and waits until the graph of this id, which it carries, is there and checked."""
+        self.page.evaluate(FORGET_PICTURES)
         self.page.evaluate(DROP, [name, kind, base64.b64encode(content).decode()])
         self.page.wait_for_function("id => window.opened && app.graph.id === id", arg=graph)
         self.page.wait_for_function(PICTURES_LOADED)
