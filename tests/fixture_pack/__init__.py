@@ -171,8 +171,18 @@ def _open_first(template: str) -> Any:
     return open_once
 
 
+@web.middleware
+async def _assets_kept(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Let browsers keep the frontend's assets, whose names change with their content, from page to page."""
+    response: web.StreamResponse = await handler(request)
+    if request.path.startswith("/assets/"):
+        response.headers.setdefault("Cache-Control", "public, max-age=86400, immutable")
+    return response
+
+
 class FixtureExtension(ComfyExtension):
     async def on_load(self) -> None:
+        PromptServer.instance.app.middlewares.append(_assets_kept)
         if template := os.environ.get("TESSERA_OPENS"):
             PromptServer.instance.app.middlewares.append(_open_first(template))
 
