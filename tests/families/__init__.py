@@ -18,10 +18,14 @@ def cases(*axes: str) -> list[FamilyCase]:
     return [case for case in CASES.values() if not set(axes) & case.left_out.keys()]
 
 
-def every_case(*axes: str, fast: bool = False, thin: bool = False) -> Any:
+Thin = bool | tuple[str, ...]
+"""Whether one row of each family is in every run, or of which families; the others are `wide`."""
+
+
+def every_case(*axes: str, fast: bool = False, thin: Thin = False) -> Any:
     """Parametrize a test's `case` over the rows that leave out none of these axes.
 
-    fast: mark one of each family so. thin: mark the others of a family `wide`.
+    fast: mark one of each family so.
     """
     params = [
         pytest.param(case, id=case.name, marks=marks_of(case, *axes, fast=fast, thin=thin)) for case in cases(*axes)
@@ -29,11 +33,8 @@ def every_case(*axes: str, fast: bool = False, thin: bool = False) -> Any:
     return pytest.mark.parametrize("case", params)
 
 
-def modes_in_turn(modes: Sequence[str], *axes: str, thin: bool = False) -> Any:
-    """Parametrize a test's `case` and `mode` over such rows: the first in every mode, the others in each in turn.
-
-    thin: mark all but one of each family `wide`.
-    """
+def modes_in_turn(modes: Sequence[str], *axes: str, thin: Thin = False) -> Any:
+    """Parametrize a test's `case` and `mode` over such rows: the first in every mode, the others in each in turn."""
     params = []
     for number, case in enumerate(cases(*axes)):
         marks = marks_of(case, *axes, fast=False, thin=thin)
@@ -43,12 +44,10 @@ def modes_in_turn(modes: Sequence[str], *axes: str, thin: bool = False) -> Any:
     return pytest.mark.parametrize(("case", "mode"), params)
 
 
-def marks_of(case: FamilyCase, *axes: str, fast: bool = True, thin: bool = False) -> list[pytest.MarkDecorator]:
-    """Return the marks of a row: `fast` for the first of its family that leaves out none of these axes.
-
-    thin: `wide` for the others.
-    """
+def marks_of(case: FamilyCase, *axes: str, fast: bool = True, thin: Thin = False) -> list[pytest.MarkDecorator]:
+    """Return the marks of a row: `fast` for the first of its family that leaves out none of these axes."""
+    assert isinstance(thin, bool) or set(thin) <= {other.family for other in CASES.values()}
     first = next(other for other in cases(*axes) if other.family == case.family)
-    if case is first:
+    if case is first and (isinstance(thin, bool) or case.family in thin):
         return [pytest.mark.fast] if fast else []
     return [pytest.mark.wide] if thin else []

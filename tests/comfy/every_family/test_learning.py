@@ -37,7 +37,7 @@ def sampled_latent(case: FamilyCase, model: Any, sample: Any) -> Tensor:
     return sampled(model, start, text, read.conditioning, noise_mask=mask)[:, clean:]
 
 
-@every_case("learning", thin=True)
+@every_case("learning", thin=("chroma", "wan"))
 def test_training_lowers_the_loss_of_its_samples_and_the_sampler_draws_each(tmp_path, case):
     run = case.learning(tmp_path)
     data = training_data(*run.samples)

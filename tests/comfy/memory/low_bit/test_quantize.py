@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tessera.memory.low_bit import quantize as quantize_module
 from tessera.nodes.model import model_file
 from tessera.nodes.model.load import TesseraLoadDiffusionModel
+from thinned import one_in
 from tiny.models.sampling import sample
 from tiny.native import ROWS
 from tiny.native.row import build
@@ -88,7 +89,7 @@ def test_a_quantized_model_samples_swaps_and_saves_as_a_file_that_core_loads(
     assert torch.equal(sample(cores, "flux"), picture)
 
 
-@pytest.mark.parametrize("quantize", BOUNDS)
+@pytest.mark.parametrize("quantize", one_in(2, BOUNDS))
 def test_training_reads_the_stored_8_bit(quantize: str, tiny_files, load, tmp_path, monkeypatch) -> None:
     """As it reads the same weights from a file that held them so."""
     monkeypatch.setattr(model_file, "LONG", -1.0)

@@ -100,7 +100,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("stored", one_in(2, FORMATS))
+@pytest.mark.parametrize("stored", one_in(3, FORMATS))
 def test_training_on_a_swapped_model_takes_over_its_masters_and_gives_them_back(stored: str, tmp_path: Path) -> None:
     """Sampled before, the MODEL has masters of its own; training has others, and the weights are there once."""
     file_options, load_options = FORMATS[stored]

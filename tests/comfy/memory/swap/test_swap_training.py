@@ -57,7 +57,7 @@ def test_compiled_blocks_stay_whole_and_swap_adds_no_graph(deep_flux, tmp_path, 
 
 @pytest.mark.parametrize(
     ("count", "prefetch"),
-    one_in(2, [(count, ahead) for count in range(1, BLOCKS + 1) for ahead in (1, 2, 3) if (count + ahead) % 2]),
+    one_in(4, [(count, ahead) for count in range(1, BLOCKS + 1) for ahead in (1, 2, 3) if (count + ahead) % 2]),
 )
 def test_compiled_equals_resident_for_every_count_and_prefetch(deep_flux, resident, tmp_path, count, prefetch) -> None:
     """With the backend `eager`: dynamo's graphs, and the ops of the eager run."""

@@ -18,6 +18,7 @@ from tessera.train.loop.learner import Learner
 from tessera.train.preflight import claim
 from tessera.train.report.errors import TrainingStopped
 from tessera.train.runs.run_folder import RunFolder
+from thinned import one_in
 from tiny.train.runs import Watcher, cancel_at, mixed_data, train
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -235,7 +236,7 @@ def breaking(data, failing, error):
     return replace(data, samples=tuple(broken(s) for s in data.samples))
 
 
-@pytest.mark.parametrize("failing", [1, 6, 11, 22])
+@pytest.mark.parametrize("failing", one_in(2, [1, 6, 11, 22]))
 def test_a_run_that_breaks_in_the_middle_of_a_step_goes_on_to_the_same_result(failing, tiny_flux, tmp_path):
     data = mixed_data()
     whole = train(tiny_flux, data, tmp_path / "whole", **HARD)
