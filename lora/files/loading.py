@@ -13,6 +13,7 @@ from ...models.family import Family
 from ...models.name_table import flat_name
 from .coverage import check_finite, no_layer_met, reading_notes
 from .fit import fitting_patches
+from .header import PEFT_FIELD, with_header_alphas
 from .key_map import layer_of
 from .lora_model import MODULES, LoraModel
 from .patches import DoesNotFit, Patch, Target, delta_of
@@ -31,6 +32,7 @@ def load_lora(
     name: of the file, with its input, for messages. Raises ValueError if it is of another model, or damaged.
     """
     check_finite(tensors, name)
+    tensors, rescaled = with_header_alphas(tensors, metadata)
     try:
         read = read_patches(tensors, family.names, model)
         groups, missing = fitting_patches(read, model)
@@ -43,11 +45,17 @@ def load_lora(
     header = {key: value for key, value in metadata.items() if key not in _OF_ONE_FILE}
     if recorded := family.names.recorded():
         header[MODULES] = recorded
+    header.pop(PEFT_FIELD, None)  # its alphas are tensors now
     encoder = {key: tensors[key] for key in read.text_encoder if key in tensors}
     lora = LoraModel(writer.tensors | encoder, header, writer.names, {*writer.verbatim, *encoder})
     notes = [f"{len(writer.layers)} layers of {family.title} read."]
     if encoder:
         notes.append(f"{len(encoder)} keys of text encoders are kept under their names.")
+    if rescaled:
+        notes.append(
+            f"The file's header sets an alpha for {rescaled} layers, as diffusers writes it, and it is used here. "
+            "ComfyUI's own loader doesn't read it: sample with the LoRA that this node gives."
+        )
     notes += [note for note in reading_notes(name, read) if "text encoder" not in note]
     if missing:
         notes.append(f"{name} also changes parts that this model lacks; they are left out: {shortlist(missing)}.")
