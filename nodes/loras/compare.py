@@ -1,6 +1,7 @@
 """Compare LoRAs: a grid of samples with a column for each LoRA."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import comfy.utils
@@ -11,11 +12,13 @@ from comfy_api.latest import io, ui
 from torch import Tensor
 
 from ...common.text import quoted
+from ...data.folders.dataset import Dataset
 from ...train.preview.compare import Column, compare, two_experts
 from ...train.preview.sampling import Conditioning, Sampling, Stages
+from ...train.preview.scores import AS_LISTED, ORDERS
 from ...train.watch.previewer import Preview
 from ..common.images import image_tensor
-from ..common.types import LoraModelType, PreviewType
+from ..common.types import DatasetType, LoraModelType, PreviewType
 from ..options.preview import sampler_inputs
 from .compare_columns import (
     compared_files,
@@ -25,6 +28,7 @@ from .compare_columns import (
     read_pair_strengths,
     read_strengths,
 )
+from .compare_scores import ScoreInputs
 from .expert_pairs import Pair, pairs
 from .lora_list import NONE, listed_runs, loras_named, path_of
 
@@ -145,6 +149,26 @@ class TesseraCompareLoras(io.ComfyNode):
                     tooltip="Frames per second of the animation on this node: 16 for Wan 2.1 and 2.2 14B, 24 for Wan "
                     "2.2 5B.",
                 ),
+                io.ClipVision.Input(
+                    "clip_vision",
+                    optional=True,
+                    tooltip="Any CLIP vision model, from Load CLIP Vision: gives each LoRA a score for variety, how "
+                    "much its pictures differ, and with training_pictures one for likeness.",
+                ),
+                DatasetType.Input(
+                    "training_pictures",
+                    optional=True,
+                    tooltip="From Training Images: the pictures that likeness is measured to, at most 100 of them.",
+                ),
+                io.Combo.Input(
+                    "sort_by",
+                    options=list(ORDERS),
+                    default=AS_LISTED,
+                    optional=True,
+                    advanced=True,
+                    tooltip="The order of the LoRAs, the best first. likeness and variety need clip_vision, and "
+                    "validation loss needs saves of a run with Training Validation.",
+                ),
             ],
             outputs=[
                 io.Image.Output(
@@ -196,6 +220,9 @@ class TesseraCompareLoras(io.ComfyNode):
         expert_boundary: float = 0.0,
         switch_step: int = 0,
         clips: str = "middle frame",
+        clip_vision: Any = None,
+        training_pictures: Dataset | None = None,
+        sort_by: str = AS_LISTED,
         **sampler: Any,
     ) -> io.NodeOutput:
         if clips not in CLIPS:
@@ -215,6 +242,9 @@ class TesseraCompareLoras(io.ComfyNode):
             raise ValueError("loras is empty; name LoRAs, choose a run, or connect the LORA_MODEL of Train LoRA.")
         first = [Column("without LoRA")] if without_lora else []
         columns = [*first, *(column for entry in compared for column in entry.columns(strength_pairs))]
+        rows = sum(sampling.seeds for sampling in samplings)
+        score_inputs = ScoreInputs(sort_by, clip_vision, training_pictures)
+        scorer = score_inputs.scorer(columns, rows, throw_exception_if_processing_interrupted)
         calls = len(columns) * sum(sampling.seeds * sampling.steps for sampling in samplings)
         bar = comfy.utils.ProgressBar(calls, node_id=getattr(cls.hidden, "unique_id", None))
 
@@ -222,11 +252,20 @@ class TesseraCompareLoras(io.ComfyNode):
             throw_exception_if_processing_interrupted()
             bar.update(1)
 
-        comparison = compare(stages, samplings, columns, tell, throw_exception_if_processing_interrupted, CLIPS[clips])
+        comparison = compare(
+            stages,
+            samplings,
+            columns,
+            tell,
+            throw_exception_if_processing_interrupted,
+            CLIPS[clips],
+            scorer,
+        )
         grid = torch.cat([image_tensor(sheet) for sheet in comparison.grid])
         ui = cls._grid_preview(grid, samplings[0].fps).as_dict()
-        if comparison.notes:
-            ui["tessera"] = [{"notes": comparison.notes}]
+        if comparison.notes or comparison.scores:
+            scores = [asdict(score) for score in comparison.scores]
+            ui["tessera"] = [{"notes": comparison.notes, **({"scores": scores} if scores else {})}]
         return io.NodeOutput(grid, comparison.pictures, ui=ui)
 
     @classmethod

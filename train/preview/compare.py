@@ -28,6 +28,11 @@ from .sampling import (
     titled,
     with_lora,
 )
+from .scores import Scores
+
+Score = Callable[[Mapping[Cell, Tensor], Sequence[str], Callable[[], None]], Sequence[Scores]]
+"""Scores of the columns in the order in which they are shown, of the pictures by (row, column), the titles of the
+columns and a check that may raise."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +70,13 @@ class Comparison:
     grid: the contact sheet; one image per moment if it is animated.
     pictures: samples row by row, each (frames, H, W, 3), 0 to 1.
     notes: sentences on LoRAs that were not read as a whole, or that ComfyUI's own loaders read otherwise.
+    scores: of the columns in their order; empty if they were not asked for.
     """
 
     grid: list[Image.Image]
     pictures: list[Tensor]
     notes: list[str]
+    scores: Sequence[Scores] = ()
 
 
 def compare(
@@ -79,6 +86,7 @@ def compare(
     tell: Callable[[], None],
     check: Callable[[], None],
     frames_shown: int = 1,
+    score: Score | None = None,
 ) -> Comparison:
     """Sample every prompt and seed with every LoRA, as core's Load LoRA, KSampler and VAE Decode do with a LoRA that
     core reads as a whole.
@@ -89,6 +97,7 @@ def compare(
     tell: called after each sampler step; may raise.
     check: called between images; may raise.
     frames_shown: frames of a video on the sheet, see `contact_sheet.render_frames`.
+    score: scores the columns, and orders them.
 
     Raises ValueError, before anything is sampled, for invalid sampling settings and a LoRA that changes no weight.
     """
@@ -111,11 +120,17 @@ def compare(
     finally:
         unload(models)
     pictures = dict(_decoded(rows, len(columns), latents, check))
+    titles = [column.title for column in columns]
+    scores = [] if score is None else list(score(pictures, titles, check))
+    if scores:
+        order = [scored.column for scored in scores]
+        pictures = {(row, place): pictures[row, n] for row in range(len(rows)) for place, n in enumerate(order)}
+        titles = [scored.heading for scored in scores]
     sheets = []
     for cells in render_frames(pictures, frames_shown):
         check()
-        sheets.append(render_sheet([row[0] for row in rows], [column.title for column in columns], *cells))
-    return Comparison(sheets, list(pictures.values()), notes)
+        sheets.append(render_sheet([row[0] for row in rows], titles, *cells))
+    return Comparison(sheets, list(pictures.values()), notes, scores)
 
 
 def two_experts(high: ModelPatcher, low: ModelPatcher, boundary: float = 0.0, switch_step: int = 0) -> Stages:

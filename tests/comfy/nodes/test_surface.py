@@ -479,6 +479,9 @@ SURFACE = {
             "switch_step? INT = 0",
             'clips? COMBO = "middle frame"',
             "fps? FLOAT = 16.0",
+            "clip_vision? CLIP_VISION",
+            "training_pictures? TESSERA_DATASET",
+            'sort_by? COMBO = "as listed"',
         ],
         ["IMAGE grid", "IMAGE pictures"],
     ),
@@ -616,6 +619,7 @@ CHOICES = {
     ("TesseraAverageStates", "profile"): ["exponential", "power", "equal"],
     ("TesseraTrainLora", "resume"): ["latest", "off"],
     ("TesseraCompareLoras", "clips"): ["middle frame", "3 frames", "5 frames", "9 frames", "animation"],
+    ("TesseraCompareLoras", "sort_by"): ["as listed", "likeness", "variety", "validation loss"],
     ("TesseraSaveLora", "format"): ["kohya", "comfyui", "diffusers"],
     ("TesseraSaveLora", "dtype"): ["bf16", "fp16", "fp32"],
 }
