@@ -60,6 +60,15 @@ def trained_file(server: ComfyServer, entry: dict[str, Any]) -> Path:
     return server.base / "output" / summary["path"]
 
 
+def test_description_of_the_workflow_stands_in_the_list_of_templates(frontend):
+    """Frontend 1.58 shows no descriptions."""
+    texts = json.loads((PACK / "locales" / "en" / "main.json").read_text(encoding="utf-8"))["templateWorkflows"]
+    frontend.page.evaluate("app.extensionManager.command.execute('Comfy.BrowseTemplates')")
+    frontend.page.get_by_text("Tessera: LoRA training").first.click()
+    frontend.page.get_by_text(texts["template"]["tessera"]["flux_lora"], exact=True).hover()  # newer ones ask for it
+    playwright.expect(frontend.page.get_by_text(texts["templateDescription"]["tessera"]["flux_lora"])).to_be_visible()
+
+
 def test_the_frontend_says_so_where_a_node_or_a_model_of_the_workflow_is_missing(frontend):
     text = UI_WORKFLOW.read_text(encoding="utf-8")
     frontend.drop(
