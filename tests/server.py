@@ -21,7 +21,6 @@ TESTS = Path(__file__).resolve().parent
 PACK = TESTS.parent
 PATIENCE = 300.0  # timeout in seconds: a busy machine takes many times as long as an idle one
 TELLING = 5.0  # seconds between the lines of a long start
-LEFT_OUT = ["--disable-api-nodes"]  # a tenth of a server's start
 # The server is on this machine: a proxy that the environment names can't reach it.
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -132,7 +131,7 @@ class ComfyServer:
         self.url = f"http://127.0.0.1:{port}"
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
-                [*command(self.comfyui, self.base, port, self.cpu), *LEFT_OUT],
+                command(self.comfyui, self.base, port, self.cpu),
                 cwd=self.base,
                 env=os.environ | self.env,
                 stdin=subprocess.DEVNULL,
