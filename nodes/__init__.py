@@ -14,7 +14,7 @@ from .captions import caption_folder
 from .captions import routes as caption_routes
 from .common.types import refuse_literals
 from .data import folder_routes, prepare
-from .loras import average, compare, loss_by_picture, save
+from .loras import average, compare, loss_by_picture, save, tools
 from .loras import load as load_lora
 from .model import block_swap, compile, load, try_it, tune
 from .options import memory, network, objective, optimizer, preview, validation
@@ -46,6 +46,7 @@ NODES: list[type[io.ComfyNode]] = [
     *load_lora.NODES,
     *compare.NODES,
     *average.NODES,
+    *tools.NODES,
     *try_it.NODES,
 ]
 

@@ -25,6 +25,9 @@ const describe = {
     return [isNew ? t('Saved: {file}', values) : t('Saved before: {file}', values), `${format}, ${dtype}`, ...notes]
   },
   TesseraLoadLora: ({ notes }) => notes,
+  TesseraMergeLoras: ({ notes }) => notes,
+  TesseraResizeLora: ({ notes }) => notes,
+  TesseraExtractLora: ({ notes }) => notes,
   TesseraCompareLoras: ({ notes = [] }) => notes,
   TesseraLoadDiffusionModel: ({ notes }) => notes,
   TesseraBlockSwap: ({ notes }) => notes,

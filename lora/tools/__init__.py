@@ -1,0 +1,1 @@
+"""Tools for finished LoRAs: merging, resizing, and the difference of two models."""
