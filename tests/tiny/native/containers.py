@@ -98,8 +98,9 @@ def containers() -> Iterator[int]:
 
     rewrite, opened_before = _Rewrite(), Container.opened
     kernels = {id(getattr(core, name)): _opening(getattr(core, name)) for name in NAMES}
+    modules = list(_modules())  # before any is changed: one that is imported later would keep a changed kernel
     with ExitStack() as stack:
-        for module in _modules():
+        for module in modules:
             file = str(module.__file__)
             tree = ast.fix_missing_locations(rewrite.visit(ast.parse(Path(file).read_text(encoding="utf-8"))))
             code_by_place = {
