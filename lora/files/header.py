@@ -16,8 +16,8 @@ from ...common.untrusted.json_text import parse_json
 from .spellings import ALPHA, DOWN, split_key
 
 PEFT_FIELD = "lora_adapter_metadata"
-"""Where diffusers writes PEFT's LoraConfig of each component. Its files have no `alpha` tensors: diffusers takes alpha
-from here, and ComfyUI takes the rank."""
+"""Field with PEFT's LoraConfig of each component, written by diffusers. Its files have no `alpha` tensors: diffusers
+takes alpha from here, and ComfyUI takes the rank."""
 _MOST_ALPHA = 1e6
 
 _ABSOLUTE = re.compile(r"(/|~|\\|[A-Za-z]:[/\\]|file:)", re.IGNORECASE)

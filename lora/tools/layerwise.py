@@ -54,9 +54,7 @@ class NewLora:
         self.norms[layer] = components.total**0.5
 
     def report(self) -> list[str]:
-        """Describe ranks and losses, one sentence or table row a line."""
-        if not self.updates:
-            return ["No layer is left."]
+        """Describe ranks and losses, a sentence a line. There has to be a layer."""
         ranks = sorted(update.rank for update in self.updates.values())
         total = sum(norm**2 for norm in self.norms.values())
         loss = (sum((self.losses[layer] * norm) ** 2 for layer, norm in self.norms.items()) / total) ** 0.5

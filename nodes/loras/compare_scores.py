@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.fingerprint import weights_fingerprint
 from ...common.text import quoted
 from ...data.cache import Cache
 from ...data.folders.dataset import Dataset, ImageEntry
 from ...data.media.images import inspect_image
+from ...data.review.check import Encoder
 from ...data.review.measures import embed_pictures
 from ...train.preview.compare import Column
 from ...train.preview.contact_sheet import Cell, spread
@@ -32,6 +32,7 @@ from ...train.preview.scores import (
 )
 from ...train.runs.run_record import RunReader
 from ..common.folder_access import cache_folder
+from ..common.vision import vision_encoder
 from .lora_list import ENDING, path_of, run_folder, step_of
 
 MOST_PICTURES = 100
@@ -97,8 +98,9 @@ class ScoreInputs:
         first = sum(column.lora is None and column.low_noise is None for column in columns)
         if self.clip_vision is None:
             return Scorer(self.order, losses, first)
-        training = None if self.pictures is None else self._embedded(self.pictures, check)
-        return Scorer(self.order, losses, first, self._encode, training)
+        encoder = vision_encoder(self.clip_vision)
+        training = None if self.pictures is None else _embedded(self.pictures, encoder, check)
+        return Scorer(self.order, losses, first, encoder.encode, training)
 
     def _check(self, rows: int, has_losses: bool) -> None:
         if self.order not in ORDERS:
@@ -114,18 +116,14 @@ class ScoreInputs:
         if lacking:
             raise ValueError(f"sort_by is {self.order}, and there is nothing to sort by; {lacking}.")
 
-    def _encode(self, image: Tensor) -> Tensor:
-        embedding: Tensor = self.clip_vision.encode_image(image)["image_embeds"]
-        return embedding
 
-    def _embedded(self, pictures: Dataset, check: Callable[[], None]) -> Tensor:
-        entries = [entry for entry in pictures.entries if isinstance(entry, ImageEntry)]
-        if not entries:
-            raise ValueError("training_pictures holds no pictures; connect Training Images.")
-        files = [(e.path, e.name, inspect_image(e.path, e.name).digest) for e in spread(entries, MOST_PICTURES)]
-        key = weights_fingerprint(self.clip_vision.patcher)
-        rows = embed_pictures(files, self._encode, key, Cache(cache_folder()), lambda *_: None, check)
-        return torch.from_numpy(rows)
+def _embedded(pictures: Dataset, encoder: Encoder, check: Callable[[], None]) -> Tensor:
+    entries = [entry for entry in pictures.entries if isinstance(entry, ImageEntry)]
+    if not entries:
+        raise ValueError("training_pictures holds no pictures; connect Training Images.")
+    files = [(e.path, e.name, inspect_image(e.path, e.name).digest) for e in spread(entries, MOST_PICTURES)]
+    rows = embed_pictures(files, encoder.encode, encoder.key, Cache(cache_folder()), lambda *_: None, check)
+    return torch.from_numpy(rows)
 
 
 def column_loss(column: Column) -> float | None:

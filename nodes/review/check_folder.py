@@ -6,15 +6,15 @@ import torch
 from comfy.model_management import throw_exception_if_processing_interrupted
 from comfy_api.latest import io, ui
 
-from ...common.fingerprint import weights_fingerprint
 from ...data.cache import Cache
 from ...data.layouts.kinds import IMAGES
 from ...data.layouts.layout import AUTO, read_layout
 from ...data.review.captions import caption_length
-from ...data.review.check import CheckOptions, Encoder, check_folder
+from ...data.review.check import CheckOptions, check_folder
 from ..common.folder_access import TRY_IT, cache_folder, check_readable, list_image_folders, resolve_folder
 from ..common.images import image_tensor
 from ..common.progress import node_progress
+from ..common.vision import vision_encoder
 from ..data import folder_inputs
 from ..data.places import fingerprint_of_folder, read_places
 
@@ -131,7 +131,7 @@ class TesseraCheckFolder(io.ComfyNode):
                     factor,
                     trigger_words,
                     None if clip is None else caption_length(clip),
-                    None if clip_vision is None else _encoder(clip_vision),
+                    None if clip_vision is None else vision_encoder(clip_vision),
                 ),
                 node_progress(cls.hidden.unique_id),
                 throw_exception_if_processing_interrupted,
@@ -140,14 +140,6 @@ class TesseraCheckFolder(io.ComfyNode):
         images = ui.PreviewImage(sheet, cls=cls).as_dict()["images"]
         payload = {"report": check.report, "leave_out": check.left_out, "folder": folder}
         return io.NodeOutput(sheet, check.report, check.left_out, ui={"images": images, "tessera": [payload]})
-
-
-def _encoder(clip_vision: Any) -> Encoder:
-    def encode(image: torch.Tensor) -> torch.Tensor:
-        embedding: torch.Tensor = clip_vision.encode_image(image)["image_embeds"]
-        return embedding
-
-    return Encoder(encode, weights_fingerprint(clip_vision.patcher))
 
 
 NODES: list[type[io.ComfyNode]] = [TesseraCheckFolder]

@@ -19,7 +19,7 @@ def cases(*axes: str) -> list[FamilyCase]:
 
 
 Thin = bool | tuple[str, ...]
-"""Whether one row of each family is in every run, or of which families; the others are `wide`."""
+"""Families of which one row is in every run, True for all of them; the other rows are `wide`."""
 
 
 def every_case(*axes: str, fast: bool = False, thin: Thin = False) -> Any:
