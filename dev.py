@@ -94,6 +94,8 @@ OTHER_TORCH = "--torch"  # takes a version
 # browser's long files first: by number of tests they would come last, two to a worker, while the others had ended.
 IN_PARALLEL = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "-q")
 TORCH = ("torch==2.14.0", "torchvision", "torchaudio")  # resolved together: torch takes only its own builds of the rest
+# For another torch. torchaudio 2.11.1 says that it takes any torch from 2.11 on, and loads with 2.13 and newer alone.
+BESIDE_TORCH = ("torchvision", "torchaudio==2.11.0")
 PACKAGES = ("nodes", "train", "data", "lora", "compile", "models", "memory", "common", "headless")
 STAMP = ".tessera-complete"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -276,7 +278,7 @@ def python_with_torch(python: str, version: str) -> str:
     those by a .pth file, so that each name that both have is the own one.
     """
     folders = packages_of(python)
-    key = hashlib.sha256("\0".join(["1", version, *folders]).encode()).hexdigest()[:16]
+    key = hashlib.sha256("\0".join([version, *BESIDE_TORCH, *folders]).encode()).hexdigest()[:16]
     folder = cache_folder() / "envs" / f"{key}-torch-{version}"
     other_python = str(venv_python(folder))
     with locked(folder.with_name(f"{folder.name}.lock")):
@@ -284,7 +286,7 @@ def python_with_torch(python: str, version: str) -> str:
             print(f"Installing torch {version} in {folder} (some minutes, once; about 5 GB) …", flush=True)
             shutil.rmtree(folder, ignore_errors=True)
             make_venv(folder, python)
-            if call([other_python, "-m", "pip", "install", "--quiet", f"torch=={version}", *TORCH[1:]]):
+            if call([other_python, "-m", "pip", "install", "--quiet", f"torch=={version}", *BESIDE_TORCH]):
                 shutil.rmtree(folder, ignore_errors=True)
                 raise SystemExit(f"torch {version} could not be installed; pip says why above.")
             Path(packages_of(other_python)[0], "first_environment.pth").write_text("\n".join(folders), encoding="utf-8")
