@@ -167,7 +167,9 @@ async def show_report(request: web.Request) -> web.Response:
     if len(folders) == len(ids):
         with suppress(OSError):
             page = await asyncio.to_thread(page_of, *folders)
-            return web.Response(text=page, content_type="text/html", headers=PAGE_HEADERS)
+            response = web.Response(text=page, content_type="text/html", headers=PAGE_HEADERS)
+            await response.prepare(request)  # sent: with --disable-api-nodes ComfyUI replaces the policy of what is not
+            return response
     return refusal(NO_RUN, 404)
 
 

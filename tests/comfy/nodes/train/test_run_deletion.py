@@ -9,12 +9,14 @@ import time
 
 import pytest
 import torch
-from aiohttp.test_utils import make_mocked_request
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
 from comfy_server import DIRECT, PATIENCE
+from server import cache_control, create_block_external_middleware
 from safetensors.torch import save_file
 from tessera.common.files import MACHINE
 from tessera.nodes.common import asked_by
-from tessera.nodes.train import run_deletion
+from tessera.nodes.train import run_deletion, run_files
 from tessera.train.preflight.claim import lock_folder
 from tessera.train.runs.run_folder import RunFolder
 from tiny.nodes.prompt import awaited
@@ -316,6 +318,31 @@ def test_the_report_of_a_run_is_a_page_that_may_load_nothing(server, run):
         assert policy == "default-src 'none'; img-src data:; style-src 'unsafe-inline'; sandbox"
         assert f"<h1>{folder.name}</h1>" in reply.read().decode()
     assert ask(server, f"{url}/report?beside={'0' * 16}")[0] == 404  # never half of what was asked for
+
+
+def test_the_report_keeps_its_policy_where_comfyui_sets_one_for_all(tmp_path, monkeypatch):
+    """As with --disable-api-nodes."""
+    (tmp_path / "fox (001)").mkdir()
+    (tmp_path / "fox (001)" / "run.json").write_text('{"output_name": "fox"}')
+    monkeypatch.setattr(run_files.known_runs, "folder", lambda id: RunFolder(tmp_path / "fox (001)", "fox"))
+
+    async def policies():
+        routes = web.RouteTableDef()
+        run_files.add_routes(routes)
+        app = web.Application(middlewares=[cache_control, create_block_external_middleware()])
+        app.add_routes(routes)
+        async with TestClient(TestServer(app)) as client:
+            for name in ("report", "saves"):
+                async with client.get(f"/tessera/runs/{'0' * 16}/{name}") as reply:
+                    assert reply.status == 200 and (name == "saves" or "<h1>fox (001)</h1>" in await reply.text())
+                    yield reply.headers["Content-Security-Policy"]
+
+    async def listed_policies():
+        return [policy async for policy in policies()]
+
+    of_report, of_saves = awaited(listed_policies())
+    assert of_report == run_files.PAGE_HEADERS["Content-Security-Policy"]
+    assert of_saves.startswith("default-src 'self'; script-src")
 
 
 def test_a_workflow_is_given_as_it_was_queued_and_no_file_beside_it(server, run):
