@@ -12,8 +12,8 @@ import torch
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
 from comfy_server import DIRECT, PATIENCE
-from server import cache_control, create_block_external_middleware
 from safetensors.torch import save_file
+from server import cache_control, create_block_external_middleware
 from tessera.common.files import MACHINE
 from tessera.nodes.common import asked_by
 from tessera.nodes.train import run_deletion, run_files
