@@ -319,7 +319,7 @@ def test_another_torch_comes_first_and_all_else_from_the_first_environment(tmp_p
         dev.python_with_torch(sys.executable, "2.99")
     python = dev.python_with_torch(sys.executable, "2.99")
     assert dev.python_with_torch(sys.executable, "2.99") == python
-    assert installed == [["torch==2.99", "torchvision", "torchaudio"]] * 2
+    assert installed == [["torch==2.99", "torchvision", "torchaudio==2.11.0"]] * 2
     code = "import pytest, _pytest; print(pytest.own, _pytest.__file__)"
     output = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert output[0] == "True" and any(output[1].startswith(folder) for folder in dev.packages_of(sys.executable))
