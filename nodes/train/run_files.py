@@ -164,13 +164,15 @@ async def show_report(request: web.Request) -> web.Response:
     """Answer `/tessera/runs/{id}/report`, and `/tessera/runs/{id}/report?beside={id}` for two runs."""
     ids = [request.match_info["id"], *request.query.getall("beside", [])[:1]]
     folders = [folder for id in ids if (folder := await asyncio.to_thread(known_runs.folder, id)) is not None]
+    page = None
     if len(folders) == len(ids):
         with suppress(OSError):
             page = await asyncio.to_thread(page_of, *folders)
-            response = web.Response(text=page, content_type="text/html", headers=PAGE_HEADERS)
-            await response.prepare(request)  # sent: with --disable-api-nodes ComfyUI replaces the policy of what is not
-            return response
-    return refusal(NO_RUN, 404)
+    if page is None:
+        return refusal(NO_RUN, 404)
+    response = web.Response(text=page, content_type="text/html", headers=PAGE_HEADERS)
+    await response.prepare(request)  # sent: with --disable-api-nodes ComfyUI replaces the policy of what is not
+    return response
 
 
 async def list_saves(request: web.Request) -> web.Response:
