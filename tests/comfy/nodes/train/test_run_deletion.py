@@ -331,13 +331,13 @@ def test_the_report_keeps_its_policy_where_comfyui_sets_one_for_all(tmp_path, mo
         run_files.add_routes(routes)
         app = web.Application(middlewares=[create_block_external_middleware()])
         app.add_routes(routes)
-        found = []
+        by_route = []
         async with TestClient(TestServer(app)) as client:
             for name in ("report", "saves"):
                 async with client.get(f"/tessera/runs/{'0' * 16}/{name}") as reply:
                     assert reply.status == 200 and (name == "saves" or "<h1>fox (001)</h1>" in await reply.text())
-                    found.append(reply.headers["Content-Security-Policy"])
-        return found
+                    by_route.append(reply.headers["Content-Security-Policy"])
+        return by_route
 
     of_report, of_saves = awaited(policies())
     assert of_report == run_files.PAGE_HEADERS["Content-Security-Policy"]
