@@ -82,7 +82,7 @@ def _read(file: Path) -> dict[str, LedgerEntry]:
     """Read the entries of a folder by name; none of a file that isn't there or is damaged."""
     try:
         content = read_json(file, CAPTION_LEDGER)
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return {}
     captions = content.get("captions") if isinstance(content, dict) else None
     values = captions.items() if isinstance(captions, dict) else ()

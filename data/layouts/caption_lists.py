@@ -165,7 +165,7 @@ def _json_lines(path: Path, text: str) -> Iterator[Mapping[str, Any]]:
             continue
         try:
             record = parse_json(line, CAPTION_LINE, f"Line {number} of {path.name!r}")
-        except (json.JSONDecodeError, RecursionError) as error:
+        except json.JSONDecodeError as error:
             raise ValueError(
                 f"Line {number} of {path.name!r} is not JSON ({cut(line)}); write one object per line, such as "
                 '{"file_name": "a.jpg", "text": "a fox"}.'
@@ -178,7 +178,7 @@ def _json_records(path: Path, text: str) -> Iterator[Mapping[str, Any]]:
     """Yield the objects of a JSON file: a list of them, or captions (or objects) by file name, as sd-scripts has it."""
     try:
         value = parse_json(text, CAPTION_LIST, path.name)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except json.JSONDecodeError as error:
         raise ValueError(f"The file {path.name!r} is not JSON; correct it or take it out of the folder.") from error
     if isinstance(value, list):
         yield from (record for record in value if isinstance(record, dict))

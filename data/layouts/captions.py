@@ -117,7 +117,7 @@ def json_caption(file: Path) -> str | None:
 def _json_caption(file: Path, state: tuple[int, ...]) -> str | None:
     try:
         caption = caption_in(read_json(file, CAPTION_JSON))
-    except (ValueError, OSError, RecursionError):
+    except (ValueError, OSError):
         return None
     return caption and caption[: CAPTION_FILE.characters + 1]  # the cache keeps no more; it is refused when it is used
 

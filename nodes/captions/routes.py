@@ -197,7 +197,7 @@ def _posted(work: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Callable[[we
             body = await _body(request)
         except OverBudget as error:
             return _refused(str(error), 413)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             return _refused(f"The edit is not JSON ({quoted(str(error))}).")
         return await _answered(lambda: work(body))
 

@@ -77,7 +77,7 @@ async def refused_change(request: web.Request) -> web.Response | None:
 async def posted_json(request: web.Request, budget: Budget, name: str) -> Any:
     """Read the JSON of a request, no more of it than its budget.
 
-    name: of the request in messages. Raises OverBudget, ValueError for what is no JSON in UTF-8, and RecursionError.
+    name: of the request in messages. Raises OverBudget, and ValueError unless it is JSON in UTF-8.
     """
     data = bytearray()
     async for piece in request.content.iter_any():
@@ -91,7 +91,7 @@ async def posted_object(request: web.Request, budget: Budget = PAGE_REQUEST) -> 
     """Read the JSON object of a request; empty for anything else, and for one that is too large."""
     try:
         body = await posted_json(request, budget, "The request")
-    except (ValueError, RecursionError):
+    except ValueError:
         return {}
     return body if isinstance(body, dict) else {}
 

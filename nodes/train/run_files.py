@@ -119,7 +119,7 @@ def read_workflow(folder: RunFolder, prompt_only: bool = False) -> dict[str, Any
     for kind, suffix in (("workflow", WORKFLOW), ("prompt", API))[prompt_only:]:
         path = own_file(folder.path, f"{folder.name}.{suffix}")
         if path is not None:
-            with suppress(OSError, ValueError, RecursionError):
+            with suppress(OSError, ValueError):
                 content = read_json(path, WORKFLOW_FILE)
                 if isinstance(content, dict) and content:
                     return {kind: content}

@@ -169,7 +169,7 @@ def read_header(path: Path) -> StateHeader:
         lineage = plain.get("lineage") if isinstance(plain, dict) and error.name != "lineage" else None
         state_error.lineage = lineage if isinstance(lineage, str) else None
         raise state_error from error
-    except (OSError, KeyError, ValueError, RecursionError, safetensors.SafetensorError) as error:
+    except (OSError, KeyError, ValueError, safetensors.SafetensorError) as error:
         raise _damaged(path) from error
 
 

@@ -105,7 +105,7 @@ def read_index(folder: Path) -> list[Shot]:
         entries = read_json(folder / INDEX, PREVIEW_INDEX)
         shots = [Shot(int(s["step"]), int(s["row"]), s["title"], s["settings"], int(s["frames"])) for s in entries]
         return [shot for shot in shots if (folder / shot.file).is_file()]
-    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
         return []
 
 

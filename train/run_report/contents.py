@@ -124,7 +124,7 @@ def _recorded_settings(loras: Sequence[Path]) -> dict[str, Any]:
         try:
             with open_tensors(path) as file:
                 recorded = metadata_field(file.metadata(), "tessera")
-        except (OSError, SafetensorError, KeyError, ValueError, RecursionError):
+        except (OSError, SafetensorError, KeyError, ValueError):
             continue
         if isinstance(recorded, dict):
             return recorded

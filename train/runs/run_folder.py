@@ -182,7 +182,7 @@ class RunFolder:
         """Read summary.json; None if it is missing or damaged."""
         try:
             summary: dict[str, Any] = read_json(self.path / "summary.json", RUN_SUMMARY)
-        except (OSError, ValueError, RecursionError):
+        except (OSError, ValueError):
             return None
         return summary if _is_whole(summary) else None
 

@@ -239,7 +239,7 @@ class RunReader:
 
     def _take(self, line: bytes) -> None:
         """Process one line; a damaged line, or one over its budget, is skipped."""
-        with suppress(KeyError, TypeError, ValueError, RecursionError):
+        with suppress(KeyError, TypeError, ValueError):
             self.curve.take(parse_json(line.decode(), PROGRESS_LINE, PROGRESS))
 
 
@@ -291,7 +291,7 @@ def read_object(folder: Path, name: str, budget: Budget) -> dict[str, Any]:
     path = own_file(folder, name)
     try:
         content = {} if path is None else read_json(path, budget)
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
 
