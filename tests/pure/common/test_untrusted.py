@@ -15,7 +15,7 @@ from tessera.common.untrusted.folders import folder_below
 from tessera.common.untrusted.in_flight import PixelGate
 from tessera.common.untrusted.json_text import depth_of, finite_json, parse_json, read_json
 from tessera.common.untrusted.patterns import name_matcher
-from tessera.common.untrusted.regular_files import is_regular, open_regular
+from tessera.common.untrusted.regular_files import append_regular, is_regular, open_regular
 
 POSIX = pytest.mark.skipif(os.name == "nt", reason="Windows has no named pipes in folders, and links need rights")
 SMALL = Budget("a test", "it is small", "write less", bytes=100, items=10, depth=3)
@@ -100,6 +100,33 @@ def test_a_pipe_is_never_waited_for(tmp_path):
     assert not is_regular(tmp_path / "pipe") and not is_regular(tmp_path) and not is_regular(Path("a\0b"))
     with pytest.raises(OSError, match="no regular file"):
         read_json(tmp_path / "pipe", SMALL)
+
+
+@POSIX
+def test_text_is_appended_to_regular_files_only(tmp_path):
+    with append_regular(tmp_path / "a.txt") as file:
+        file.write("a")
+    assert (tmp_path / "a.txt").read_text() == "a"
+    with pytest.raises(OSError, match="null is no regular file; remove it"):
+        append_regular(Path(os.devnull))
+
+
+@POSIX
+def test_a_link_is_followed_only_where_it_may_be(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "link").symlink_to(tmp_path / "a.txt")
+    with open_regular(tmp_path / "link") as file:
+        assert file.read() == b"a"
+    with pytest.raises(OSError, match="link"):
+        open_regular(tmp_path / "link", follow_links=False)
+
+
+def test_a_file_past_its_budget_is_refused_before_it_is_read(tmp_path):
+    file = tmp_path / "a.json"
+    file.touch()
+    os.truncate(file, 1 << 40)  # no memory holds as much
+    with pytest.raises(OverBudget, match="a.json has 1,099,511,627,776 bytes"):
+        read_json(file, SMALL)
 
 
 def test_a_file_that_grows_past_its_budget_is_refused(tmp_path):

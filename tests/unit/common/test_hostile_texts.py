@@ -127,6 +127,13 @@ def test_words_of_a_workflow_are_bounded_wherever_captions_are_searched_for_them
         CaptionStyle(instruction="x" * 20_001)
 
 
+@pytest.mark.parametrize("value", ["-" * 9000 + "1", "1" + "+1" * 4000, "[" * 9000], ids=["signs", "sums", "lists"])
+def test_values_too_deep_for_python_are_lines_to_correct(value):
+    """Python answers these with MemoryError, RecursionError and SyntaxError."""
+    with pytest.raises(ValueError, match="optimizer_args has the line 'a=.*write one key=value per line"):
+        parse_args(f"a={value}")
+
+
 def test_settings_in_words_are_bounded():
     """A literal of megabytes holds the interpreter for seconds, and takes a gigabyte."""
     readers = {

@@ -50,8 +50,12 @@ def test_nodes_that_other_processes_cannot_run_are_told(changed, target, said):
 
 
 def test_values_that_no_file_can_hold_are_told(tmp_path):
-    with pytest.raises(ValueError, match="not a plain value"):
-        Job(tmp_path).write({"1": {"class_type": "A", "inputs": {"x": object()}}}, {}, Facts())
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    for value in (object(), deep):
+        with pytest.raises(ValueError, match="not a plain value"):
+            Job(tmp_path).write({"1": {"class_type": "A", "inputs": {"x": value}}}, {}, Facts())
     assert not list(tmp_path.iterdir())
 
 
