@@ -3,7 +3,7 @@
 import { app } from '../../../scripts/app.js'
 import { language, translations } from './common/words.js'
 
-const FOLDER = new URL(import.meta.url).pathname.split('/extensions/')[1]?.split('/')[0] // below custom_nodes
+export const FOLDER = new URL(import.meta.url).pathname.split('/extensions/')[1]?.split('/')[0] // below custom_nodes
 const KEY = 'tessera' // of the translations, whatever the folder is called
 
 app.registerExtension({
@@ -24,7 +24,8 @@ app.registerExtension({
   },
 })
 
-function ourWords(all) {
+/** Titles and descriptions of our workflows by the name of their file, in the language of the settings. */
+export function ourWords(all) {
   const of = (kind) => ({
     ...all.en?.templateWorkflows?.[kind]?.[KEY],
     ...all[language()]?.templateWorkflows?.[kind]?.[KEY],

@@ -1,5 +1,6 @@
 """Train LoRA while it trains, in ComfyUI's own frontend: the panel with its curve, and errors on their nodes."""
 
+import base64
 import json
 import re
 import shutil
@@ -37,6 +38,11 @@ def loss_text(page, loss):
 
 
 CURVES = "[...document.querySelectorAll('.tessera-run path')].map((p) => p.getAttribute('d'))"
+# What the frontend does with a picture that is dropped on the graph.
+DROP_PICTURE = """text => {
+  const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0))
+  return app.handleFile(new File([bytes], 'report.png', { type: 'image/png' }))
+}"""
 # Before the panel has looked for a run of the name.
 PRESS_RENAMED = """button => {
   const node = app.graph.nodes.find((n) => n.type === 'TesseraTrainLora')
@@ -152,6 +158,12 @@ def test_the_curve_grows_is_there_after_a_reload_and_cancel_says_what_it_saved(f
         open_graph(frontend, graph(frontend.ENCODERS, name, steps=["8", 0]) | {"8": source})
         panel_says(frontend, "Done, steps 61 to 120 in 0:")
         playwright.expect(continuation).to_be_visible(visible=is_known)
+    picture = (comfyui.base / "output" / "loras" / run["lora"]).parent / "report.png"
+    page.evaluate("app.graph.clear()")
+    page.evaluate(DROP_PICTURE, base64.b64encode(picture.read_bytes()).decode())
+    page.wait_for_function("app.graph.nodes.some((node) => node.type === 'TesseraTrainLora')")
+    (train,) = (entry["inputs"] for entry in frontend.prompt().values() if entry["class_type"] == "TesseraTrainLora")
+    assert (train["output_name"], train["steps"]) == (name, 60)  # those of that run
     assert frontend.faults() == {} and frontend.crashes == []
 
 

@@ -12,6 +12,7 @@ import { deletion, makeTrash } from './deletion.js'
 import { keepFocus } from './focus.js'
 import { loadLine, makeLine } from './line.js'
 import { addLoader, middle, takeDrops } from './lora_drop.js'
+import { makeNewRun } from './new_run.js'
 import { drawDetail, drawPreview, drawRow, makeRow } from './run_row.js'
 import { t, translations } from '../common/words.js'
 import { WORDS } from './sentences.js'
@@ -38,6 +39,7 @@ function build(host) {
   root.addEventListener('keydown', pressed)
   const head = part(root, 'tessera-runs-head')
   part(head, '', 'h2', { textContent: t(WORDS.title) })
+  makeNewRun(head, { attempt, tell })
   const search = part(head, '', 'input', { type: 'search', placeholder: t(WORDS.filter), value: filter })
   search.setAttribute('aria-label', t(WORDS.filter))
   let typing

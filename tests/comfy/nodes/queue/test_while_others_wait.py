@@ -19,7 +19,7 @@ def picture(color):
     return {"image": image, "saved": node("SaveImage", images=["image", 0], filename_prefix=f"passing{color}")}
 
 
-def sampled(tiny_loaders, steps):
+def sampler_graph(tiny_loaders, steps):
     """Core's KSampler over the same model as the trainings'."""
     return tiny_loaders | {
         "positive": node("CLIPTextEncode", clip=["clip", 0], text="a sign"),
@@ -87,7 +87,7 @@ def test_a_training_that_pauses_twice_gives_the_bits_of_one_that_does_not(resume
     assert note.startswith("Paused 2 times for 3 other prompts so far; the last pause took ")
 
 
-def watched_graph(tiny_loaders, name):
+def options_graph(tiny_loaders, name):
     """Training with previews, validation, an average of weights and a learning rate that changes at every step."""
     graph = training_graph(tiny_loaders, name, **PASS, optimizer=["optimizer", 0])
     schedule = {"lr_scheduler": "cosine", "warmup_steps": 2, "ema_decay": 0.8, "max_grad_norm": 1.0}
@@ -114,12 +114,12 @@ def record_of(server, entry):
 
 def test_previews_validation_averages_and_schedule_do_not_notice_a_pause(server, tiny_loaders):
     put_pictures(server.base)
-    whole = server.run(watched_graph(tiny_loaders, "watched_whole"))
-    prompt_id = server.queue(watched_graph(tiny_loaders, "watched"))
+    whole = server.run(options_graph(tiny_loaders, "watched_whole"))
+    prompt_id = server.queue(options_graph(tiny_loaders, "watched"))
     for step in (3, 6):  # one pause between two previews, one at a preview
         with paused_at(server, step):
             wait_for_step(server, "watched", step - 1, prompt_id if step == 3 else "unknown")
-            server.queue(sampled(tiny_loaders, 2 if step == 3 else 1))
+            server.queue(sampler_graph(tiny_loaders, 2 if step == 3 else 1))
     entries, _ = follow(server, prompt_id)
     assert [summary_of(entry)["steps_done"] for entry in entries] == [3, 6, 10]
     expected, actual = tensors(server, whole), tensors(server, entries[-1])
@@ -136,7 +136,7 @@ def test_a_server_that_dies_in_a_pause_loses_nothing(own_server, tiny_loaders):
     with paused_at(own_server, 3):
         prompt_id = own_server.queue(training_graph(tiny_loaders, "killed", **PASS))
         wait_for_step(own_server, "killed", 2, prompt_id)
-        own_server.queue(sampled(tiny_loaders, 6))
+        own_server.queue(sampler_graph(tiny_loaders, 6))
         (own_server.base / "hold").write_text("4")  # the training passes and pauses, the sampler waits at its step 4
         assert summary_of(own_server.wait(prompt_id))["status"] == "paused"
         own_server.kill()

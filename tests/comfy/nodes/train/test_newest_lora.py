@@ -43,9 +43,9 @@ def test_the_newest_lora_is_handed_out_all_day(server, tiny_loaders):
         wait_for_step(server, NAME, 4, prompt_id)
         details = run_details(server)
         assert ask(server, f"/tessera/runs/{details['id']}/stop", "POST", {"prompt_id": prompt_id}, **JSON)[0] == 200
-    (stopped,) = server.wait(prompt_id)["outputs"]["train"]["tessera"]
-    check_newest(server, stopped["steps_done"], f"{NAME}.safetensors")
-    assert stopped["status"] == "stopped" and math.isclose(stopped["steps_done"], 5, abs_tol=1)
+    (stop_summary,) = server.wait(prompt_id)["outputs"]["train"]["tessera"]
+    check_newest(server, stop_summary["steps_done"], f"{NAME}.safetensors")
+    assert stop_summary["status"] == "stopped" and math.isclose(stop_summary["steps_done"], 5, abs_tol=1)
 
     with paused_at(server, 9):  # goes on, and is cancelled
         prompt_id = server.queue(graph)
@@ -53,13 +53,13 @@ def test_the_newest_lora_is_handed_out_all_day(server, tiny_loaders):
         server.interrupt()
     server.wait(prompt_id)
     step = newest_step(server, NAME)
-    assert step > stopped["steps_done"]
+    assert step > stop_summary["steps_done"]
     check_newest(server, step, f"{NAME}-step{step:06d}.safetensors")
 
     entry = server.run(graph)  # goes on to the end
-    (finished,) = entry["outputs"]["train"]["tessera"]
-    assert f"Resumed at step {step}." in finished["notes"] and finished["steps_done"] == 12
+    (last_summary,) = entry["outputs"]["train"]["tessera"]
+    assert f"Resumed at step {step}." in last_summary["notes"] and last_summary["steps_done"] == 12
     check_newest(server, 12, f"{NAME}.safetensors")
     saved = sorted((server.base / "output").glob("day_*.safetensors"))[-1]
-    newest = server.base / "output" / finished["path"]
+    newest = server.base / "output" / last_summary["path"]
     assert norms(saved) == norms(newest)  # Save LoRA follows, under other names
