@@ -1,7 +1,7 @@
 """Stack: a list of blocks compiled as one region, with the wiring recorded in an eager pass."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def run_stack(blocks: tuple[nn.Module, ...], wiring: BlockWiring, args: tuple[An
     return out
 
 
-@dataclass
+@dataclass(frozen=True)
 class BlockCall:
     """Arguments and result of one block's call."""
 
@@ -78,7 +78,7 @@ class WiringTracer:
 
     def after_block(self, out: Any) -> None:
         assert self._call is not None
-        self._call.out = out
+        self._call = replace(self._call, out=out)
         if self._blocks_traced == len(self.blocks):
             self._last = _copies(out)
 

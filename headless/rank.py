@@ -67,23 +67,20 @@ class Rank(NamedTuple):
 
     def without_device(self) -> UsageError:
         """Make the error for a process that finds no GPU."""
-        mistake = UsageError(
+        return UsageError(
             "torch finds no GPU here; put -- --cpu at the end to run on the CPU."
             if self.size == 1
             else f"This machine has no GPU for its process {self.local + 1}; start as many processes as it has GPUs, "
-            "or put -- --cpu at the end."
+            "or put -- --cpu at the end.",
+            is_local=True,
         )
-        mistake.is_local = True
-        return mistake
 
     def meet_others(self) -> None:
         """Wait for the other devices before any of them does work that takes long or may fail."""
         try:
             self.world()
         except TimeoutError as error:
-            mistake = UsageError("Another device has not started for half an hour.")
-            mistake.is_local = True
-            raise mistake from error
+            raise UsageError("Another device has not started for half an hour.", is_local=True) from error
 
     def world(self) -> Any:
         """Return the world of this device, once the pack is loaded; None if it trains alone."""

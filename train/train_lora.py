@@ -159,6 +159,10 @@ class _Recorder:
         self._step = progress.step
         self._record.begin(progress.step, progress.loss, progress.validation)
 
+    def cancel(self, message: str) -> None:
+        """Set the message of a run that is cancelled."""
+        self.cancelled = message
+
     def end(self, status: str, text: str = "") -> None:
         """Record and report the end of the run. `status` is as in the summary."""
         self._record.end(status, self._step, text)
@@ -309,7 +313,8 @@ def _run(
                 elif ending == PAUSE:
                     ended = f"Paused at step {trainer.progress.step} and saved."
         except InterruptProcessingException:
-            outcome, recorder.cancelled = "cancelled", stop_message(trainer, settings)
+            outcome = "cancelled"
+            recorder.cancel(stop_message(trainer, settings))
             raise
         finally:
             summary: dict[str, Any] = {

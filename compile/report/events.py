@@ -100,6 +100,10 @@ class recording:
         _open.stack.append(self)
         return self
 
+    def take(self, batch: "_Batch") -> None:
+        """Record torch's entries as those of this recording."""
+        self.batch = batch
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         _open.stack.pop()
         metrics = getattr(dynamo, "_compilation_metrics", None)
@@ -122,6 +126,12 @@ class _Batch:
         self.bypassed = 0
         self.abandoned = 0
 
+    def add(self, metrics: Sequence[Any], breaks: Sequence[Any], bypassed: int, abandoned: int) -> None:
+        self.metrics += metrics
+        self.breaks += breaks
+        self.bypassed += max(0, bypassed)
+        self.abandoned += max(0, abandoned)
+
 
 class _Ledger:
     """Record of the owner of torch's next entries. Dynamo compiles one frame at a time, under its own lock."""
@@ -138,15 +148,15 @@ class _Ledger:
         with self.lock:
             target = self.owner or default
             batch = (target.batch if target else None) or _Batch()
-            batch.metrics += _entries_after(getattr(dynamo, "_compilation_metrics", ()), self.newest)
-            batch.breaks += _entries_after(getattr(dynamo, "graph_break_reasons", ()), self.newest_break)
+            metrics = _entries_after(getattr(dynamo, "_compilation_metrics", ()), self.newest)
+            breaks = _entries_after(getattr(dynamo, "graph_break_reasons", ()), self.newest_break)
             self.newest = _newest()
             self.newest_break = next(reversed(getattr(dynamo, "graph_break_reasons", ())), None)
             previous, self.counted = self.counted, _counted()
-            batch.bypassed += max(0, self.counted[0] - previous[0])
-            batch.abandoned += max(0, self.counted[1] - previous[1])
+            bypassed, abandoned = (count - earlier for count, earlier in zip(self.counted, previous, strict=True))
+            batch.add(metrics, breaks, bypassed, abandoned)
             if target is not None and (batch.metrics or batch.breaks):
-                target.batch = batch
+                target.take(batch)
 
     def begin(self, owner: recording | None) -> None:
         with self.lock:

@@ -58,6 +58,12 @@ class CaptionReport:
     failed: list[str] = field(default_factory=list)
     locked: dict[str, str] = field(default_factory=dict)
 
+    def count_kept(self) -> None:
+        self.kept += 1
+
+    def count_done(self) -> None:
+        self.done += 1
+
     def summary(self) -> str:
         """Write the report as one line."""
         parts = [f"Captions written: {len(self.written)}"]
@@ -142,7 +148,7 @@ class _Writer:
     def is_open(self, example: Example) -> bool:
         """Return whether a picture is to be captioned; one with a caption isn't if those are kept."""
         if self.job.existing == KEEP and example.caption is not None:
-            self.report.kept += 1
+            self.report.count_kept()
             return False
         return True
 
@@ -167,7 +173,7 @@ class _Writer:
         key = self._key_of(digest)
         entry = self.ledger.find(example.path)
         if entry is not None and entry.key == key and caption.has_file:
-            self.report.done += 1
+            self.report.count_done()
             return
         text = self._answer(example, digest, key)
         if text is None:
@@ -180,7 +186,7 @@ class _Writer:
             return
         self.ledger.put(example.path, LedgerEntry(key, waits=change is not None))
         if change is None:  # the caption already says so
-            self.report.done += 1
+            self.report.count_done()
         else:
             self.report.written.append(example.name)
         if time.monotonic() - self._saved > _SAVE_SECONDS:

@@ -226,7 +226,7 @@ def match_lists(
     """Match the lines of lists to files, by their path below the folder of the list, or by their name alone if one file
     has it; sd-scripts leaves the extension out.
     """
-    listed = ListedCaptions()
+    listed = ListedCaptions(per_line=any("\n" in each.text for each in lists))
     by_path = {str(file): file for file in files}
     by_stem: dict[str, list[Path]] = {}
     for file in files:
@@ -240,10 +240,9 @@ def match_lists(
                 listed.missing.append(row.file)
             elif row.text is not None:
                 listed.texts.setdefault(match, CaptionSource(text=row.text, list=caption_list.path))
-                listed.controls |= {match: row.controls} if row.controls else {}
+                listed.controls.update({match: row.controls} if row.controls else {})
         if caption_list.text:
             source = CaptionSource(text=caption_list.text, list=caption_list.path)
-            listed.per_line |= "\n" in caption_list.text
             for file in files:
                 if file.is_relative_to(caption_list.path.parent):
                     listed.texts.setdefault(file, source)

@@ -193,8 +193,8 @@ def _lists(
     lists = [reader.read(path) for path in paths] if needy else []
     listed = match_lists(lists, needy, request.interrupted)
     names = {name for file in files for name in (file.name, file.stem)}
-    listed.missing = [row for row in listed.missing if row.replace("\\", "/").rsplit("/", 1)[-1] not in names]
-    return lists, listed
+    missing = [row for row in listed.missing if row.replace("\\", "/").rsplit("/", 1)[-1] not in names]
+    return lists, replace(listed, missing=missing)
 
 
 def _with_texts(subset: Subset, listed: ListedCaptions, forced: bool) -> Subset:

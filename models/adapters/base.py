@@ -79,8 +79,8 @@ class Adapter(nn.Module):
     file_ranks: ranks of its file for each rank that is trained.
     in_kohya: true if kohya's scripts have it themselves; LyCORIS makes the others.
     has_lengths: true if its file has `dora_scale`, one length for each column.
-    casts: copies of the master weights in the compute dtype, by name, if any; their owner writes them before each
-        forward and passes their gradients on to the master weights.
+    casts: copies of the master weights in the compute dtype, by name, if any; their owner fills them in, writes
+        them before each forward and passes their gradients on to the master weights.
     """
 
     algorithm: ClassVar[str]
@@ -102,7 +102,7 @@ class Adapter(nn.Module):
     file_ranks: ClassVar[int] = 1
     in_kohya: ClassVar[bool] = False
     has_lengths: ClassVar[bool] = False
-    casts: Mapping[str, nn.Parameter]
+    casts: dict[str, nn.Parameter]
 
     def __init__(self, spec: AdapterSpec, out_features: int, in_features: int):
         super().__init__()
@@ -192,7 +192,8 @@ class Adapter(nn.Module):
 def make_casts(adapter: Adapter, dtype: torch.dtype) -> None:
     """Make the `casts` of an adapter whose `forward` reads them, to measure it on its own."""
     if adapter.reads_casts and dtype != torch.float32:
-        adapter.casts = {name: nn.Parameter(weight.detach().to(dtype)) for name, weight in adapter.named_parameters()}
+        weights = adapter.named_parameters()
+        adapter.casts.update({name: nn.Parameter(weight.detach().to(dtype)) for name, weight in weights})
 
 
 def scaled(activations: Tensor, scale: float) -> Tensor:

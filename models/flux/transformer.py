@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ...memory.weights.frozen import FrozenWeights
 from ...memory.weights.residency import FrozenModule
-from ..family import Block, ModelInputs, RunBlock
+from ..family import Block, ModelInputs, OwnTransformer, RunBlock
 from ..layers.attention import Attention
 from ..layers.frozen import RMSNorm
 from ..layers.lora_linear import LoraLayer, LoraLinear
@@ -33,7 +33,7 @@ class FluxInputs(ModelInputs):
     text_mask: Tensor | None = None
 
 
-class FluxBackbone:
+class FluxBackbone(OwnTransformer):
     """The blocks of a FLUX-like model, and the Linears before and after them, frozen and ready for LoRA."""
 
     double: type[JointBlock]

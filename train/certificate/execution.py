@@ -81,11 +81,11 @@ def _execution_text(placed: PlacedModel, block: Block) -> str:
 def _compare(placed: PlacedModel, as_run: Any, block: Block, args: tuple[Any, ...]) -> tuple[float, float]:
     """Return the relative difference of the output or gradient that is the most beyond its bound, and this bound, which
     its own rounding sets."""
-    call = getattr(block, "call", None)
-    run = _with_backward(as_run, block, args)
     attached: Any = block
+    call = getattr(attached, "call", None)
+    run = _with_backward(as_run, block, args)
     if call is not None:
-        attached.call = call
+        attached.begin_call(*call)
     with own_weights(placed, block):
         plain = _with_backward(_plain, block, args)
         wide = [arg.float() if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args]

@@ -110,7 +110,7 @@ class PictureLosses:
             losses = self.measured.get(index) or _Losses(base[index], {})
             if all(map(math.isfinite, (*losses.base, *trained[index]))):
                 self.measured[index] = _Losses(losses.base, {**losses.points, step: trained[index]})
-        run.progress.pictures = self._plain()
+        run.progress.note_pictures(self._plain())
         if step < run.settings.steps:
             run.observer.phase(run.placed.execution.runner.progress_text())
 

@@ -26,22 +26,55 @@ _NOT_COPIED = object()
 _MUTABLE = (dict, list, set)
 
 
-class NativeLinear(LoraLinear):
-    """A Linear of the shadow. ComfyUI calls it with only x, of any shape (…, in), so its dropout mask is set on it
-    before its block runs.
+class _LayerOfShadow:
+    """A layer that ComfyUI calls with only x, so that its dropout mask is set on it before its block runs.
 
     mask: of the step, or None.
     samples: the batch size; if x has as many rows, each is one sample.
+    shapes_seen: (samples, rows) of its calls while they are recorded, else None.
     place: its name in its block, and the block's running state; None outside blocks.
     """
+
+    mask: Any
+    samples: int
+    shapes_seen: set[tuple[int, int]] | None
+    place: tuple[str, Running] | None
+
+    def _begin(self) -> None:
+        self.mask = None
+        self.samples = 1
+        self.shapes_seen = None
+        self.place = None
+
+    def put_into_block(self, name: str, running: Running) -> None:
+        """Set its name in its block, and the block's running state."""
+        self.place = name, running
+
+    def begin_call(self, samples: int, mask: Any) -> None:
+        """Set the batch size and the mask of the block's next call."""
+        self.samples = samples
+        self.mask = mask
+
+    def end_call(self) -> None:
+        self.mask = None
+
+    def record_shapes(self) -> None:
+        """Record the (samples, rows) of its calls from now on."""
+        self.shapes_seen = set()
+
+    def recorded_shapes(self) -> set[tuple[int, int]]:
+        """Return the recorded (samples, rows), and stop recording."""
+        shapes, self.shapes_seen = self.shapes_seen, None
+        return shapes or set()
+
+
+class NativeLinear(_LayerOfShadow, LoraLinear):
+    """A Linear of the shadow, which ComfyUI calls with x of any shape (…, in)."""
 
     def __init__(self, weights: FrozenWeights, name: str, module: nn.Module):
         super().__init__(weights, name)
         self.in_features, self.out_features = module.in_features, module.out_features
-        self.mask: Any = None
-        self.samples = 1
-        self.shapes_seen: set[tuple[int, int]] | None = None
-        self.place: tuple[str, Running] | None = None
+        self._begin()
 
     def forward(self, x: Tensor, mask: Any = None) -> Tensor:
         if not torch.compiler.is_compiling() and self.place is not None:
@@ -57,17 +90,14 @@ class NativeLinear(LoraLinear):
         return out.reshape(*shape, out.shape[-1])
 
 
-class NativeConv(LoraConv):
+class NativeConv(_LayerOfShadow, LoraConv):
     """A convolution of the shadow, like `NativeLinear`. Its dropout mask has h·w rows."""
 
     def __init__(self, weights: FrozenWeights, name: str, module: nn.Conv2d):
         super().__init__(weights, name, module)
         for attribute in ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups"):
             setattr(self, attribute, getattr(module, attribute))
-        self.mask: Any = None
-        self.samples = 1
-        self.shapes_seen: set[tuple[int, int]] | None = None
-        self.place: tuple[str, Running] | None = None
+        self._begin()
 
     def forward(self, x: Tensor, mask: Any = None) -> Tensor:
         if not torch.compiler.is_compiling() and self.place is not None:

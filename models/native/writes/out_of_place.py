@@ -53,6 +53,14 @@ class Place:
         self.step = step
         self.cut = cut
 
+    def renew(self, value: Tensor) -> None:
+        """Hold the values in this tensor from now on."""
+        self.value = value
+
+    def see(self, writes: int) -> None:
+        """Note that `value` includes so many writes to its memory."""
+        self.writes_seen = writes
+
 
 class OutOfPlace(TorchFunctionMode):
     """Calls in-place functions out of place, and substitutes the new tensor wherever the old one is used later.
@@ -170,9 +178,10 @@ class OutOfPlace(TorchFunctionMode):
         later = writes[place.writes_seen :]
         if later:
             if any([not place.cut or write.cut != place.cut for write in later]):
-                place.value = self._with_writes(place, later, func) if place.base is None else self._view(place, func)
+                is_whole = place.base is None
+                place.renew(self._with_writes(place, later, func) if is_whole else self._view(place, func))
                 self.places[place.value] = place
-            place.writes_seen = len(writes)
+            place.see(len(writes))
         return place.value
 
     def _view(self, place: Place, func: Any) -> Tensor:
@@ -227,7 +236,8 @@ class OutOfPlace(TorchFunctionMode):
             )
         place = self._place(target)
         self.writes[place.memory].append(place)
-        place.value, place.writes_seen = value, len(self.writes[place.memory])
+        place.renew(value)
+        place.see(len(self.writes[place.memory]))
         self.places[value] = place
         self.has_writes = True
         if self.eager:
