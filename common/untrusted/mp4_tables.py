@@ -87,7 +87,8 @@ def _boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int]]:
             return
         file.seek(place)
         head = file.read(16)
-        length, kind, start = _number(head, 0), head[4:8], place + 8
+        length, kind = _number(head, 0), head[4:8]
+        start = place + 8
         if length == 1:
             length, start = int.from_bytes(head[8:16], "big"), place + 16
         end = open_ends[-1] if length == 0 else place + length

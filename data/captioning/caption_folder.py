@@ -22,7 +22,10 @@ from .edits import CaptionChanged, MayWrite, editable_caption, save_caption
 from .instruction import CaptionStyle
 from .ledger import Ledger, LedgerEntry
 
-KEEP, APPEND, REPLACE = EXISTING = ("keep", "append", "replace")
+KEEP = "keep"
+APPEND = "append"
+REPLACE = "replace"
+EXISTING = (KEEP, APPEND, REPLACE)
 _SAVE_SECONDS = 2.0  # between two writes of the ledger
 
 

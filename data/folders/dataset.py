@@ -348,13 +348,14 @@ def _scan(
     dataset = parts[0]
     for part in parts[1:]:
         dataset += part
-    heic = ", or install pillow-heif" if any(has_ending(f.name, HEIF_EXTENSIONS) for f in layout.unread) else ""
-    left_out = (
-        f"Left out, because these file types can't be read: {_names(folder, layout.unread)}; save them as "
-        f"{kind.format}{heic}."
-    )
-    notes = (*layout.notes, *[left_out] * bool(layout.unread), *dataset.notes)
-    dataset = replace(dataset, notes=notes)
+    notes = list(layout.notes)
+    if layout.unread:
+        heic = ", or install pillow-heif" if any(has_ending(f.name, HEIF_EXTENSIONS) for f in layout.unread) else ""
+        notes.append(
+            f"Left out, because these file types can't be read: {_names(folder, layout.unread)}; save them as "
+            f"{kind.format}{heic}."
+        )
+    dataset = replace(dataset, notes=(*notes, *dataset.notes))
     dataset = _with_class(dataset, folder, node_options.treatment, node_options.trigger_words, interrupted)
     return _with_masks(dataset, mask_folder, node_options.treatment)
 

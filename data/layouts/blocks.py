@@ -142,7 +142,7 @@ def read_blocks(request: BlockRequest) -> tuple[tuple[Subset, ...], tuple[str, .
 
 def has_place(file: DatasetFile, block: DatasetBlock, may_read: Callable[[Path], bool]) -> bool:
     """Return True if the folder or the list of a block is here."""
-    names = (*_PLACES, "dataset_path", "metadata_file")
+    names = _PLACES + ("dataset_path", "metadata_file")
     places = (resolve_place(block.text(name), file.path.parent, may_read) for name in names if block.text(name))
     return any(place is not None for place in places)
 

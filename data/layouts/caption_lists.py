@@ -26,9 +26,7 @@ from .captions import TAG_FIELDS, TEXT_FIELDS, CaptionSource, caption_in, decode
 from .files import stem_of
 
 _LISTS = re.compile(r"(?:metadata|captions?|prompts?)\.(?:jsonl|json|csv|tsv|txt)", re.IGNORECASE)
-_FILE_FIELDS = (
-    *("file_name", "filename", "image_path", "video_path", "image", "file", "path", "video", "name", "image_file"),
-)
+_FILE_FIELDS = tuple("file_name filename image_path video_path image file path video name image_file".split())
 _CONTROL = re.compile(r"control_path(?:_(\d{1,9}))?")
 _SEPARATOR = re.compile(r"[\t,:|]")
 _ENDING = re.compile(r"\.\w{2,5}\Z")
@@ -144,7 +142,7 @@ def _read(path: Path, interrupted: Interrupted) -> CaptionList:
         fields |= dict.fromkeys(record)
         if row is not None:
             rows.append(row)
-    known = {*_FILE_FIELDS, *TEXT_FIELDS, *TAG_FIELDS}
+    known = _FILE_FIELDS + TEXT_FIELDS + TAG_FIELDS
     unused = tuple(name for name in fields if name not in known and not _CONTROL.fullmatch(name))
     return CaptionList(path, tuple(rows), unused=unused)
 

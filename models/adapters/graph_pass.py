@@ -39,7 +39,7 @@ class AddProductsInPlace(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         results = {torch.ops.aten.mm.default, _ADDMM}
-        for name in (*_LINEARS, *(f"{name}_input_grad" for name in _LINEARS)):
+        for name in _LINEARS + tuple(f"{name}_input_grad" for name in _LINEARS):
             if (op := getattr(torch.ops.tessera, name, None)) is not None:
                 results.add(op.default)
         sums: set[Node] = set()

@@ -93,7 +93,9 @@ def names_and_writes(code: CodeType) -> tuple[frozenset[str], Writes]:
     An item that is set, or a call of one of MUTATORS, changes what stands in that line, and what a local variable in it
     was set to: `cache = self.cache`. Too many names do little harm there, as only lists, dicts and sets are meant.
     """
-    used, assigned, filled = set(code.co_names), set(), set()
+    used = set(code.co_names)
+    assigned: set[str] = set()
+    filled: set[str] = set()
     attributes: dict[int, set[str]] = {}  # by line, read
     variables: dict[int, set[str]] = {}  # by line, local, set
     changed: set[str] = set()  # local variables
