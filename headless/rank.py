@@ -90,13 +90,19 @@ class Rank(NamedTuple):
     def check_shares(self, prompt: Prompt) -> None:
         """Raise UsageError if several devices can't share a step evenly, before upstream nodes encode and load."""
         share = _pack_module("train.distributed.share")
-        for node in prompt.values() if share is not None and self.size > 1 else ():
-            sizes = [node.get("inputs", {}).get(name) for name in ("batch_size", "gradient_accumulation")]
-            if node["class_type"] == TRAIN and all(isinstance(size, int) for size in sizes):
-                try:
-                    share.shard_step(self.rank, self.size, *sizes)
-                except ValueError as error:
-                    raise UsageError(str(error)) from error
+        if share is None or self.size == 1:
+            return
+        for node in prompt.values():
+            if node["class_type"] != TRAIN:
+                continue
+            inputs = node.get("inputs", {})
+            batch_size, accumulation = inputs.get("batch_size"), inputs.get("gradient_accumulation")
+            if not isinstance(batch_size, int) or not isinstance(accumulation, int):
+                continue  # connected
+            try:
+                share.shard_step(self.rank, self.size, batch_size, accumulation)
+            except ValueError as error:
+                raise UsageError(str(error)) from error
 
     def tell_others(self, text: str, seconds: float = 0.0) -> bool:
         """Send the other devices the reason why this one ends. Returns False if one has already done so.

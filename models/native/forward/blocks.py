@@ -180,16 +180,24 @@ class NativeBlock(Block):
 def varying_attributes(cores: Sequence[nn.Module]) -> list[str]:
     """Describe the plain values in which blocks of one kind differ, as text for each; those that only hold a block's
     index are left out."""
-    plain = []
-    for core in cores:
-        attributes = {}
-        for name, module in core.named_modules():
-            for attribute, value in vars(module).items():
-                simple = isinstance(value, bool | int | float | str) or value is None
-                if simple and attribute not in _PLACES and not attribute.startswith("_"):
-                    attributes[f"{name}.{attribute}"] = value
-        plain.append(attributes)
-    different = {
-        key for attributes in plain for key in attributes if any(attributes[key] != other.get(key) for other in plain)
-    }
-    return ["".join(f"|{key}={attributes.get(key)!r}" for key in sorted(different)) for attributes in plain]
+    plain = [_plain_attributes(core) for core in cores]
+    keys = {key for attributes in plain for key in attributes}
+    different = [key for key in sorted(keys) if _differs(key, plain)]
+    return ["".join(f"|{key}={attributes.get(key)!r}" for key in different) for attributes in plain]
+
+
+def _differs(key: str, plain: Sequence[Mapping[str, Any]]) -> bool:
+    values = [attributes[key] for attributes in plain if key in attributes]
+    all_values = [attributes.get(key) for attributes in plain]
+    return any(value != other for value in values for other in all_values)
+
+
+def _plain_attributes(core: nn.Module) -> dict[str, Any]:
+    """Return the plain values of a block's modules by their names, but for its index."""
+    attributes = {}
+    for name, module in core.named_modules():
+        for attribute, value in vars(module).items():
+            is_plain = isinstance(value, bool | int | float | str) or value is None
+            if is_plain and attribute not in _PLACES and not attribute.startswith("_"):
+                attributes[f"{name}.{attribute}"] = value
+    return attributes

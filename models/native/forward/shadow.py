@@ -4,7 +4,7 @@ The MODEL itself is never changed. A forward leaves any state on the shadow's mo
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import is_not
 from typing import Any
@@ -219,29 +219,40 @@ class Shadow:
         what a forward may fill: dicts, lists and sets, and objects of the diffusion model's own."""
         modules = (module for module in self.diffusion_model.modules() if not isinstance(module, FrozenModule))
         tables: list[dict[str, Any]] = [*map(vars, modules)]
-        for table in tables[:]:
-            tables += [vars(value) for name, value in table.items() if name not in OF_TORCH and holds_attributes(value)]
+        tables += [vars(value) for value in _own_values(tables) if holds_attributes(value)]
         tables.append(vars(self.base))
-        values = [value for table in tables for name, value in table.items() if name not in OF_TORCH]
-        containers = [value for value in values if type(value) in _MUTABLE]
+        containers = [value for value in _own_values(tables) if type(value) in _MUTABLE]
         return [(container, copy.copy(container)) for container in (*tables, *containers)]
+
+
+def _own_values(tables: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return the values of tables of attributes without those that torch keeps on a module."""
+    return [value for table in tables for name, value in table.items() if name not in OF_TORCH]
 
 
 def _stand_ins(module: nn.Module, stale: Mapping[str, Any]) -> dict[int, Any]:
     """Map the id of each attribute of a module that isn't copied to what stands for it in the copy."""
     memo: dict[int, Any] = {}
     for attribute, value in vars(module).items():
-        # A copy's destruction would free the MODEL's own memory. Others may hold the same True or 1.
-        initial = stale.get(attribute)
-        is_stale = attribute in stale and not is_setting(value) and not isinstance(initial, Inner)
-        if value is not None and (attribute in LOADING or is_stale):
-            is_container = type(value) in _MUTABLE and type(value) is type(initial)
-            memo[id(value)] = initial if is_container else _NOT_COPIED  # others may hold it too
+        # A copy's destruction would free the MODEL's own memory.
+        if value is not None and (attribute in LOADING or _is_replaced(attribute, value, stale)):
+            memo[id(value)] = _stand_in(value, stale.get(attribute))
         elif cannot_be_copied(value):
             memo[id(value)] = value
         elif holds_attributes(value):
             memo.update({id(inner): inner for inner in vars(value).values() if cannot_be_copied(inner)})
     return memo
+
+
+def _is_replaced(attribute: str, value: Any, stale: Mapping[str, Any]) -> bool:
+    """Return whether a stale attribute gets a fresh value; not a setting, since others may hold the same True or 1."""
+    return attribute in stale and not is_setting(value) and not isinstance(stale[attribute], Inner)
+
+
+def _stand_in(value: Any, initial: Any) -> Any:
+    """Return the fresh container for one of its kind, which others may hold too."""
+    is_container = type(value) in _MUTABLE and type(value) is type(initial)
+    return initial if is_container else _NOT_COPIED
 
 
 def restore(state: list[tuple[Any, Any]]) -> None:
