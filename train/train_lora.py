@@ -20,7 +20,7 @@ from ..lora.files.lora_model import LoraModel
 from .certificate.watcher import checking_watchers
 from .checkpoint.metadata import utc_now
 from .config.settings import TrainSettings
-from .distributed.node import check_shard, shard_notes
+from .distributed.node import check_shard
 from .distributed.ranks import check_alike, rank_facts
 from .distributed.world import SINGLE_PROCESS, World
 from .loop.progress import Progress
@@ -276,7 +276,7 @@ def _run(
     record = RunRecord(
         folder.path, {**run_facts(run_start, context, request.watchers), **request.queued}, world.is_first
     )
-    notes = (*checked.data.notes, *checked.notes, *start_notes, *context.notes, *shard_notes(world, settings.memory))
+    notes = (*checked.data.notes, *checked.notes, *start_notes, *context.notes)
     recorder = _Recorder(request.observer, record, folder.path, notes)
     if world.is_first:
         with suppress(OSError):  # the saver writes it with the first LoRA at the latest
