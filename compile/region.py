@@ -126,7 +126,7 @@ def _within_limit(compiled: Callable[..., Any], limit: int) -> Callable[..., Any
 
 
 class Region:
-    """One compiled callable that falls back to eager, with a note, if compiling fails. Call it like `body`.
+    """One compiled callable that runs uncompiled, with a note, if compiling fails. Call it like `body`.
 
     It is first compiled as one graph (`fullgraph`): such a compile fails before anything has run, so the call can be
     repeated eagerly. ComfyUI's blocks modify their inputs in place, which rules that out once a part has run. A body

@@ -63,7 +63,7 @@ class Block(nn.Module):
 
     kind: name of the structure that blocks of one graph share.
     shapes: the largest number of input shapes that one batch gives blocks of this structure.
-    shapes_known: False if that is a guess: with more shapes than planned, the blocks run eager.
+    shapes_known: False if that is a guess: with more shapes than planned, the blocks run uncompiled.
     """
 
     kind: str

@@ -385,7 +385,7 @@ def _entries(
     """Make the entries of a subset, with notes on its captions and its options as plain values."""
     variants = make_variants(subset, texts, options.captions, options.trigger_words, interrupted)
     entries = [_entry(example, variants[example.name], options) for example in subset.examples]
-    if mask_folder is not None or options.treatment.alpha_mask:  # what the user chose comes before what lies beside
+    if mask_folder is not None or options.treatment.alpha_mask:  # the user's choice comes first
         entries = [replace(entry, mask=None) for entry in entries]
     masked = mask_folder is not None or any(entry.mask is not None for entry in entries)
     controlled = has_controls or any(isinstance(entry, ImageEntry) and entry.controls for entry in entries)

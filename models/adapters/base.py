@@ -70,7 +70,7 @@ class Adapter(nn.Module):
     unlike_matrices: names the master weights that are no matrices, for an optimizer that takes matrices only.
     no_norm: says for an adapter without `norm` why `scale_weight_norms` is not for it, and how to go on.
     inits: names of the initialisations that it can have, the usual one first.
-    init: the one of them for which this class takes the place of its algorithm's; empty for the algorithm's own class.
+    init: the one of them for which this class replaces its algorithm's; empty for the algorithm's own class.
     starts_from_weights: true if it begins from the model's weights, so that it can't begin from a LoRA as well.
     has_pair: true if it trains two matrices `down` and `up`, whose learning rates can differ (LoRA+).
     fits_any: true if it can begin from an update of any form, as the nearest of its rank.

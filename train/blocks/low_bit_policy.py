@@ -206,7 +206,7 @@ class LowBitPolicy:
         yield f"low_bit_matmul is {self.option}: {counts_text}, where they see {LEAST_ROWS} tokens or more.{rest}"
 
     def facts(self) -> dict[str, Any]:
-        """Return entries for the summary: for each layer of each kind of block its matmul precision, the errors that
+        """Return entries for the summary: for each layer of each block type its matmul precision, the errors that
         this run has measured, and the count; empty if the option is OFF."""
         if self.option == OFF:
             return {}

@@ -202,7 +202,7 @@ def _hooked(shadow: Shadow, blocks: Mapping[str, BlockOfModel], record: ForwardR
     for name, native_block in calls.blocks.items():
         lists.setdefault(native_block.structure(), set()).add(list_of(blocks[name]))
     for native_block in calls.blocks.values():
-        # Lists of one kind of block, such as refiners and layers, may see different lengths; each method is a graph.
+        # Lists of one block type, such as refiners and layers, may see different lengths; each method is a graph.
         entries = entries_of(type(native_block.core), shadow.diffusion_model)
         native_block.expect_shapes(len(lists[native_block.structure()]) * len(entries))
     return calls

@@ -316,7 +316,7 @@ _watching: list[set[str]] = []
 
 @contextmanager
 def blocks_to_leave_eager() -> Iterator[set[str]]:
-    """Collect the names of blocks, run eager in this context, whose in-place code a compiled run would not follow."""
+    """Collect the names of blocks, uncompiled in this context, whose in-place code a compiled run would not follow."""
     names: set[str] = set()
     _watching.append(names)
     try:
