@@ -157,8 +157,8 @@ class _Writer:
 
     def text(self, index: int, count: int) -> str:
         """Say how far it is."""
-        written = len(self.report.written)
-        left = (time.monotonic() - self._start) / written * (count - index) if written else 0.0
+        done_so_far = len(self.report.written)
+        left = (time.monotonic() - self._start) / done_so_far * (count - index) if done_so_far else 0.0
         time_left = f", about {max(1, round(left / 60))} min left" if left > 60 else ""
         return f"Writing captions: {index} of {count}{time_left}"
 
@@ -238,5 +238,5 @@ def _write_text(file: Path, text: str) -> None:
 def _read_picture(path: Path, name: str, digest: str, captioner: Captioner) -> Tensor:
     """Decode a picture as large as a model sees it: (1, H, W, 3) in 0 to 1. Raises ValueError if it isn't readable."""
     height, width = inspect_image(path, name).size
-    seen = captioner.size(height, width)
-    return load_image(path, (0, 0, width, height), *seen, digest=digest, name=name)
+    model_size = captioner.size(height, width)
+    return load_image(path, (0, 0, width, height), *model_size, digest=digest, name=name)

@@ -117,11 +117,11 @@ class Leftovers:
         self._writes = written_by_sampling(model)
         self._copies: dict[int, Any] = {}  # modules that share a container share the fresh one too
 
-    def of_model(self) -> dict[str, Any]:
+    def in_model(self) -> dict[str, Any]:
         """Collect the attributes of the BaseModel itself."""
         return self._stale(vars(self._model), self._fresh.get(""))
 
-    def of_module(self, name: str, module: nn.Module) -> dict[str, Any]:
+    def in_module(self, name: str, module: nn.Module) -> dict[str, Any]:
         """Collect those of a module of the diffusion model.
 
         Loaders set settings on ComfyUI's layers, such as a quantised format: those stay.
@@ -196,8 +196,8 @@ def as_loaded(model: Any) -> Any:
     leftovers = Leftovers(model)
     outer, inner = copy.copy(model), copy.copy(model.diffusion_model)
     outer._modules = {**model._modules, "diffusion_model": inner}
-    reset(vars(outer), leftovers.of_model(), shallow=True)
-    reset(vars(inner), leftovers.of_module("", inner), shallow=True)
+    reset(vars(outer), leftovers.in_model(), shallow=True)
+    reset(vars(inner), leftovers.in_module("", inner), shallow=True)
     return outer
 
 

@@ -164,7 +164,7 @@ class Shadow:
             leftovers = Leftovers(model)
             stale: dict[str, dict[str, Any]] = {}
             for name, module in model.diffusion_model.named_modules():
-                stale[name] = leftovers.of_module(name, module)
+                stale[name] = leftovers.in_module(name, module)
                 memo |= _stand_ins(module, stale[name])
                 for tensor in (*module._parameters.values(), *module._buffers.values()):
                     if tensor is not None:
@@ -183,7 +183,7 @@ class Shadow:
         self.base = copy.copy(model)
         self.base._modules = {**model._modules, "diffusion_model": diffusion_model}
         self.base._modules["model_sampling"] = raw_output(patcher.get_model_object("model_sampling"))
-        reset(vars(self.base), leftovers.of_model(), shallow=True)
+        reset(vars(self.base), leftovers.in_model(), shallow=True)
         mutable = {n: v for n, v in vars(self.base).items() if type(v) in _MUTABLE and n not in OF_TORCH}
         vars(self.base).update({n: copy.copy(v) for n, v in mutable.items()})  # a forward may fill them
         self.base.current_patcher = None
