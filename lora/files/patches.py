@@ -142,12 +142,14 @@ class Patch:
         if self.place is not None:
             axis, _, length = self.place
             shape = (*shape[:axis], length, *shape[axis + 1 :])
-        sides, text = self.shape(), _text(shape)
+        text = _text(shape)
+        sides = self.shape()
         if sides is not None and not _sides_fit(sides, shape):
             rows, columns = (str(side or "any") for side in sides)
             raise DoesNotFit(f"{layer}: {rows} x {columns} there, {text} here")
         tensors = self.tensors()
-        if RESHAPE in tensors and (new_shape := tensors[RESHAPE].tolist()) != list(shape):
+        new_shape = tensors[RESHAPE].tolist() if RESHAPE in tensors else list(shape)
+        if new_shape != list(shape):
             raise DoesNotFit(f"{layer}: it makes a layer of {_text(new_shape)} of one of {text}, as control LoRAs do")
         if isinstance(self.content, BOFTAdapter) and ALPHA not in tensors:
             raise DoesNotFit(f"{layer}: a boft without alpha, which ComfyUI does not apply")
