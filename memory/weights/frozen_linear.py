@@ -117,7 +117,9 @@ class FrozenLinear(NamedTuple):
         with torch.no_grad():
             meter.add(False, low_bit_linear(x, self.weight, self._scale, None, self.layout, low_bit), y)
 
-        def measure_back(dy: Tensor) -> None:
+        def measure_back(dy: Tensor | None) -> None:
+            if dy is None:  # nothing downstream contributes to the loss
+                return
             low = low_bit_input_grad(dy, self.weight, self._scale, low_bit.backward, low_bit.hadamard_size)
             meter.add(True, low, plain.apply_transposed(dy.reshape(-1, dy.shape[-1])).view(x.shape))
 
