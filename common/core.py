@@ -284,7 +284,7 @@ def can_generate_text(clip: Any) -> bool:
 @contextmanager
 def quiet_progress(interrupted: Callable[[], None]) -> Iterator[None]:
     """Have ComfyUI's own loops call `interrupted` at each step, in place of showing a bar of their own."""
-    shown = comfy.utils.PROGRESS_BAR_HOOK
+    previous_hook = comfy.utils.PROGRESS_BAR_HOOK
 
     def step(*values: Any, **options: Any) -> None:
         interrupted()
@@ -293,7 +293,7 @@ def quiet_progress(interrupted: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        comfy.utils.set_progress_bar_global_hook(shown)
+        comfy.utils.set_progress_bar_global_hook(previous_hook)
 
 
 # Features

@@ -72,12 +72,20 @@ def _fingerprint_weights(patcher: Any) -> str:
 
 
 def _named_weights(model: nn.Module):
+    yield from _named_parameters(model)
+    yield from _named_buffers(model)
+
+
+def _named_parameters(model: nn.Module):
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False):
             # Under dynamic VRAM a weight keeps its file's dtype until used; the dtype at use is the one that counts.
             dtype = intended_dtype(module, name)
             plain = type(parameter.data) is Tensor and dtype not in (None, parameter.dtype)
             yield f"{prefix}.{name}" if prefix else name, parameter.data.to(dtype) if plain else parameter
+
+
+def _named_buffers(model: nn.Module):
     for prefix, module in model.named_modules():
         # The sampling schedule is a setting that nodes swap on the loaded model, not a weight.
         if prefix == "model_sampling" or prefix.startswith("model_sampling."):

@@ -41,17 +41,8 @@ class CodePlacement:
     @contextmanager
     def in_place(self, layout: ModelBlocks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         """Have the model run compiled within the context. args, kwargs: those of the call of `apply_model`."""
-        # Another wrapper may pass them by keyword.
-        control = args[4] if len(args) > 4 else kwargs.get("control")
-        transformer_options = args[5] if len(args) > 5 else kwargs.get("transformer_options", {})
-        scope = self.settings.scope
-        if scope == "stack" and (reason := _no_stack(control, transformer_options, kwargs)):
-            self.notes.add(f"scope stack: this run compiles block by block, because {reason}.")
-            scope = "blocks"
         streams = any(swapped_forward(block.module) for block in layout.blocks)
-        if scope != "blocks" and streams:
-            self.notes.add(f"scope {scope}: blocks are compiled one by one, because some stream from RAM (block swap).")
-            scope = "blocks"
+        scope = self._scope(streams, args, kwargs)
         with ExitStack() as placed:
             if scope != "model" or not self._place_model(placed, layout.model):
                 stacked = self._place_stacks(placed, layout) if scope == "stack" else set()
@@ -59,6 +50,21 @@ class CodePlacement:
                     if block.name not in stacked:
                         self._place_block(placed, block, streams)
             yield
+
+    def _scope(self, streams: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Return the scope that a call allows, with a note if it isn't that of the settings."""
+        scope = self.settings.scope
+        if scope == "stack":
+            # Another wrapper may pass them by keyword.
+            control = args[4] if len(args) > 4 else kwargs.get("control")
+            transformer_options = args[5] if len(args) > 5 else kwargs.get("transformer_options", {})
+            if reason := _no_stack(control, transformer_options, kwargs):
+                self.notes.add(f"scope stack: this run compiles block by block, because {reason}.")
+                return "blocks"
+        if scope != "blocks" and streams:
+            self.notes.add(f"scope {scope}: blocks are compiled one by one, because some stream from RAM (block swap).")
+            return "blocks"
+        return scope
 
     def feasible(self, options: CompileOptions, streams: bool = False) -> CompileOptions:
         """Drop CUDA graphs, with a note, if the allocator or block swap does not allow them.

@@ -52,6 +52,20 @@ class RegionReport:
         self.compiled_calls = 0
         self.eager_calls = 0
 
+    def count_compiled_call(self) -> None:
+        self.compiled_calls += 1
+
+    def count_eager_call(self) -> None:
+        self.eager_calls += 1
+
+    def drop_failed_call(self) -> None:
+        """Count a compiled call no longer, since it failed and is made eagerly."""
+        self.compiled_calls -= 1
+
+    def change_options(self, options: CompileOptions) -> None:
+        """Record that the region is compiled with these options from now on."""
+        self.options = options
+
     def watch(self, device: torch.device | None = None) -> AbstractContextManager[recording]:
         """Record one call of the compiled callable. device: for measuring the memory that compiling takes."""
         record = recording(self.name, self.events)
@@ -121,7 +135,7 @@ def _sum(events: Sequence[CompileEvent], name: str) -> int:
     return sum(getattr(event, name) or 0 for event in events)
 
 
-@dataclass
+@dataclass(frozen=True)
 class CompileReport:
     """Report of all regions of one compiled model, or of one training run, with notes for the user."""
 

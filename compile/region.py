@@ -126,7 +126,7 @@ def _within_limit(compiled: Callable[..., Any], limit: int) -> Callable[..., Any
 
 
 class Region:
-    """One compiled callable that falls back to eager, with a note, if compiling fails. Call it like `body`.
+    """One compiled callable that runs uncompiled, with a note, if compiling fails. Call it like `body`.
 
     It is first compiled as one graph (`fullgraph`): such a compile fails before anything has run, so the call can be
     repeated eagerly. ComfyUI's blocks modify their inputs in place, which rules that out once a part has run. A body
@@ -188,7 +188,7 @@ class Region:
         compiled and eager, to time both.
         """
         if self._run is None or (self._left_eager and signature(args) in self._left_eager):
-            self.report.eager_calls += 1
+            self.report.count_eager_call()
             return self.body(*args)
         measuring = self._to_measure and may_measure
         timing_args = copy_containers(args) if measuring else args
@@ -201,7 +201,7 @@ class Region:
             if self._drops_cuda_graphs(error):
                 return self._repeat_eager(error, args)
             return self._handle_failure(error, record.event, args)
-        self.report.compiled_calls += 1
+        self.report.count_compiled_call()
         if record.event is not None:
             self._to_measure = self._to_measure or record.event.graphs > 0
             self._check_limit(record.event)
@@ -226,7 +226,8 @@ class Region:
         """Compile it again without CUDA graphs if making one has failed. Returns False for other errors."""
         if not self.options.cuda_graphs() or not from_cuda_graphs(error):
             return False
-        self.options = self.report.options = self.options.without_cuda_graphs()
+        self.options = self.options.without_cuda_graphs()
+        self.report.change_options(self.options)
         self.note(
             f"{self.report.label} is compiled without CUDA graphs from here on (backend {self.options.backend}, mode "
             f"{self.options.mode}), since making one failed: {first_line(error)}"
@@ -245,7 +246,7 @@ class Region:
                 f"A CUDA graph failed in the middle of {self.report.label}: {first_line(error)} Queue again: it is "
                 "compiled without CUDA graphs from here on."
             ) from error
-        self.report.eager_calls += 1
+        self.report.count_eager_call()
         return self.body(*args)
 
     def _check_limit(self, event: CompileEvent) -> None:
@@ -273,7 +274,7 @@ class Region:
             raise error
         # Errors of the body itself, interrupts included, propagate from here and say nothing about compiling.
         out = self.body(*args)
-        self.report.eager_calls += 1
+        self.report.count_eager_call()
         if full:
             self._left_eager.add(signature(args))
             if not self.full:

@@ -151,7 +151,7 @@ class CompileSettings:
 def backends() -> list[str]:
     """List the backends of this torch, the usual ones first."""
     listed = [name for name in torch._dynamo.list_backends(exclude_tags=()) if not _NOT_FOR_USERS.search(name)]
-    return [*_KNOWN_FIRST, *(name for name in listed if name not in _KNOWN_FIRST)]
+    return list(_KNOWN_FIRST) + [name for name in listed if name not in _KNOWN_FIRST]
 
 
 def check_backend(name: str) -> None:

@@ -1,7 +1,7 @@
 """Stack: a list of blocks compiled as one region, with the wiring recorded in an eager pass."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def run_stack(blocks: tuple[nn.Module, ...], wiring: BlockWiring, args: tuple[An
     return out
 
 
-@dataclass
+@dataclass(frozen=True)
 class BlockCall:
     """Arguments and result of one block's call."""
 
@@ -78,7 +78,7 @@ class WiringTracer:
 
     def after_block(self, out: Any) -> None:
         assert self._call is not None
-        self._call.out = out
+        self._call = replace(self._call, out=out)
         if self._blocks_traced == len(self.blocks):
             self._last = _copies(out)
 
@@ -102,21 +102,38 @@ def _copies(value: Any) -> Any:
 
 
 def _links(earlier: BlockCall, later: BlockCall) -> tuple[tuple[int, int | str], ...] | None:
-    if len(earlier.args) != len(later.args) or set(earlier.kwargs) != set(later.kwargs):
+    """Return which results of a call are which arguments of the next; None if other arguments differ."""
+    before, after = _arguments(earlier), _arguments(later)
+    if before.keys() != after.keys():
         return None
-    outputs = list(enumerate(earlier.out)) if isinstance(earlier.out, tuple | list) else [(-1, earlier.out)]
+    outputs = _tensors_of(earlier.out)
     links: list[tuple[int, int | str]] = []
-    pairs: list[tuple[int | str, Any, Any]] = [(i, earlier.args[i], value) for i, value in enumerate(later.args)]
-    pairs += [(name, earlier.kwargs[name], value) for name, value in later.kwargs.items()]
-    for target, previous, value in pairs:
-        place = next((place for place, out in outputs if value is out and isinstance(out, Tensor)), None)
+    for target, value in after.items():
+        place = next((place for place, out in outputs if value is out), None)
         if place is not None:
             links.append((place, target))
-        elif isinstance(value, dict) and isinstance(previous, dict):
-            continue  # the options, which carry no code here
-        elif value is not previous and not _is_unchanged(value, previous):
+        elif not _is_passed_on(value, before[target]):
             return None
     return tuple(links) if links else None
+
+
+def _arguments(call: BlockCall) -> dict[int | str, Any]:
+    """Return a call's arguments by position or name."""
+    pairs: list[tuple[int | str, Any]] = [*enumerate(call.args), *call.kwargs.items()]
+    return dict(pairs)
+
+
+def _tensors_of(out: Any) -> list[tuple[int, Tensor]]:
+    """Return the tensors of a result with their places in it, -1 for the result itself."""
+    places = enumerate(out) if isinstance(out, tuple | list) else [(-1, out)]
+    return [(place, value) for place, value in places if isinstance(value, Tensor)]
+
+
+def _is_passed_on(value: Any, previous: Any) -> bool:
+    """Return whether an argument is that of the previous call."""
+    if isinstance(value, dict) and isinstance(previous, dict):
+        return True  # the options, which carry no code here
+    return value is previous or _is_unchanged(value, previous)
 
 
 def _is_unchanged(a: Any, b: Any) -> bool:

@@ -177,7 +177,7 @@ class TrainingData:
     preparation: Preparation = field(default=Preparation(), compare=False)
 
     def graph_keys(self, empty: bool = False) -> list[GraphKey]:
-        """List the distinct graph keys; each kind of block is compiled once for each.
+        """List the distinct graph keys; each block type is compiled once for each.
 
         empty: include those of the empty prompt.
         """

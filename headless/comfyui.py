@@ -53,7 +53,7 @@ def start_comfyui(folder: Path, options: Sequence[str]) -> Any:
 
     Its modules are imported by name, as in main.py. Raises SystemExit for an option unknown to it.
     """
-    sys.argv = [str(folder / "main.py"), *options]
+    sys.argv[:] = [str(folder / "main.py"), *options]
     sys.path[0] = str(folder)  # replaces this pack's own folder, which ComfyUI's loader imports as a package
     importlib.import_module("comfy.options").enable_args_parsing()
     set_environment(importlib.import_module("comfy.cli_args").args)

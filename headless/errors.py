@@ -9,9 +9,14 @@ TERMINATED = 143
 
 
 class UsageError(Exception):
-    """Mistake in the arguments or the workflow, as a sentence for the user."""
+    """Mistake in the arguments or the workflow, as a sentence for the user.
 
-    is_local = False  # True if other devices may not have this error
+    is_local: True if other devices may not have this error.
+    """
+
+    def __init__(self, text: str, is_local: bool = False):
+        super().__init__(text)
+        self.is_local = is_local
 
 
 class NoDevice(Exception):

@@ -59,8 +59,7 @@ class Run:
             return int(server.loop.run_until_complete(self.execute_on(server)))
         except UsageError as mistake:
             self.reporter.event("error", node=None, message=str(mistake))
-            mistake.is_local = self.rank.tell_others(str(mistake), SAME)
-            raise
+            raise UsageError(str(mistake), self.rank.tell_others(str(mistake), SAME)) from mistake
         finally:
             main.asset_seeder.shutdown()
             main.cleanup_temp()

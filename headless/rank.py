@@ -67,23 +67,20 @@ class Rank(NamedTuple):
 
     def without_device(self) -> UsageError:
         """Make the error for a process that finds no GPU."""
-        mistake = UsageError(
+        return UsageError(
             "torch finds no GPU here; put -- --cpu at the end to run on the CPU."
             if self.size == 1
             else f"This machine has no GPU for its process {self.local + 1}; start as many processes as it has GPUs, "
-            "or put -- --cpu at the end."
+            "or put -- --cpu at the end.",
+            is_local=True,
         )
-        mistake.is_local = True
-        return mistake
 
     def meet_others(self) -> None:
         """Wait for the other devices before any of them does work that takes long or may fail."""
         try:
             self.world()
         except TimeoutError as error:
-            mistake = UsageError("Another device has not started for half an hour.")
-            mistake.is_local = True
-            raise mistake from error
+            raise UsageError("Another device has not started for half an hour.", is_local=True) from error
 
     def world(self) -> Any:
         """Return the world of this device, once the pack is loaded; None if it trains alone."""
@@ -93,13 +90,19 @@ class Rank(NamedTuple):
     def check_shares(self, prompt: Prompt) -> None:
         """Raise UsageError if several devices can't share a step evenly, before upstream nodes encode and load."""
         share = _pack_module("train.distributed.share")
-        for node in prompt.values() if share is not None and self.size > 1 else ():
-            sizes = [node.get("inputs", {}).get(name) for name in ("batch_size", "gradient_accumulation")]
-            if node["class_type"] == TRAIN and all(isinstance(size, int) for size in sizes):
-                try:
-                    share.shard_step(self.rank, self.size, *sizes)
-                except ValueError as error:
-                    raise UsageError(str(error)) from error
+        if share is None or self.size == 1:
+            return
+        for node in prompt.values():
+            if node["class_type"] != TRAIN:
+                continue
+            inputs = node.get("inputs", {})
+            batch_size, accumulation = inputs.get("batch_size"), inputs.get("gradient_accumulation")
+            if not isinstance(batch_size, int) or not isinstance(accumulation, int):
+                continue  # connected
+            try:
+                share.shard_step(self.rank, self.size, batch_size, accumulation)
+            except ValueError as error:
+                raise UsageError(str(error)) from error
 
     def tell_others(self, text: str, seconds: float = 0.0) -> bool:
         """Send the other devices the reason why this one ends. Returns False if one has already done so.

@@ -88,7 +88,8 @@ class FlatGroup:
         fresh = [i for i, w in enumerate(self.weights) if w.grad is not None and w.grad is not self.gradients[i]]
         self._begin(fresh, [self.weights[i].grad for i in fresh])
         cast = [i for i, c in enumerate(self.casts) if c.grad is not None]
-        first, later = ([i for i in cast if (self.weights[i].grad is None) == new] for new in (True, False))
+        first = [i for i in cast if self.weights[i].grad is None]
+        later = [i for i in cast if self.weights[i].grad is not None]
         self._begin(first, [self.casts[i].grad for i in first])
         if later:
             # Summed in fp32: one upcasting copy and one add kernel, since mixed dtypes would be added tensor by tensor.

@@ -68,13 +68,14 @@ class LoraNetwork:
         casts = self.flat.casts()
         for adapter in self.adapters.values():
             named_weights = adapter.named_parameters()
-            adapter.casts = {name: casts[id(weight)] for name, weight in named_weights if id(weight) in casts}
+            adapter.casts.clear()
+            adapter.casts.update({name: casts[id(weight)] for name, weight in named_weights if id(weight) in casts})
         return self.flat
 
     def attach(self, linears: Mapping[str, LoraLayer]) -> None:
         """Attach the adapters to these Linears."""
         for name, adapter in self.adapters.items():
-            linears[name].adapter = adapter
+            linears[name].attach(adapter)
 
     @property
     def pairs(self) -> dict[str, tuple[nn.Parameter, ...]]:

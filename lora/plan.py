@@ -29,10 +29,10 @@ def choose_targets(family: Family, model: Any, options: NetworkOptions) -> list[
     trainable = [name for name in shapes if not any(fnmatchcase(name, pattern) for pattern in family.never_trained)]
     targets = match_targets(trainable, options.include or family.default_targets, options.exclude, list(convs))
     if options.kind not in CONVOLUTIONS and (unsupported := [name for name in targets if name in convs]):
-        others = [repr(name) for name, kind in ADAPTERS.items() if kind in CONVOLUTIONS]
+        algorithms = [repr(name) for name, kind in ADAPTERS.items() if kind in CONVOLUTIONS]
         raise ValueError(
             f"algorithm is {options.algorithm}, which has no form for convolutions such as {unsupported[0]}; set it to "
-            f"{' or '.join(others)}, or leave the {len(unsupported)} convolutions out in targets."
+            f"{' or '.join(algorithms)}, or leave the {len(unsupported)} convolutions out in targets."
         )
     options.kind.check_layers(_layers(adapter_specs(options, targets), shapes))
     return targets
@@ -90,7 +90,7 @@ def network_notes(options: NetworkOptions, family: Family, model: Any, targets: 
 
 
 def _block_kinds(family: Family, model: Any, layer_values: Mapping[str, Any]) -> int:
-    """Count the kinds of blocks, which differ in the values of their layers."""
+    """Count the block types, which differ in the values of their layers."""
     kinds = set()
     for name, length in family.forward.block_lists(model).items():
         for index in range(length):

@@ -21,6 +21,12 @@ class _OfThread(threading.local):
 
     calls = 0
 
+    def begin_call(self) -> None:
+        self.calls += 1
+
+    def end_call(self) -> None:
+        self.calls -= 1
+
 
 _held_off = _OfThread()
 
@@ -62,13 +68,13 @@ def without_comfy_compiler(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ite
     options = args[5] if len(args) > 5 else kwargs.get("transformer_options", {})
     previous = options.get(COMFY_COMPILER)
     options[COMFY_COMPILER] = True
-    _held_off.calls += 1
+    _held_off.begin_call()
     _end_recording()
     try:
         yield
     finally:
         _end_recording()
-        _held_off.calls -= 1
+        _held_off.end_call()
         if previous is None:
             options.pop(COMFY_COMPILER, None)
         else:

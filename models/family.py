@@ -1,8 +1,8 @@
 """The interface between a model family and the trainer."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Protocol
 
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
     kind: name of the structure that blocks of one graph share.
     shapes: the largest number of input shapes that one batch gives blocks of this structure.
-    shapes_known: False if that is a guess: with more shapes than planned, the blocks run eager.
+    shapes_known: False if that is a guess: with more shapes than planned, the blocks run uncompiled.
     """
 
     kind: str
@@ -106,6 +106,24 @@ class Transformer(Protocol):
         ...
 
     def forward(self, run: RunBlock, inputs: ModelInputs) -> Tensor: ...
+
+
+class OwnTransformer:
+    """The base of transformers with a forward of ours.
+
+    dtype: of the modules outside the blocks.
+    """
+
+    dtype: torch.dtype
+
+    @contextmanager
+    def computing_in(self, dtype: torch.dtype) -> Iterator[None]:
+        """Run the modules outside the blocks in another dtype inside the context."""
+        previous, self.dtype = self.dtype, dtype
+        try:
+            yield
+        finally:
+            self.dtype = previous
 
 
 @dataclass(frozen=True)

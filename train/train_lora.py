@@ -20,7 +20,7 @@ from ..lora.files.lora_model import LoraModel
 from .certificate.watcher import checking_watchers
 from .checkpoint.metadata import utc_now
 from .config.settings import TrainSettings
-from .distributed.node import check_shard, shard_notes
+from .distributed.node import check_shard
 from .distributed.ranks import check_alike, rank_facts
 from .distributed.world import SINGLE_PROCESS, World
 from .loop.progress import Progress
@@ -159,6 +159,10 @@ class _Recorder:
         self._step = progress.step
         self._record.begin(progress.step, progress.loss, progress.validation)
 
+    def cancel(self, message: str) -> None:
+        """Set the message of a run that is cancelled."""
+        self.cancelled = message
+
     def end(self, status: str, text: str = "") -> None:
         """Record and report the end of the run. `status` is as in the summary."""
         self._record.end(status, self._step, text)
@@ -272,7 +276,7 @@ def _run(
     record = RunRecord(
         folder.path, {**run_facts(run_start, context, request.watchers), **request.queued}, world.is_first
     )
-    notes = (*checked.data.notes, *checked.notes, *start_notes, *context.notes, *shard_notes(world, settings.memory))
+    notes = (*checked.data.notes, *checked.notes, *start_notes, *context.notes)
     recorder = _Recorder(request.observer, record, folder.path, notes)
     if world.is_first:
         with suppress(OSError):  # the saver writes it with the first LoRA at the latest
@@ -309,7 +313,8 @@ def _run(
                 elif ending == PAUSE:
                     ended = f"Paused at step {trainer.progress.step} and saved."
         except InterruptProcessingException:
-            outcome, recorder.cancelled = "cancelled", stop_message(trainer, settings)
+            outcome = "cancelled"
+            recorder.cancel(stop_message(trainer, settings))
             raise
         finally:
             summary: dict[str, Any] = {

@@ -34,7 +34,7 @@ def count_step(shapes: Sequence[tuple[str, tuple[int, int]]], rank: int, dtype: 
     with FakeTensorMode(), torch.device("cuda"), unmoved:
         weight = torch.empty(0, device="cuda")
         linears = {
-            name: SimpleNamespace(shape=shape, weight=weight, kernel=None, read_on_device=None)
+            name: SimpleNamespace(shape=shape, weight=weight, kernel=None, read_on_device=None, attach=lambda _: None)
             for name, shape in shapes
         }
         lora = network.LoraNetwork(options.NetworkOptions(rank=rank), list(linears), linears, 0)

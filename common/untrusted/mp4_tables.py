@@ -32,6 +32,15 @@ class _Track:
     def indexed(self) -> int:
         return 0 if self.sound and self.even else self.samples
 
+    def read_sizes(self, data: bytes) -> None:
+        self.samples = max(self.samples, _number(data, 8))
+
+    def read_handler(self, data: bytes) -> None:
+        self.sound = self.sound or data[8:12] == b"soun"
+
+    def read_durations(self, data: bytes) -> None:
+        self.even = _number(data, 4) == 1 and _number(data, 12) == 1
+
 
 def claimed_samples(path: Path) -> int:
     """Count the samples that FFmpeg would index; 0 for a file of another format.
@@ -53,19 +62,12 @@ def claimed_samples(path: Path) -> int:
     return sum(track.indexed for track in tracks) + fragments
 
 
-def _sizes(track: _Track, data: bytes) -> None:
-    track.samples = max(track.samples, _number(data, 8))
-
-
-def _handler(track: _Track, data: bytes) -> None:
-    track.sound = track.sound or data[8:12] == b"soun"
-
-
-def _durations(track: _Track, data: bytes) -> None:
-    track.even = _number(data, 4) == 1 and _number(data, 12) == 1
-
-
-_READERS = {b"stsz": _sizes, b"stz2": _sizes, b"hdlr": _handler, b"stts": _durations}
+_READERS = {
+    b"stsz": _Track.read_sizes,
+    b"stz2": _Track.read_sizes,
+    b"hdlr": _Track.read_handler,
+    b"stts": _Track.read_durations,
+}
 
 
 def _head(file: BinaryIO, start: int) -> bytes:
@@ -85,7 +87,8 @@ def _boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int]]:
             return
         file.seek(place)
         head = file.read(16)
-        length, kind, start = _number(head, 0), head[4:8], place + 8
+        length, kind = _number(head, 0), head[4:8]
+        start = place + 8
         if length == 1:
             length, start = int.from_bytes(head[8:16], "big"), place + 16
         end = open_ends[-1] if length == 0 else place + length

@@ -65,7 +65,7 @@ def file_state(path: Path) -> tuple[int, int, int, int]:
     replaced, by `rsync -t` too, which sets the modification time. On Windows, whose change time is that of creation, a
     file that was moved over another differs by its inode.
 
-    An equal file may have another state: network and FAT file systems number their files anew. So a state only says
+    An equal file may have another state: network and FAT file systems renumber their files. So a state only says
     what to read again; the hash of the bytes decides whether anything changed. Raises OSError.
     """
     status = path.stat()

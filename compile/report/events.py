@@ -100,6 +100,10 @@ class recording:
         _open.stack.append(self)
         return self
 
+    def take(self, batch: "_Batch") -> None:
+        """Record torch's entries as those of this recording."""
+        self.batch = batch
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         _open.stack.pop()
         metrics = getattr(dynamo, "_compilation_metrics", None)
@@ -122,6 +126,12 @@ class _Batch:
         self.bypassed = 0
         self.abandoned = 0
 
+    def add(self, metrics: Sequence[Any], breaks: Sequence[Any], bypassed: int, abandoned: int) -> None:
+        self.metrics += metrics
+        self.breaks += breaks
+        self.bypassed += max(0, bypassed)
+        self.abandoned += max(0, abandoned)
+
 
 class _Ledger:
     """Record of the owner of torch's next entries. Dynamo compiles one frame at a time, under its own lock."""
@@ -138,15 +148,15 @@ class _Ledger:
         with self.lock:
             target = self.owner or default
             batch = (target.batch if target else None) or _Batch()
-            batch.metrics += _entries_after(getattr(dynamo, "_compilation_metrics", ()), self.newest)
-            batch.breaks += _entries_after(getattr(dynamo, "graph_break_reasons", ()), self.newest_break)
+            metrics = _entries_after(getattr(dynamo, "_compilation_metrics", ()), self.newest)
+            breaks = _entries_after(getattr(dynamo, "graph_break_reasons", ()), self.newest_break)
             self.newest = _newest()
             self.newest_break = next(reversed(getattr(dynamo, "graph_break_reasons", ())), None)
             previous, self.counted = self.counted, _counted()
-            batch.bypassed += max(0, self.counted[0] - previous[0])
-            batch.abandoned += max(0, self.counted[1] - previous[1])
+            bypassed, abandoned = (count - earlier for count, earlier in zip(self.counted, previous, strict=True))
+            batch.add(metrics, breaks, bypassed, abandoned)
             if target is not None and (batch.metrics or batch.breaks):
-                target.batch = batch
+                target.take(batch)
 
     def begin(self, owner: recording | None) -> None:
         with self.lock:
@@ -240,34 +250,66 @@ def _recompile(frame: FrameType | None) -> Recompile | None:
     return Recompile(plain_function(compiling.f_code.co_name), len(entries), nearest)
 
 
+class _Compilations:
+    """Torch's entries on compilations, by their outcome.
+
+    frames: those of a function; a backward has none: it is compiled from a graph that its forward left.
+    compiled: frames with a graph.
+    over_limit: refused at the limit, where dynamo stops before it has a frame.
+    broken: frames with a graph break.
+    errors: the other failures.
+    """
+
+    def __init__(self, metrics: Sequence[Any]) -> None:
+        self.frames = [m for m in metrics if getattr(m, "co_name", None)]
+        self.compiled = [m for m in self.frames if _has_graph(m)]
+        failed = [m for m in metrics if getattr(m, "fail_type", None)]
+        self.over_limit = [m for m in failed if _is_over_limit(m)]
+        self.broken = [m for m in failed if m in self.frames and m.fail_type in ("Unsupported", "UserError")]
+        rest = [m for m in failed if m not in self.over_limit and m not in self.broken]
+        # SkipFrame: a function without a torch op, so nothing is lost.
+        self.errors = [m for m in rest if m.fail_type != "SkipFrame"]
+
+
+def _has_graph(metrics: Any) -> bool:
+    return bool(getattr(metrics, "has_guarded_code", None) and getattr(metrics, "graph_op_count", 0))
+
+
+def _is_over_limit(metrics: Any) -> bool:
+    return metrics.fail_type in _OVER_LIMIT or _OVER_LIMIT[0] in str(metrics.fail_reason)
+
+
+def _tracing_seconds(metrics: Sequence[Any], frames: Sequence[Any]) -> float | None:
+    """Return the seconds of dynamo itself: all without those of backwards and of the backend."""
+    total = _total(metrics, "duration_us")
+    backend = _total(metrics, "aot_autograd_cumulative_compile_time_us")
+    if total is None or backend is None:
+        return None
+    backwards = sum(m.duration_us or 0 for m in metrics if m not in frames)
+    return max(0, total - backwards - backend) / 1e6
+
+
 def _event(region: str, batch: _Batch, recompiles: list[Recompile]) -> CompileEvent:
     metrics = batch.metrics
-    # A backward has no frame and no tracing: it is compiled from a graph that its forward left.
-    frames = [m for m in metrics if getattr(m, "co_name", None)]
-    compiled = [m for m in frames if getattr(m, "has_guarded_code", None) and getattr(m, "graph_op_count", 0)]
-    failed = [m for m in metrics if getattr(m, "fail_type", None)]
-    # Over the limit dynamo stops before it has a frame.
-    over_limit = [m for m in failed if m.fail_type in _OVER_LIMIT or _OVER_LIMIT[0] in str(m.fail_reason)]
-    broken = [m for m in failed if m in frames and m.fail_type in ("Unsupported", "UserError")]
-    # SkipFrame: a function without a torch op, so nothing is lost.
-    errors = [m for m in failed if m not in (*over_limit, *broken) and m.fail_type != "SkipFrame"]
-    seconds, backend = (_total(metrics, name) for name in ("duration_us", "aot_autograd_cumulative_compile_time_us"))
-    late = sum(m.duration_us or 0 for m in metrics if m not in frames) if seconds is not None else 0
+    compilations = _Compilations(metrics)
+    microseconds = _total(metrics, "duration_us")
     aot_misses = _total(metrics, "aotautograd_local_cache_miss_count")
+    breaks = break_places(batch.breaks, compilations.broken)
+    errors = compilations.errors
     return CompileEvent(
         region=region,
-        graphs=len(compiled),
-        seconds=None if seconds is None else seconds / 1e6,
-        tracing_seconds=None if seconds is None or backend is None else max(0, seconds - late - backend) / 1e6,
+        graphs=len(compilations.compiled),
+        seconds=None if microseconds is None else microseconds / 1e6,
+        tracing_seconds=_tracing_seconds(metrics, compilations.frames),
         fx_hits=_total(metrics, "inductor_fx_local_cache_hit_count"),
         fx_misses=_total(metrics, "inductor_fx_local_cache_miss_count"),
         aot_hits=_total(metrics, "aotautograd_local_cache_hit_count"),
         aot_misses=None if aot_misses is None else max(0, aot_misses - batch.abandoned),
         bypassed=batch.bypassed if hasattr(dynamo, "counters") else None,
-        breaks=break_places(batch.breaks, broken) if hasattr(dynamo, "graph_break_reasons") else None,
+        breaks=breaks if hasattr(dynamo, "graph_break_reasons") else None,
         recompiles=tuple(recompiles) if hasattr(dynamo, "register_hook_for_recompile_user_context") else None,
-        dynamic=any(_is_symbolic(str(getattr(m, "graph_node_shapes", ""))) for m in compiled),
-        limit_reached=bool(over_limit),
+        dynamic=any(_is_symbolic(str(getattr(m, "graph_node_shapes", ""))) for m in compilations.compiled),
+        limit_reached=bool(compilations.over_limit),
         error=message(errors[0].fail_reason) if errors else None,
     )
 

@@ -59,12 +59,13 @@ def _walk(manager: Any, values: dict[str, Any]) -> Iterable[str]:
             value = value_of(child.get_source(), names)
         except Exception:  # the value is gone: a guard further up says so
             continue
-        failing = [
-            leaf for leaf in child.get_leaf_guards() if type(leaf).__name__ not in _RELATIONAL and leaf(value) is False
-        ]
-        for leaf in failing:
-            yield from differences(type(leaf).__name__, leaf.verbose_code_parts(), value)
-        if any(type(leaf).__name__ == "TYPE_MATCH" for leaf in failing):
+        failing = set()
+        for leaf in child.get_leaf_guards():
+            guard = type(leaf).__name__
+            if guard not in _RELATIONAL and leaf(value) is False:
+                failing.add(guard)
+                yield from differences(guard, leaf.verbose_code_parts(), value)
+        if "TYPE_MATCH" in failing:
             continue  # the contents of another class are irrelevant
         pending += child.get_child_managers()
         for pair in getattr(child, "get_key_value_managers", dict)().values():

@@ -51,11 +51,11 @@ def compare(compiled: Callable[..., Any], eager: Callable[..., Any], args: tuple
 def seconds_of(function: Callable[..., Any], args: tuple[Any, ...]) -> float:
     """Time one call on copies of the tensors, since ComfyUI's blocks write into their inputs."""
     copies: dict[int, Tensor] = {}  # a repeated tensor is copied once: graphs have guards on which inputs are the same
-    call_args = (args[0], *tree_map_only(Tensor, lambda t: copies.setdefault(id(t), t.clone()), args[1:]))
-    device = next(t.device for t in torch.utils._pytree.tree_leaves(call_args[1:]) if isinstance(t, Tensor))
+    inputs = tree_map_only(Tensor, lambda t: copies.setdefault(id(t), t.clone()), args[1:])
+    device = next(t.device for t in torch.utils._pytree.tree_leaves(inputs) if isinstance(t, Tensor))
     synchronise(device)
     started = time.perf_counter()
-    function(*call_args)
+    function(args[0], *inputs)
     synchronise(device)
     return time.perf_counter() - started
 

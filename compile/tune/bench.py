@@ -30,7 +30,7 @@ def uncompiled(patcher: ModelPatcher) -> ModelPatcher:
 class Bench:
     """Clone of the MODEL that runs each sampling step compiled or eager, as requested, and times it.
 
-    It takes the place of Compile Model's own wrapper, and the steps are those of a sampler, so that the time covers the
+    It replaces Compile Model's own wrapper, and the steps are those of a sampler, so that the time covers the
     whole step.
     """
 

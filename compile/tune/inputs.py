@@ -1,6 +1,6 @@
 """Inputs of a real step of a model at some size, as a sampler passes them, made without text encoder and VAE."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,14 +102,14 @@ def step_inputs(patcher: ModelPatcher, size: StepSize, prompt: Conditioning | No
 def text_width(base: nn.Module) -> int:
     """Return the features per text token that the model's first layer for text takes."""
     model: Any = base.diffusion_model
-    for layer in _layers(model, *_TEXT_LAYERS, *_TEXT_KEYS):
+    for layer in _layers(model, _TEXT_LAYERS + _TEXT_KEYS):
         return int(layer.in_features)
     raise ValueError(
         f"Tune Compile doesn't know what text {type(base).__name__} takes; connect a prompt for it to positive."
     )
 
 
-def _layers(model: nn.Module, *names: str) -> Iterator[Any]:
+def _layers(model: nn.Module, names: Sequence[str]) -> Iterator[Any]:
     """Yield the modules with in_features among those of these names and below them, name by name."""
     for name in names:
         for path, module in model.named_modules():
@@ -147,12 +147,12 @@ def _empty_latent(patcher: ModelPatcher, size: StepSize) -> Tensor:
     for name, pixels in (("width", size.width), ("height", size.height)):
         if pixels < 2 * cell:
             raise ValueError(f"{name} is {pixels}; this model needs {2 * cell} pixels at least.")
-    times: tuple[int, ...] = ()
+    shape = [size.batch, latents.latent_channels, size.height // cell, size.width // cell]
     if latents.latent_dimensions == 3:
-        times = ((size.frames - 1) // latents.temporal_downscale_ratio + 1,)
+        shape.insert(2, (size.frames - 1) // latents.temporal_downscale_ratio + 1)
     elif size.frames > 1:
         raise ValueError(f"frames is {size.frames}, but this model makes pictures; set it to 1.")
-    return torch.zeros(size.batch, latents.latent_channels, *times, size.height // cell, size.width // cell)
+    return torch.zeros(shape)
 
 
 def _describe(size: StepSize, cfg: float, lengths: list[int]) -> str:

@@ -169,7 +169,7 @@ class TuneResult:
 
 
 def label(settings: CompileSettings) -> str:
-    """Format settings such as "stack, default"; a backend other than inductor takes the place of the mode."""
+    """Format settings such as "stack, default"; a backend other than inductor replaces the mode."""
     return f"{settings.scope}, {settings.mode if settings.backend == 'inductor' else settings.backend}"
 
 

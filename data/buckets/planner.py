@@ -117,7 +117,7 @@ def plan_buckets(
     assert weights is None or (len(weights) == len(sizes) and min(weights) > 0)
     assert len(frames) == len(sizes) and min(frames) >= 1
 
-    wanted = wanted_tokens(megapixels, pixels_per_token)
+    tokens = wanted_tokens(megapixels, pixels_per_token)
     keys = np.array([(count, np.log(width / height)) for count, (height, width) in zip(frames, sizes, strict=True)])
     kinds, kind_of = np.unique(keys, axis=0, return_inverse=True)
     kind_of = kind_of.reshape(-1)
@@ -126,9 +126,9 @@ def plan_buckets(
     shares = shares / shares.sum()
 
     counts = sorted(set(frames_of.tolist()))
-    candidates = _candidates(wanted, fit, max_aspect, counts, len(kinds))
+    candidates = _candidates(tokens, fit, max_aspect, counts, len(kinds))
     cover = _least_cover(candidates, counts)
-    table = _table(candidates, frames_of, log_aspects, wanted, unserved=2 / float(shares.min()))
+    table = _table(candidates, frames_of, log_aspects, tokens, unserved=2 / float(shares.min()))
     graph_limit = 1 if fit == RAGGED_EDGE else max_graphs
     columns = _choose(table, shares, _start(table, shares, candidates, frames_of, cover), frames_of, graph_limit)
 
@@ -151,7 +151,7 @@ def plan_buckets(
         placements=placements,
         mean_crop=float(np.average(crops, weights=weights)),
         worst_crop=float(crops.max()),
-        wanted_tokens=wanted,
+        wanted_tokens=tokens,
         upscaled=sum(placement.scale > 1 for placement in placements),
         equal_area_crop=other_crop,
         equal_area_counts=other_counts,

@@ -60,7 +60,7 @@ def choose_sizes(size: tuple[int, int], megapixels: Sequence[float]) -> list[flo
     if there is none below. As bucket plans may be that much smaller than asked for, 7/8 of a size are enough for it.
     """
     area = size[0] * size[1] / MEGAPIXEL
-    return [wanted for wanted in megapixels if wanted * LEAST <= area] or [min(megapixels)]
+    return [number for number in megapixels if number * LEAST <= area] or [min(megapixels)]
 
 
 def plan_sizes(
@@ -81,19 +81,19 @@ def plan_sizes(
     megapixels: the sizes; those of as many tokens count once. With a single size everything is trained at it.
     """
     by_tokens: dict[int, float] = {}
-    for wanted in megapixels:
-        by_tokens.setdefault(wanted_tokens(wanted, pixels_per_token), wanted)
+    for number in megapixels:
+        by_tokens.setdefault(wanted_tokens(number, pixels_per_token), number)
     distinct = list(by_tokens.values())
-    chosen = [choose_sizes(size, distinct) if len(distinct) > 1 else distinct for size in sizes]
+    sizes_by_item = [choose_sizes(size, distinct) if len(distinct) > 1 else distinct for size in sizes]
     planned: set[tuple[int, object, int]] = set()
     plans: list[SizePlan] = []
-    for wanted in distinct:
-        members = tuple(index for index, own in enumerate(chosen) if wanted in own)
+    for number in distinct:
+        members = tuple(index for index, item_sizes in enumerate(sizes_by_item) if number in item_sizes)
         if not members:
             continue
         plan = plan_buckets(
             [sizes[index] for index in members],
-            megapixels=wanted,
+            megapixels=number,
             pixels_per_token=pixels_per_token,
             max_graphs=max_graphs,
             fit=fit,
@@ -107,7 +107,7 @@ def plan_sizes(
             members = tuple(members[number] for number in new)
             plan = _narrowed(plan, new, [weights[index] for index in members])
         if members:
-            plans.append(SizePlan(wanted, members, tuple(sizes[index] for index in members), plan))
+            plans.append(SizePlan(number, members, tuple(sizes[index] for index in members), plan))
     return tuple(plans)
 
 

@@ -22,7 +22,10 @@ from .edits import CaptionChanged, MayWrite, editable_caption, save_caption
 from .instruction import CaptionStyle
 from .ledger import Ledger, LedgerEntry
 
-KEEP, APPEND, REPLACE = EXISTING = ("keep", "append", "replace")
+KEEP = "keep"
+APPEND = "append"
+REPLACE = "replace"
+EXISTING = (KEEP, APPEND, REPLACE)
 _SAVE_SECONDS = 2.0  # between two writes of the ledger
 
 
@@ -57,6 +60,12 @@ class CaptionReport:
     empty: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     locked: dict[str, str] = field(default_factory=dict)
+
+    def count_kept(self) -> None:
+        self.kept += 1
+
+    def count_done(self) -> None:
+        self.done += 1
 
     def summary(self) -> str:
         """Write the report as one line."""
@@ -142,14 +151,14 @@ class _Writer:
     def is_open(self, example: Example) -> bool:
         """Return whether a picture is to be captioned; one with a caption isn't if those are kept."""
         if self.job.existing == KEEP and example.caption is not None:
-            self.report.kept += 1
+            self.report.count_kept()
             return False
         return True
 
     def text(self, index: int, count: int) -> str:
         """Say how far it is."""
-        written = len(self.report.written)
-        left = (time.monotonic() - self._start) / written * (count - index) if written else 0.0
+        done_so_far = len(self.report.written)
+        left = (time.monotonic() - self._start) / done_so_far * (count - index) if done_so_far else 0.0
         time_left = f", about {max(1, round(left / 60))} min left" if left > 60 else ""
         return f"Writing captions: {index} of {count}{time_left}"
 
@@ -167,7 +176,7 @@ class _Writer:
         key = self._key_of(digest)
         entry = self.ledger.find(example.path)
         if entry is not None and entry.key == key and caption.has_file:
-            self.report.done += 1
+            self.report.count_done()
             return
         text = self._answer(example, digest, key)
         if text is None:
@@ -180,7 +189,7 @@ class _Writer:
             return
         self.ledger.put(example.path, LedgerEntry(key, waits=change is not None))
         if change is None:  # the caption already says so
-            self.report.done += 1
+            self.report.count_done()
         else:
             self.report.written.append(example.name)
         if time.monotonic() - self._saved > _SAVE_SECONDS:
@@ -229,5 +238,5 @@ def _write_text(file: Path, text: str) -> None:
 def _read_picture(path: Path, name: str, digest: str, captioner: Captioner) -> Tensor:
     """Decode a picture as large as a model sees it: (1, H, W, 3) in 0 to 1. Raises ValueError if it isn't readable."""
     height, width = inspect_image(path, name).size
-    seen = captioner.size(height, width)
-    return load_image(path, (0, 0, width, height), *seen, digest=digest, name=name)
+    model_size = captioner.size(height, width)
+    return load_image(path, (0, 0, width, height), *model_size, digest=digest, name=name)

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from ...common.text import one_of, within
 from ...common.untrusted.budgets import INSTRUCTION, WORDS, check_size
 
-SENTENCE, PARAGRAPH, TAGS = STYLES = ("sentence", "paragraph", "tags")
+SENTENCE = "sentence"
+PARAGRAPH = "paragraph"
+TAGS = "tags"
+STYLES = (SENTENCE, PARAGRAPH, TAGS)
 MOST_WORDS = 500
 _TEXTS = {
     SENTENCE: "Describe this picture in one sentence of at most {words} words.",

@@ -30,7 +30,7 @@ _PROVIDERS = ("CUDAExecutionProvider", "ROCMExecutionProvider", "DmlExecutionPro
 class Tag:
     """One tag of a table.
 
-    name: as it stands in captions.
+    name: as captions have it.
     character: it is the name of a character.
     rating: it is no tag but a rating.
     """

@@ -30,6 +30,13 @@ class WildcardError(ValueError):
         self.place = place
 
 
+def _part_texts(part: "str | tuple[Wildcards, ...]") -> list[tuple[str, float]]:
+    """Return the texts of a part, each with its probability."""
+    if isinstance(part, str):
+        return [(part, 1.0)]
+    return [(text, likely / len(part)) for choice in part for text, likely in choice.texts()]
+
+
 @dataclass(frozen=True)
 class Wildcards:
     """Text with wildcards.
@@ -61,13 +68,7 @@ class Wildcards:
 
     def texts(self) -> Iterator[tuple[str, float]]:
         """Yield the text of each way with its probability."""
-        options = [
-            [(part, 1.0)]
-            if isinstance(part, str)
-            else [(t, p / len(part)) for choice in part for t, p in choice.texts()]
-            for part in self.parts
-        ]
-        for way in product(*options):
+        for way in product(*map(_part_texts, self.parts)):
             yield "".join(text for text, _ in way), prod(likely for _, likely in way)
 
     def sample(self, generator: torch.Generator) -> tuple[tuple[int, ...], str]:

@@ -49,7 +49,7 @@ class VaeEncoder:
         """Job of a latent: {"latent": (C, h, w)}, or (C, T, h, w) of a video VAE, which takes an image as one frame."""
         kind = "picture" if crop.pixels.frames == 1 else "clip"
         key = fingerprint(kind, VERSION, crop.pixels.key, *crop.region, self._key)
-        shape = (self.policy.channels, *self._cells(crop))
+        shape = self._shape((self.policy.channels,), crop)
         return self._job(key, {"latent": shape}, partial(_encode_latent, self._whole, crop), crop)
 
     def start(self, crop: Crop) -> EncodeJob:
@@ -58,17 +58,21 @@ class VaeEncoder:
         Its tensors are {"concat_latent_image": (1, C, T, h, w), "concat_mask": (1, 1, T, h, w)}.
         """
         key = fingerprint("start", VERSION, crop.first().key, crop.pixels.frames, self._key)
-        cells = self._cells(crop)
-        shapes = {"concat_latent_image": (1, self.policy.channels, *cells), "concat_mask": (1, 1, *cells)}
+        shapes = {
+            "concat_latent_image": self._shape((1, self.policy.channels), crop),
+            "concat_mask": self._shape((1, 1), crop),
+        }
         return self._job(key, shapes, partial(_encode_start, self._whole, crop), crop)
 
     def _job(self, key: str, shapes: Mapping[str, tuple[int, ...]], encode: Any, crop: Crop) -> EncodeJob:
         return EncodeJob(key, shapes, BYTES * sum(map(prod, shapes.values())), encode, crop.pixels.name)
 
-    def _cells(self, crop: Crop) -> tuple[int, ...]:
-        """Shape of the latent without channels: (h, w), or (T, h, w) of a video VAE."""
-        cells = (crop.height // self.policy.pixels_per_latent, crop.width // self.policy.pixels_per_latent)
-        return (self.policy.latent_frames(crop.pixels.frames), *cells) if self.policy.frames_per_latent else cells
+    def _shape(self, leading: tuple[int, ...], crop: Crop) -> tuple[int, ...]:
+        """Shape of a latent with these leading axes: (…, h, w), or (…, T, h, w) of a video VAE."""
+        if self.policy.frames_per_latent:
+            leading += (self.policy.latent_frames(crop.pixels.frames),)
+        cell = self.policy.pixels_per_latent
+        return leading + (crop.height // cell, crop.width // cell)
 
     @cached_property
     def _key(self) -> Any:

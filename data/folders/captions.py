@@ -107,7 +107,7 @@ def _missing_captions(folder: Path, count: int, missing: Sequence[Path], extensi
 
 
 def _other_texts(missing: Sequence[Path]) -> str:
-    """Offer what lies beside a picture under another extension."""
+    """Offer the files beside a picture with another extension."""
     first = missing[0]
     beside = (f"{first.stem}{ending}" for ending in (".txt", ".caption", ".cap", ".tags", ".json", ".md"))
     neighbour = next((name for name in beside if first.with_name(name).is_file()), None)

@@ -348,13 +348,14 @@ def _scan(
     dataset = parts[0]
     for part in parts[1:]:
         dataset += part
-    heic = ", or install pillow-heif" if any(has_ending(f.name, HEIF_EXTENSIONS) for f in layout.unread) else ""
-    left_out = (
-        f"Left out, because these file types can't be read: {_names(folder, layout.unread)}; save them as "
-        f"{kind.format}{heic}."
-    )
-    notes = (*layout.notes, *[left_out] * bool(layout.unread), *dataset.notes)
-    dataset = replace(dataset, notes=notes)
+    notes = list(layout.notes)
+    if layout.unread:
+        heic = ", or install pillow-heif" if any(has_ending(f.name, HEIF_EXTENSIONS) for f in layout.unread) else ""
+        notes.append(
+            f"Left out, because these file types can't be read: {_names(folder, layout.unread)}; save them as "
+            f"{kind.format}{heic}."
+        )
+    dataset = replace(dataset, notes=(*notes, *dataset.notes))
     dataset = _with_class(dataset, folder, node_options.treatment, node_options.trigger_words, interrupted)
     return _with_masks(dataset, mask_folder, node_options.treatment)
 
@@ -384,7 +385,7 @@ def _entries(
     """Make the entries of a subset, with notes on its captions and its options as plain values."""
     variants = make_variants(subset, texts, options.captions, options.trigger_words, interrupted)
     entries = [_entry(example, variants[example.name], options) for example in subset.examples]
-    if mask_folder is not None or options.treatment.alpha_mask:  # what the user chose comes before what lies beside
+    if mask_folder is not None or options.treatment.alpha_mask:  # the user's choice comes first
         entries = [replace(entry, mask=None) for entry in entries]
     masked = mask_folder is not None or any(entry.mask is not None for entry in entries)
     controlled = has_controls or any(isinstance(entry, ImageEntry) and entry.controls for entry in entries)

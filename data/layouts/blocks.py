@@ -103,6 +103,10 @@ class _Words:
             self.used[name] = meaning
         return value if value != "" else None
 
+    def narrow(self, name: str, value: Any) -> None:
+        """Read only this one of a field's several values from now on."""
+        self.block = DatasetBlock(self.block.trainer, {**self.block.values, name: value})
+
 
 def read_blocks(request: BlockRequest) -> tuple[tuple[Subset, ...], tuple[str, ...], tuple[Path, ...]]:
     """Make the subsets of a dataset file; returns them, notes, and the files that they depend on.
@@ -138,7 +142,7 @@ def read_blocks(request: BlockRequest) -> tuple[tuple[Subset, ...], tuple[str, .
 
 def has_place(file: DatasetFile, block: DatasetBlock, may_read: Callable[[Path], bool]) -> bool:
     """Return True if the folder or the list of a block is here."""
-    names = (*_PLACES, "dataset_path", "metadata_file")
+    names = _PLACES + ("dataset_path", "metadata_file")
     places = (resolve_place(block.text(name), file.path.parent, may_read) for name in names if block.text(name))
     return any(place is not None for place in places)
 
@@ -219,7 +223,7 @@ def _places(place: Callable[[str, str], Path | None], words: _Words, name: str) 
     inner = []
     check_size(DATASET_PATH, f"{name} in a dataset file", items=len(value))
     for text in value:
-        words.block = DatasetBlock(words.block.trainer, {**words.block.values, name: text})
+        words.narrow(name, text)
         inner += _places(place, words, name)
     return inner
 

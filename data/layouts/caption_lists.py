@@ -26,9 +26,7 @@ from .captions import TAG_FIELDS, TEXT_FIELDS, CaptionSource, caption_in, decode
 from .files import stem_of
 
 _LISTS = re.compile(r"(?:metadata|captions?|prompts?)\.(?:jsonl|json|csv|tsv|txt)", re.IGNORECASE)
-_FILE_FIELDS = (
-    *("file_name", "filename", "image_path", "video_path", "image", "file", "path", "video", "name", "image_file"),
-)
+_FILE_FIELDS = tuple("file_name filename image_path video_path image file path video name image_file".split())
 _CONTROL = re.compile(r"control_path(?:_(\d{1,9}))?")
 _SEPARATOR = re.compile(r"[\t,:|]")
 _ENDING = re.compile(r"\.\w{2,5}\Z")
@@ -144,7 +142,7 @@ def _read(path: Path, interrupted: Interrupted) -> CaptionList:
         fields |= dict.fromkeys(record)
         if row is not None:
             rows.append(row)
-    known = {*_FILE_FIELDS, *TEXT_FIELDS, *TAG_FIELDS}
+    known = _FILE_FIELDS + TEXT_FIELDS + TAG_FIELDS
     unused = tuple(name for name in fields if name not in known and not _CONTROL.fullmatch(name))
     return CaptionList(path, tuple(rows), unused=unused)
 
@@ -226,7 +224,7 @@ def match_lists(
     """Match the lines of lists to files, by their path below the folder of the list, or by their name alone if one file
     has it; sd-scripts leaves the extension out.
     """
-    listed = ListedCaptions()
+    listed = ListedCaptions(per_line=any("\n" in each.text for each in lists))
     by_path = {str(file): file for file in files}
     by_stem: dict[str, list[Path]] = {}
     for file in files:
@@ -240,10 +238,9 @@ def match_lists(
                 listed.missing.append(row.file)
             elif row.text is not None:
                 listed.texts.setdefault(match, CaptionSource(text=row.text, list=caption_list.path))
-                listed.controls |= {match: row.controls} if row.controls else {}
+                listed.controls.update({match: row.controls} if row.controls else {})
         if caption_list.text:
             source = CaptionSource(text=caption_list.text, list=caption_list.path)
-            listed.per_line |= "\n" in caption_list.text
             for file in files:
                 if file.is_relative_to(caption_list.path.parent):
                     listed.texts.setdefault(file, source)

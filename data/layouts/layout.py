@@ -17,9 +17,13 @@ from .folder_names import split_by_names
 from .kinds import FileKind
 from .subsets import Example, Pictures, Subset, own_captions
 
-AUTO, PLAIN, FOLDER_NAMES, DATASET_FILE, CAPTION_LIST, ARCHIVES = LAYOUTS = (
-    *("auto", "plain", "kohya folders", "dataset file", "captions file", "archives"),
-)
+AUTO = "auto"
+PLAIN = "plain"
+FOLDER_NAMES = "kohya folders"
+DATASET_FILE = "dataset file"
+CAPTION_LIST = "captions file"
+ARCHIVES = "archives"
+LAYOUTS = (AUTO, PLAIN, FOLDER_NAMES, DATASET_FILE, CAPTION_LIST, ARCHIVES)
 _MOST_NAMED = 20  # files that a note lists
 # Files that systems and authors leave beside pictures, which nobody expects to be read.
 _IGNORED = frozenset({"thumbs.db", "desktop.ini", "license", "readme"})
@@ -193,8 +197,8 @@ def _lists(
     lists = [reader.read(path) for path in paths] if needy else []
     listed = match_lists(lists, needy, request.interrupted)
     names = {name for file in files for name in (file.name, file.stem)}
-    listed.missing = [row for row in listed.missing if row.replace("\\", "/").rsplit("/", 1)[-1] not in names]
-    return lists, listed
+    missing = [row for row in listed.missing if row.replace("\\", "/").rsplit("/", 1)[-1] not in names]
+    return lists, replace(listed, missing=missing)
 
 
 def _with_texts(subset: Subset, listed: ListedCaptions, forced: bool) -> Subset:
@@ -249,7 +253,7 @@ def _with_rest(
     file_notes = tuple(text.format(names(files)) for files, text in messages if files)
     return FolderLayout(
         subsets,
-        (*notes, *file_notes),
+        notes + file_notes,
         tuple(caption_list.path for caption_list in lists),
         tuple(rest.unread),
         (*rest.other, *rest.captions, *rest.unknown),

@@ -34,7 +34,7 @@ class Subset:
 
     name: its folder in messages.
     repeats: factor of the folder node's repeats.
-    trigger: words of the layout that take the place of `[trigger]` in captions, or come first in those without them.
+    trigger: words of the layout that replace `[trigger]` in captions, or come first in those without them.
     prefix, suffix: text around each caption.
     treatment, captions, extraction: values of the layout by field of FolderOptions, CaptionOptions and Extraction.
     """
@@ -61,7 +61,7 @@ class Subset:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Files of a folder that are trained on, with what lies beside them.
+    """Files of a folder that are trained on, with the files beside them.
 
     files: pictures or clips, in order.
     masks, controls: images that belong to them, by file.

@@ -8,7 +8,12 @@ import numpy as np
 
 from ...common.text import quoted, within
 
-HEAD, CHUNK, SLIDE, UNIFORM, FULL = EXTRACTIONS = ("head", "chunk", "slide", "uniform", "full")
+HEAD = "head"
+CHUNK = "chunk"
+SLIDE = "slide"
+UNIFORM = "uniform"
+FULL = "full"
+EXTRACTIONS = (HEAD, CHUNK, SLIDE, UNIFORM, FULL)
 # Video VAEs encode the first frame by itself and then four frames to each latent frame. MiniMax H3's takes chunks of 17
 # frames followed by 5 (ComfyUI, comfy_extras/nodes_minimax_h3.py). Frames of such a number that another VAE can't use
 # are cut off when the clip is encoded.

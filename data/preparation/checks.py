@@ -32,8 +32,8 @@ def check_options(
 
     Raises ValueError for a value out of its list and for options that contradict the model family.
     """
-    if max_text_length not in (None, *TEXT_LIMITS):
-        choices = ", ".join(map(str, (AS_COMFYUI, *TEXT_LIMITS)))
+    if max_text_length is not None and max_text_length not in TEXT_LIMITS:
+        choices = ", ".join([AS_COMFYUI, *map(str, TEXT_LIMITS)])
         raise ValueError(f"max_text_length is {max_text_length}; choose one of {choices}.")
     if edit_prompt not in EDIT_PROMPTS:
         raise ValueError(f"edit_prompt is {quoted(edit_prompt)}; choose one of {', '.join(EDIT_PROMPTS)}.")

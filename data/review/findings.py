@@ -5,10 +5,20 @@ from dataclasses import dataclass
 
 from ...common.text import cut
 
-BROKEN, DOUBLE, BLURRED, ENLARGED, SMALL = PICTURE_FAULTS = ("broken", "double", "blurred", "enlarged", "small")
-BORDER, COLOURS, NO_CAPTION, EMPTY, EQUAL, LONG, NO_TRIGGER = OTHER_FAULTS = (
-    *("border", "colours", "no caption", "empty caption", "equal captions", "long caption", "no trigger words"),
-)
+BROKEN = "broken"
+DOUBLE = "double"
+BLURRED = "blurred"
+ENLARGED = "enlarged"
+SMALL = "small"
+PICTURE_FAULTS = (BROKEN, DOUBLE, BLURRED, ENLARGED, SMALL)
+BORDER = "border"
+COLOURS = "colours"
+NO_CAPTION = "no caption"
+EMPTY = "empty caption"
+EQUAL = "equal captions"
+LONG = "long caption"
+NO_TRIGGER = "no trigger words"
+OTHER_FAULTS = (BORDER, COLOURS, NO_CAPTION, EMPTY, EQUAL, LONG, NO_TRIGGER)
 TITLES = {
     BROKEN: "Can't be read",
     DOUBLE: "Near-doubles",

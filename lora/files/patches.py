@@ -43,6 +43,9 @@ _ORDERS: dict[type, tuple[str, ...]] = {
     BOFTAdapter: _TURNS,
 }
 _PLAIN = {"diff": "full difference", "set": "full weight"}
+# Suffixes of the tensors of a LoHa and a LoKr of matrices.
+_LOHA = {"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"}
+_LOKR = {f"lokr_{factor}{part}" for factor in ("w1", "w2") for part in ("", "_a", "_b")}
 _NO_MATRICES = {ALPHA, DORA, RESHAPE, "rescale"}
 
 
@@ -139,12 +142,14 @@ class Patch:
         if self.place is not None:
             axis, _, length = self.place
             shape = (*shape[:axis], length, *shape[axis + 1 :])
-        sides, text = self.shape(), _text(shape)
+        text = _text(shape)
+        sides = self.shape()
         if sides is not None and not _sides_fit(sides, shape):
             rows, columns = (str(side or "any") for side in sides)
             raise DoesNotFit(f"{layer}: {rows} x {columns} there, {text} here")
         tensors = self.tensors()
-        if RESHAPE in tensors and (new_shape := tensors[RESHAPE].tolist()) != list(shape):
+        new_shape = tensors[RESHAPE].tolist() if RESHAPE in tensors else list(shape)
+        if new_shape != list(shape):
             raise DoesNotFit(f"{layer}: it makes a layer of {_text(new_shape)} of one of {text}, as control LoRAs do")
         if isinstance(self.content, BOFTAdapter) and ALPHA not in tensors:
             raise DoesNotFit(f"{layer}: a boft without alpha, which ComfyUI does not apply")
@@ -221,15 +226,17 @@ def _lengths_fit(lengths: Tensor | None, shape: Sequence[int]) -> bool:
 
 def _size(tensors: Mapping[str, Tensor]) -> tuple[int, int] | None:
     """Return (out, in) of a LoHa or LoKr of matrices; None for another layout."""
-    plain = {"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", ALPHA, DORA}
-    plain |= {f"lokr_{w}{part}" for w in ("w1", "w2") for part in ("", "_a", "_b")}
-    matrices = {suffix: tensor for suffix, tensor in tensors.items() if suffix not in (ALPHA, DORA)}
-    if not tensors.keys() <= plain or any(tensor.dim() != 2 for tensor in matrices.values()):
+    suffixes = tensors.keys() - {ALPHA, DORA}
+    if not suffixes <= _LOHA | _LOKR:
+        return None
+    if any(tensors[suffix].dim() != 2 for suffix in suffixes):
         return None
     if "hada_w1_a" in tensors:
         return len(tensors["hada_w1_a"]), tensors["hada_w1_b"].shape[1]
     outer, inner = _factor_size(tensors, "lokr_w1"), _factor_size(tensors, "lokr_w2")
-    return None if outer is None or inner is None else (outer[0] * inner[0], outer[1] * inner[1])
+    if outer is None or inner is None:
+        return None
+    return outer[0] * inner[0], outer[1] * inner[1]
 
 
 def _factor_size(tensors: Mapping[str, Tensor], name: str) -> tuple[int, int] | None:

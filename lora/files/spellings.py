@@ -113,9 +113,10 @@ def unwrapped(name: str) -> Iterator[str]:
     if len(name) > _LONGEST:
         return
     name = _INNER.sub("", name)
+    wrappers = _DOTTED + _FLAT
     for _ in range(_MOST_STAGES):
         yield name
-        wrapper = next((w for w in (*_DOTTED, *_FLAT) if name.startswith(w)), None)
+        wrapper = next((w for w in wrappers if name.startswith(w)), None)
         if wrapper is None or (wrapper == "transformer_" and name.startswith(_NOT_A_WRAPPER)):
             return
         name = name[len(wrapper) :]

@@ -5,7 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-WEIGHTED, TIES, DARE, DARE_TIES = "weighted", "ties", "dare", "dare ties"
+WEIGHTED = "weighted"
+TIES = "ties"
+DARE = "dare"
+DARE_TIES = "dare ties"
 METHODS = (WEIGHTED, TIES, DARE, DARE_TIES)
 
 

@@ -34,6 +34,11 @@ class _Offloaded:
         self.fetched: tuple[Tensor, Any] | None = None
         weakref.finalize(self, offload.pool.free[layout.size].append, self.buffer).atexit = False
 
+    def hold_fetched(self, device_copy: Tensor, copied: Any) -> tuple[Tensor, Any]:
+        """Hold the copy on the device until the backward, and return both. copied: the event of its end."""
+        self.fetched = device_copy, copied
+        return self.fetched
+
 
 class HostPool:
     """Host buffers, which are reused from step to step.
@@ -133,8 +138,9 @@ class ActivationOffload:
         if offloaded.fetched is None:
             device_copy = offloaded.field.tensor_in(empty_bytes(offloaded.size, offloaded.device))
             self._fetching[id(offloaded)] = device_copy
-            offloaded.fetched = device_copy, self._copy(device_copy, offloaded.field.tensor_in(offloaded.buffer))
+            copied = self._copy(device_copy, offloaded.field.tensor_in(offloaded.buffer))
             self.bytes_in += offloaded.bytes
+            return offloaded.hold_fetched(device_copy, copied)
         return offloaded.fetched
 
     def _unpack(self, offloaded: Any) -> Tensor:

@@ -68,7 +68,7 @@ def lock(buffer: Tensor) -> int:
         # CUDA would report the error again at the next call from anywhere.
         discard_cuda_error()
         return error
-    mapping.address, mapping.device = address, torch.cuda.current_device()
+    mapping.note_lock(address, torch.cuda.current_device())
     return 0
 
 
@@ -77,8 +77,7 @@ def count_newly_locked(buffers: Iterable[Tensor]) -> None:
     for buffer in buffers:
         mapping = _registered.get(buffer.untyped_storage().data_ptr())
         if mapping is not None and mapping.address is not None and not mapping.counted:
-            mapping.counted = True
-            count_locked(len(mapping))
+            mapping.count()
 
 
 def host_bytes(size: int, pinned: bool, later: bool = False) -> Tensor:
@@ -128,6 +127,15 @@ class _Registered(mmap.mmap):
     address: int | None = None  # once it is locked
     device = 0
     counted = False
+
+    def note_lock(self, address: int, device: int) -> None:
+        """Note that CUDA has locked it at this address, on the current device."""
+        self.address, self.device = address, device
+
+    def count(self) -> None:
+        """Add its bytes to ComfyUI's count."""
+        self.counted = True
+        count_locked(len(self))
 
     def unlock(self) -> None:
         address, self.address = self.address, None

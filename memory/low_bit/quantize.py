@@ -5,7 +5,7 @@ outliers (ConvRot); fp8 has one scale per weight, as in ComfyUI's layout.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,6 +56,17 @@ class QuantizeResult:
     bytes_after: int = 0
     skipped: dict[str, list[str]] = field(default_factory=dict)
 
+    def count_quantized(self, bytes_before: int, bytes_after: int, is_unrotated: bool) -> None:
+        """Count a quantised weight. is_unrotated: it is int8, of a width that no Hadamard matrix divides."""
+        self.count += 1
+        self.unrotated += is_unrotated
+        self.bytes_before += bytes_before
+        self.bytes_after += bytes_after
+
+    def skip(self, reason: str, names: Iterable[str]) -> None:
+        """Add weights that are unchanged for this reason."""
+        self.skipped.setdefault(reason, []).extend(names)
+
     def notes(self, quantize: str, took: str = "") -> Iterator[str]:
         """Yield sentences for the user. took: the duration, in words."""
         gain = f"{self.bytes_before / 2**30:.2f} GiB became {self.bytes_after / 2**30:.2f} GiB"
@@ -92,19 +103,17 @@ def quantize_weights(
         progress(index, len(names))
         weight, module = tensors[name], name.removesuffix(".weight")
         if weight.dtype not in WIDE or f"{module}.comfy_quant" in tensors:
-            result.skipped.setdefault("already in 8 bit or less", []).append(module)
+            result.skip("already in 8 bit or less", [module])
             continue
         converted = quantize_weight(weight, quantize, device, torch.device("cpu"))
         if converted is None:
-            result.skipped.setdefault("all zero, or not finite", []).append(module)
+            result.skip("all zero, or not finite", [module])
             continue
         described = _describe(quantize, weight.shape[1])
-        result.count += 1
-        result.unrotated += quantize == INT8 and "convrot" not in described
-        result.bytes_before += weight.nbytes
         text = torch.tensor(list(json.dumps(described).encode()), dtype=torch.uint8)
         parts = converted.state_dict(name)
-        result.bytes_after += sum(tensor.nbytes for tensor in parts.values())
+        quantized_bytes = sum(tensor.nbytes for tensor in parts.values())
+        result.count_quantized(weight.nbytes, quantized_bytes, quantize == INT8 and "convrot" not in described)
         tensors |= parts | {f"{module}.comfy_quant": text}
         del weight, converted
     progress(len(names), len(names))

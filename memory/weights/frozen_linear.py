@@ -117,7 +117,9 @@ class FrozenLinear(NamedTuple):
         with torch.no_grad():
             meter.add(False, low_bit_linear(x, self.weight, self._scale, None, self.layout, low_bit), y)
 
-        def measure_back(dy: Tensor) -> None:
+        def measure_back(dy: Tensor | None) -> None:
+            if dy is None:  # nothing downstream contributes to the loss
+                return
             low = low_bit_input_grad(dy, self.weight, self._scale, low_bit.backward, low_bit.hadamard_size)
             meter.add(True, low, plain.apply_transposed(dy.reshape(-1, dy.shape[-1])).view(x.shape))
 
@@ -134,14 +136,26 @@ class FrozenLinear(NamedTuple):
 
     def low_bit_matmul(self, precision: str) -> LowBitMatmul | None:
         """Return the matmuls of `precision`, INT8 or FP8, on the weight as stored; None if its format has none."""
-        stored = None if self.layout is None else read_format(self.layout)
-        if stored is None:
-            return LowBitMatmul(FP8, FP8) if precision == FP8 and self.weight.dtype in FP8_DTYPES else None
-        if precision == INT8 and stored.layout == "TensorWiseINT8Layout":
-            hadamard_size = stored.constants["convrot_groupsize"] if stored.constants["convrot"] else 0
-            return LowBitMatmul(INT8, INT8, int(hadamard_size or 0))
-        by_rows = stored.layout.startswith("TensorCoreFP8") and stored.tensors == ("scale",)
-        return LowBitMatmul(FP8, FP8) if precision == FP8 and by_rows else None
+        if precision == INT8:
+            return self._int8_matmul()
+        return LowBitMatmul(FP8, FP8) if self._is_fp8() else None
+
+    def _int8_matmul(self) -> LowBitMatmul | None:
+        """Return the int8 matmuls, which rotate x as the weight has been rotated."""
+        if self.layout is None:
+            return None
+        stored = read_format(self.layout)
+        if stored.layout != "TensorWiseINT8Layout":
+            return None
+        hadamard_size = stored.constants["convrot_groupsize"] if stored.constants["convrot"] else None
+        return LowBitMatmul(INT8, INT8, int(hadamard_size or 0))
+
+    def _is_fp8(self) -> bool:
+        """Return whether the weight is fp8 with at most one scale."""
+        if self.layout is None:
+            return self.weight.dtype in FP8_DTYPES
+        stored = read_format(self.layout)
+        return stored.layout.startswith("TensorCoreFP8") and stored.tensors == ("scale",)
 
     def apply_transposed(self, rows: Tensor) -> Tensor:
         """Compute rows · W, (n, out) → (n, in), without a gradient."""

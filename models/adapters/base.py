@@ -70,7 +70,7 @@ class Adapter(nn.Module):
     unlike_matrices: names the master weights that are no matrices, for an optimizer that takes matrices only.
     no_norm: says for an adapter without `norm` why `scale_weight_norms` is not for it, and how to go on.
     inits: names of the initialisations that it can have, the usual one first.
-    init: the one of them for which this class takes the place of its algorithm's; empty for the algorithm's own class.
+    init: the one of them for which this class replaces its algorithm's; empty for the algorithm's own class.
     starts_from_weights: true if it begins from the model's weights, so that it can't begin from a LoRA as well.
     has_pair: true if it trains two matrices `down` and `up`, whose learning rates can differ (LoRA+).
     fits_any: true if it can begin from an update of any form, as the nearest of its rank.
@@ -79,8 +79,8 @@ class Adapter(nn.Module):
     file_ranks: ranks of its file for each rank that is trained.
     in_kohya: true if kohya's scripts have it themselves; LyCORIS makes the others.
     has_lengths: true if its file has `dora_scale`, one length for each column.
-    casts: copies of the master weights in the compute dtype, by name, if any; their owner writes them before each
-        forward and passes their gradients on to the master weights.
+    casts: copies of the master weights in the compute dtype, by name, if any; their owner fills them in, writes
+        them before each forward and passes their gradients on to the master weights.
     """
 
     algorithm: ClassVar[str]
@@ -102,7 +102,7 @@ class Adapter(nn.Module):
     file_ranks: ClassVar[int] = 1
     in_kohya: ClassVar[bool] = False
     has_lengths: ClassVar[bool] = False
-    casts: Mapping[str, nn.Parameter]
+    casts: dict[str, nn.Parameter]
 
     def __init__(self, spec: AdapterSpec, out_features: int, in_features: int):
         super().__init__()
@@ -192,7 +192,8 @@ class Adapter(nn.Module):
 def make_casts(adapter: Adapter, dtype: torch.dtype) -> None:
     """Make the `casts` of an adapter whose `forward` reads them, to measure it on its own."""
     if adapter.reads_casts and dtype != torch.float32:
-        adapter.casts = {name: nn.Parameter(weight.detach().to(dtype)) for name, weight in adapter.named_parameters()}
+        weights = adapter.named_parameters()
+        adapter.casts.update({name: nn.Parameter(weight.detach().to(dtype)) for name, weight in weights})
 
 
 def scaled(activations: Tensor, scale: float) -> Tensor:

@@ -11,6 +11,7 @@ is safe, or makes the copy. Importing this module imports inductor, which takes 
 """
 
 import operator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,20 +35,25 @@ if not hasattr(torch.ops.tessera, add_product_.__name__):
     torch.library.register_fake(f"tessera::{add_product_.__name__}", lambda *_: None, lib=_LIBRARY)
 
 
+def _matmuls() -> set[Any]:
+    """Return the operators that give a new tensor of a matmul."""
+    names = _LINEARS + tuple(f"{name}_input_grad" for name in _LINEARS)
+    operators = (getattr(torch.ops.tessera, name, None) for name in names)
+    return {torch.ops.aten.mm.default, _ADDMM} | {operator.default for operator in operators if operator is not None}
+
+
 class AddProductsInPlace(CustomGraphPass):
     """Rewrite each addmm that only adds to the result of another matmul. Call it with a graph."""
 
     def __call__(self, graph: Graph) -> None:
-        results = {torch.ops.aten.mm.default, _ADDMM}
-        for name in (*_LINEARS, *(f"{name}_input_grad" for name in _LINEARS)):
-            if (op := getattr(torch.ops.tessera, name, None)) is not None:
-                results.add(op.default)
+        matmuls = _matmuls()
         sums: set[Node] = set()
         for node in list(graph.nodes):  # in their order, so that the second sum of a chain finds the first
             if node.target is not _ADDMM or node.kwargs:
                 continue
             y, left, right = node.args
-            if len(y.users) == 1 and (y.target in results or y in sums) and _same_shape(y, node):
+            is_result = y.target in matmuls or y in sums
+            if is_result and len(y.users) == 1 and _same_shape(y, node):
                 sums.add(_add_in_place(graph, node, y, left, right))
 
     def uuid(self) -> bytes:

@@ -17,7 +17,7 @@ ADAPTERS: dict[str, type[Adapter]] = {
 
 
 VARIANTS: dict[tuple[str, str], type[Adapter]] = {(kind.algorithm, kind.init): kind for kind in (PissaAdapter,)}
-"""Adapters that take the place of their algorithm's for one initialisation."""
+"""Adapters that replace that of their algorithm for one initialisation."""
 
 CONVOLUTIONS: dict[type[Adapter], type[ConvLoraAdapter]] = {
     LoraAdapter: ConvLoraAdapter,

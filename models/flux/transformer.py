@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ...memory.weights.frozen import FrozenWeights
 from ...memory.weights.residency import FrozenModule
-from ..family import Block, ModelInputs, RunBlock
+from ..family import Block, ModelInputs, OwnTransformer, RunBlock
 from ..layers.attention import Attention
 from ..layers.frozen import RMSNorm
 from ..layers.lora_linear import LoraLayer, LoraLinear
@@ -33,7 +33,23 @@ class FluxInputs(ModelInputs):
     text_mask: Tensor | None = None
 
 
-class FluxBackbone:
+@dataclass(frozen=True)
+class SharedInputs:
+    """Inputs that all blocks of a forward share.
+
+    vec: (B, 1 or 2, D) after SiLU, a second row for the references.
+    pe: (B, L + N + R, 1, head/2, 2).
+    sample_tokens: N.
+    key_mask: (B, 1, 1, L + N + R), False for pads of the text, or None.
+    """
+
+    vec: Tensor
+    pe: Tensor
+    sample_tokens: int
+    key_mask: Tensor | None
+
+
+class FluxBackbone(OwnTransformer):
     """The blocks of a FLUX-like model, and the Linears before and after them, frozen and ready for LoRA."""
 
     double: type[JointBlock]
@@ -113,11 +129,14 @@ class FluxTransformer(FluxBackbone):
         axes = [counted if axis in self.text_axes else torch.zeros_like(counted) for axis in range(len(self.axes_dim))]
         return torch.stack(axes, dim=-1).expand(batch, -1, -1)
 
-    def modulations(
-        self, vec: Tensor, pe: Tensor, sample_tokens: int, text: int
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Return the arguments of double and of single blocks besides the tokens. sample_tokens: N, text: L."""
-        return (vec, pe), (vec, pe)
+    def run_blocks(self, run: RunBlock, img: Tensor, txt: Tensor, shared: SharedInputs) -> Tensor:
+        """Run all blocks: img (B, N + R, D), txt (B, L, D) → both, (B, L + N + R, D)."""
+        for block in self.double_blocks:
+            img, txt = run(block, img, txt, shared.vec, shared.pe, shared.key_mask)
+        x = torch.cat((txt, finite_in_fp16(img)), dim=1)
+        for single in self.single_blocks:
+            x = run(single, x, shared.vec, shared.pe, shared.key_mask)
+        return x
 
     def head(self, img: Tensor, vec: Tensor) -> Tensor:
         """Run the final layer: img (B, N, D), vec (B, 1, D) → velocity (B, N, C·patch)."""
@@ -129,18 +148,13 @@ class FluxTransformer(FluxBackbone):
         assert isinstance(inputs, FluxInputs)
         img, txt, vec, pe = self.embed(inputs)
         sample_tokens, text = inputs.tokens.shape[1], txt.shape[1]
-        for_double, for_single = self.modulations(vec, pe, sample_tokens, text)
         if torch.is_grad_enabled():
             # The first block must look like the others to the compiler: its inputs require grad too.
             img, txt = (x if x.requires_grad else x.requires_grad_() for x in (img, txt))
         key_mask = None
         if inputs.text_mask is not None:
             key_mask = F.pad(inputs.text_mask, (0, img.shape[1]), value=True)[:, None, None]
-        for block in self.double_blocks:
-            img, txt = run(block, img, txt, *for_double, key_mask)
-        x = torch.cat((txt, finite_in_fp16(img)), dim=1)
-        for single in self.single_blocks:
-            x = run(single, x, *for_single, key_mask)
+        x = self.run_blocks(run, img, txt, SharedInputs(vec, pe, sample_tokens, key_mask))
         return self.head(x[:, text : text + sample_tokens], vec[:, :1])
 
 
@@ -163,9 +177,13 @@ class Flux2Transformer(FluxTransformer):
             "single_stream_modulation.lin": self.single_modulation,
         }
 
-    def modulations(
-        self, vec: Tensor, pe: Tensor, sample_tokens: int, text: int
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        for_double = self.img_modulation(vec), self.txt_modulation(vec[:, :1]), pe, sample_tokens
-        for_single = self.single_modulation(vec), pe, text + sample_tokens
-        return for_double, for_single
+    def run_blocks(self, run: RunBlock, img: Tensor, txt: Tensor, shared: SharedInputs) -> Tensor:
+        img_mod, txt_mod = self.img_modulation(shared.vec), self.txt_modulation(shared.vec[:, :1])
+        single_mod = self.single_modulation(shared.vec)
+        for block in self.double_blocks:
+            img, txt = run(block, img, txt, img_mod, txt_mod, shared.pe, shared.sample_tokens, shared.key_mask)
+        x = torch.cat((txt, finite_in_fp16(img)), dim=1)
+        reference_start = txt.shape[1] + shared.sample_tokens
+        for single in self.single_blocks:
+            x = run(single, x, single_mod, shared.pe, reference_start, shared.key_mask)
+        return x

@@ -1,7 +1,9 @@
 """A frozen Linear with an adapter."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...memory.low_bit.error_meter import ErrorMeter
@@ -28,6 +30,10 @@ class LoraLayer(FrozenModule):
     shape: tuple[int, int]
     storage: str
     adapter: Adapter | None
+
+    def attach(self, adapter: Any) -> None:
+        """Run this adapter with the layer from now on, none for None. A check may attach a stand-in for an adapter."""
+        self.adapter = adapter
 
     def read_on_device(self) -> FrozenLinear:
         """Return the weights as a matrix on the training device, even if the buffers are slots that hold another
@@ -69,6 +75,19 @@ class LoraLinear(LoraLayer):
         """Use these low-precision matmuls from now on; None for full precision."""
         self.low_bit = low_bit
         self.storage = self._stored if low_bit is None else f"{self._stored} by {'/'.join(map(str, low_bit))}"
+
+    def exchange_low_bit(self, low_bit: LowBitMatmul | None) -> LowBitMatmul | None:
+        """Use these matmuls for a check, under the same `storage`, which keys the graph. Returns the previous ones."""
+        previous, self.low_bit = self.low_bit, low_bit
+        return previous
+
+    def start_meter(self, device: torch.device) -> ErrorMeter:
+        """Measure the errors of its low-precision matmuls from now on."""
+        self.meter = ErrorMeter(device)
+        return self.meter
+
+    def stop_meter(self) -> None:
+        self.meter = None
 
     def read(self) -> FrozenLinear:
         """Read the weights from the MODEL itself, on their current device."""

@@ -27,7 +27,7 @@ _OF_BLOCKS = (
     "txt_mlp.net.2",
 )
 _NORMS = ("attn.norm_q", "attn.norm_k", "attn.norm_added_q", "attn.norm_added_k")
-_NAMES = (*_OUTER, *(f"transformer_blocks.{{}}.{name}" for name in _OF_BLOCKS))
+_NAMES = _OUTER + tuple(f"transformer_blocks.{{}}.{name}" for name in _OF_BLOCKS)
 
 QWEN_IMAGE_NAMES = NameTable(
     {name: (name,) for name in _NAMES},

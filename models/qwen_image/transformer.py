@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ...memory.weights.frozen import FrozenWeights
 from ...memory.weights.residency import FrozenModule
-from ..family import Block, ModelInputs, RunBlock
+from ..family import Block, ModelInputs, OwnTransformer, RunBlock
 from ..layers.attention import RaggedAttention
 from ..layers.frozen import RMSNorm
 from ..layers.lora_linear import LoraLayer, LoraLinear, Masks, masks_of, run_together
@@ -115,7 +115,7 @@ class QwenBlock(Block):
         return img, txt
 
 
-class QwenTransformer:
+class QwenTransformer(OwnTransformer):
     """Qwen-Image with its weights frozen, ready for LoRA."""
 
     def __init__(self, weights: FrozenWeights, model: Any, attention: RaggedAttention):

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from ...memory.weights.frozen import FrozenWeights
 from ...memory.weights.residency import FrozenModule
-from ..family import Block, ModelInputs, RunBlock
+from ..family import Block, ModelInputs, OwnTransformer, RunBlock
 from ..layers.attention import Attention
 from ..layers.frozen import FrozenTensors, LayerNorm
 from ..layers.lora_linear import LoraLayer, LoraLinear
@@ -62,7 +62,7 @@ class ImageEmbedding(nn.Module):
         return self.norm_out(self.linear_out(F.gelu(self.linear_in(self.norm_in(image)))))
 
 
-class WanTransformer:
+class WanTransformer(OwnTransformer):
     """Wan with its weights frozen, ready for LoRA."""
 
     def __init__(self, weights: FrozenWeights, core: Any, attention: Attention, takes_clean_frames: bool):

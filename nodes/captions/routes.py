@@ -36,7 +36,10 @@ from ..common.folder_access import captions_folder, is_allowed_file
 from ..data.folder_routes import KINDS, clean, file_id, request_of
 from ..data.places import is_unpacked, may_write_caption
 
-ALL, MISSING, REVIEW = FILTERS = ("all", "missing", "review")
+ALL = "all"
+MISSING = "missing"
+REVIEW = "review"
+FILTERS = (ALL, MISSING, REVIEW)
 _STEPS = {"-1": -1, "0": 0, "1": 1}
 _HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
 

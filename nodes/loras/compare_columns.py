@@ -36,15 +36,24 @@ class Compared:
     high: Source | None
     low: Source | None = None
 
+    def _label(self, high: float, low: float) -> str:
+        """Write the strengths that have an effect: one, or those of a pair."""
+        if self.low is None or high == low:
+            return f"{high:g}"
+        if self.high is None:
+            return f"{low:g}"
+        return f"{high:g}/{low:g}"
+
     def columns(self, strengths: Sequence[Strengths]) -> list[Column]:
         """Make a column for each strength that is not 0. Raises ValueError if all are 0."""
-        titled, columns = list(strengths) != [(1.0, 1.0)], []
+        is_plain = list(strengths) == [(1.0, 1.0)]
+        columns = []
         for high, low in strengths:
             first, second = _applied(self.high, high), _applied(self.low, low)
-            numbers = [high] if self.low is None or high == low else [low] if self.high is None else [high, low]
-            label = "/".join(f"{number:g}" for number in numbers)
-            if (first, second) != (None, None):
-                columns.append(Column(f"{self.title} x {label}" if titled else self.title, first, second))
+            if first is None and second is None:
+                continue
+            title = self.title if is_plain else f"{self.title} x {self._label(high, low)}"
+            columns.append(Column(title, first, second))
         if not columns:
             raise ValueError(f"strengths are 0 for {self.title}; give one for it, or take it out.")
         return list(dict.fromkeys(columns))

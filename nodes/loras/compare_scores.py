@@ -107,14 +107,21 @@ class ScoreInputs:
             raise ValueError(f"sort_by is {quoted(self.order)}; choose one of {', '.join(ORDERS)}.")
         if self.pictures is not None and self.clip_vision is None:
             raise ValueError("training_pictures is connected without clip_vision; connect Load CLIP Vision there.")
-        has_encoder = self.clip_vision is not None
-        lacking = {
-            LIKENESS: "" if self.pictures is not None else "connect clip_vision and training_pictures",
-            VARIETY: "connect clip_vision" if not has_encoder else "" if rows > 1 else "raise seeds to 2 or more",
-            VALIDATION: "" if has_losses else "choose a run that was trained with Training Validation",
-        }.get(self.order)
-        if lacking:
-            raise ValueError(f"sort_by is {self.order}, and there is nothing to sort by; {lacking}.")
+        fix = self._lacking(rows, has_losses)
+        if fix:
+            raise ValueError(f"sort_by is {self.order}, and there is nothing to sort by; {fix}.")
+
+    def _lacking(self, rows: int, has_losses: bool) -> str:
+        """Say how to give the order something to sort by; empty if it has."""
+        if self.order == LIKENESS and self.pictures is None:
+            return "connect clip_vision and training_pictures"
+        if self.order == VARIETY and self.clip_vision is None:
+            return "connect clip_vision"
+        if self.order == VARIETY and rows < 2:
+            return "raise seeds to 2 or more"
+        if self.order == VALIDATION and not has_losses:
+            return "choose a run that was trained with Training Validation"
+        return ""
 
 
 def _embedded(pictures: Dataset, encoder: Encoder, check: Callable[[], None]) -> Tensor:

@@ -101,12 +101,12 @@ class TesseraSaveLora(io.ComfyNode):
             facts |= {} if note else texts
         contents = lora_file(lora, format, dtype, facts)
         earlier = [Path(folder) / f"{name}_{number:05}{ENDING}" for number in reversed(range(1, counter))]
-        same = next((path for path in earlier if contents.equals(path, _WORKFLOW_KEYS)), None)
-        file = same or Path(folder) / f"{name}_{counter:05}{ENDING}"
-        if same is None:
+        earlier_file = next((path for path in earlier if contents.equals(path, _WORKFLOW_KEYS)), None)
+        file = earlier_file or Path(folder) / f"{name}_{counter:05}{ENDING}"
+        if earlier_file is None:
             contents.write(file)
         saved = {"filename": file.name, "subfolder": subfolder, "type": "output", "format": format, "dtype": dtype}
-        saved["is_new"] = same is None
+        saved["is_new"] = earlier_file is None
         notes = [*reader_notes(lora, format), *filter(None, [note])]
         return io.NodeOutput(str(file), ui={"tessera": [{**saved, "notes": notes}]})
 

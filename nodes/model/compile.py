@@ -225,7 +225,7 @@ class TesseraCompileReport(io.ComfyNode):
         else:
             report = compiled_model.report()
             if (quantize := quantize_of(model)) != AS_STORED:
-                report.heading += f", quantize {quantize}"
+                report = replace(report, heading=f"{report.heading}, quantize {quantize}")
             text = report.text()
         return io.NodeOutput(text, ui={"tessera": [report.facts() | {"text": text}]})
 

@@ -132,7 +132,9 @@ def _quantized_tensors(path: str, quantize: str) -> tuple[dict[str, torch.Tensor
     convolutions = [name.removesuffix(".weight") for name in skipped if tensors[name].ndim > 2]
     rest = [name.removesuffix(".weight") for name in skipped if tensors[name].ndim == 2]
     result = quantize_weights(tensors, names, quantize, comfy.model_management.get_torch_device(), _Progress())
-    result.skipped |= {reason: layers for reason, layers in ((CONVOLUTION, convolutions), (NO_LINEAR, rest)) if layers}
+    for reason, layers in ((CONVOLUTION, convolutions), (NO_LINEAR, rest)):
+        if layers:
+            result.skip(reason, layers)
     seconds = time.perf_counter() - started
     said = list(result.notes(quantize, f" in {seconds:.0f} s"))
     if seconds > LONG:

@@ -128,6 +128,10 @@ class Turn:
         """Id of the prompt that goes on; empty if there is none."""
         return turns.following.get(self.prompt_id, "")
 
+    def finish_first(self) -> None:
+        """Let no other prompt pass from now on, since this training can't pause."""
+        self.lets_pass = False
+
     def gives_way(self) -> bool:
         """Return whether to pause before the first step: others wait, and this training has not waited for any yet."""
         return self.lets_pass and not self.pause.count and self._are_others_waiting()

@@ -161,7 +161,7 @@ class TesseraTrainLora(io.ComfyNode):
         turn = Turn(while_others_wait, minutes_between_pauses, prompt_id(), cls.hidden.unique_id)
         reason = finishes_first(turn, devices, resume, model_low_noise)
         if reason and turn.lets_pass:
-            turn.lets_pass = False
+            turn.finish_first()
             notes.append(reason)
         if turn.is_over or turn.gives_way():
             return cls._paused(turn, output_name)

@@ -289,10 +289,10 @@ def test_ci_runs_what_the_pages_say_and_then_the_oldest_torch_that_they_name():
     assert commands[0] == ["test"] and len(commands) == 2
     oldest, rest = dev.take_torch(commands[1][1:])
     assert rest == ["--fast"]
-    (asked,) = re.findall(
+    (pinned,) = re.findall(
         r'^torch = \["torch>=(.+)"\]$', (dev.ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE
     )
-    assert oldest == asked and f"torch {oldest} or newer" in (dev.ROOT / "README.md").read_text("utf-8")
+    assert oldest == pinned and f"torch {oldest} or newer" in (dev.ROOT / "README.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("arguments", [["--torch"], ["--torch", "tests/unit"], ["--torch=2"], ["--torch", "2.11; x"]])

@@ -184,14 +184,14 @@ def classes_of_frameworks(trees: list[ast.Module]) -> set[str]:
     """The classes that derive from one of ComfyUI's or torch's, directly or through classes of the pack."""
     bases: dict[str, set[str]] = {}
     for tree in trees:
-        taken = taken_of_frameworks(tree)
+        framework_names = taken_of_frameworks(tree)
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 names = {ast.unparse(base).partition("[")[0].partition(".")[0] for base in node.bases}
-                bases[node.name] = {"" if name in taken else name for name in names}  # empty: a framework's
+                bases[node.name] = {"" if name in framework_names else name for name in names}  # empty: a framework's
     derived = {""}
-    while more := {name for name, names in bases.items() if names & derived} - derived:
-        derived |= more
+    while further := {name for name, names in bases.items() if names & derived} - derived:
+        derived |= further
     return derived - {""}
 
 
@@ -201,15 +201,15 @@ def overrides(method: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return any(ast.unparse(call) == f"super().{method.name}" for call in calls)
 
 
-def sizes_of_class(node: ast.ClassDef, of_framework: bool) -> tuple[int, int]:
+def sizes_of_class(node: ast.ClassDef, is_derived: bool) -> tuple[int, int]:
     """The methods of a class, without overrides of those of ComfyUI and torch, and the attributes that it sets."""
-    methods = [each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+    methods = [child for child in node.body if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)]
     attributes = {
-        each.attr
-        for each in ast.walk(node)
-        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and ast.unparse(each.value) == "self"
+        child.attr
+        for child in ast.walk(node)
+        if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Store) and ast.unparse(child.value) == "self"
     }
-    return sum(not (of_framework and overrides(method)) for method in methods), len(attributes)
+    return sum(not (is_derived and overrides(method)) for method in methods), len(attributes)
 
 
 def test_classes_are_small():
@@ -316,31 +316,31 @@ def conditions(tree: ast.Module) -> Iterator[ast.expr]:
 def table_names(tree: ast.Module) -> Iterator[ast.Constant]:
     """Texts of tuples, lists and sets, and keys of dicts, one level deep; words by which users search don't count."""
     words = {
-        id(each)
+        id(word)
         for node in ast.walk(tree)
         if isinstance(node, ast.keyword) and node.arg == "search_aliases"
-        for each in ast.walk(node.value)
+        for word in ast.walk(node.value)
     }
     for node in ast.walk(tree):
         values = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else getattr(node, "keys", ())
         for value in values:
-            for each in value.elts if isinstance(value, ast.Tuple | ast.List) else (value,):
-                if isinstance(each, ast.Constant) and id(each) not in words:
-                    yield each
+            for constant in value.elts if isinstance(value, ast.Tuple | ast.List) else (value,):
+                if isinstance(constant, ast.Constant) and id(constant) not in words:
+                    yield constant
 
 
 def adapter_names() -> set[str]:
     """Algorithms and initialisations of the adapters, as their classes have them."""
     return {
-        each.value.value
+        statement.value.value
         for file in (ROOT / "models" / "adapters").glob("*.py")
         for node in ast.walk(tree_of(file))
         if isinstance(node, ast.ClassDef)
-        for each in node.body
-        if isinstance(each, ast.Assign | ast.AnnAssign)
-        and ast.unparse(each).partition(" ")[0].rstrip(":") in ("algorithm", "init")
-        and isinstance(each.value, ast.Constant)
-        and each.value.value
+        for statement in node.body
+        if isinstance(statement, ast.Assign | ast.AnnAssign)
+        and ast.unparse(statement).partition(" ")[0].rstrip(":") in ("algorithm", "init")
+        and isinstance(statement.value, ast.Constant)
+        and statement.value.value
     }
 
 

@@ -1,7 +1,9 @@
-"""Texts for users do without phrases that only the code's authors understand."""
+"""Texts for users, docstrings and comments do without phrases that only the code's authors understand."""
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,26 +33,26 @@ PHRASES = (
 UNCLEAR = re.compile("|".join(PHRASES))
 
 
-def literals(source: str) -> Iterator[str]:
-    """The strings of a module that are no docstrings."""
-    tree = ast.parse(source)
-    bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in bare:
+def texts_of(source: str) -> Iterator[str]:
+    """The strings of a module, docstrings too, and its comments, those of several lines as one."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    yield " ".join(token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT)
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """Each text that a user may read, with the name of its file."""
+    """Each text that a user or a reader of the code sees, with the name of its file."""
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
-            for text in literals(path.read_text(encoding="utf-8")):
+            for text in texts_of(path.read_text(encoding="utf-8")):
                 yield path.name, text
     for path in [ROOT / "README.md", *(page for folder in PAGES for page in sorted((ROOT / folder).rglob("*.md")))]:
         yield path.name, path.read_text(encoding="utf-8")
 
 
-def test_texts_for_users_speak_none_of_the_codes_own_words():
+def test_texts_speak_none_of_the_codes_own_words():
     matches = [f"{name}: {m[0]}" for name, text in texts() for m in UNCLEAR.finditer(text)]
     assert not matches, matches
 
@@ -58,3 +60,7 @@ def test_texts_for_users_speak_none_of_the_codes_own_words():
 @pytest.mark.parametrize("text", ["one graph for each kind of block", "it runs eager", "9 % in the mean"])
 def test_the_phrases_are_found(text):
     assert UNCLEAR.search(text)
+
+
+def test_docstrings_and_comments_are_read():
+    assert list(texts_of('"""Names."""\nx = 1  # anew\n')) == ["Names.", "anew"]

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ class BlockRunner:
     regions: the regions of the run; each compiles one graph for each planned (token count, text length) pair.
     planned_graphs: number of graphs that the compiled regions need for all pairs.
     not_compiled: reason why nothing could be compiled, None otherwise.
-    failed: cause by label of each region that could not be compiled and runs eager.
+    failed: cause by label of each region that could not be compiled and runs uncompiled.
     clock: times the compiled blocks while it is set.
     """
 
@@ -58,9 +59,8 @@ class BlockRunner:
 
     def _compile(self, compile_settings: CompileSettings, device: torch.device) -> None:
         compile_options = self.rules.static(compile_settings.options())
-        self.report.heading = (
-            f"Train LoRA: backend {compile_options.backend}, mode {compile_options.mode}, block by block, static shapes"
-        )
+        compiler = f"backend {compile_options.backend}, mode {compile_options.mode}"
+        self.report = replace(self.report, heading=f"Train LoRA: {compiler}, block by block, static shapes")
         try:
             for number, region in enumerate(self.regions.values()):
                 if (report := region.compile(number, device, self.checkpointing.compiled)) is not None:
@@ -121,7 +121,7 @@ class BlockRunner:
                 "fullgraph off on Compile Model."
             ) from error
         log.debug("%s", report.label, exc_info=error)
-        report.compiled_calls -= 1  # the one that failed
+        report.drop_failed_call()
         self._run_eager(region, report, broken or cause)
 
     def leave_eager(self, block: Block, cause: str) -> None:

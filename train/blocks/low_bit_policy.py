@@ -117,11 +117,11 @@ class LowBitPolicy:
         previous = [linear.low_bit for linear in linears]
         try:
             for linear in linears:
-                linear.low_bit = None
+                linear.exchange_low_bit(None)
             yield
         finally:
             for linear, low_bit in zip(linears, previous, strict=True):
-                linear.low_bit = low_bit
+                linear.exchange_low_bit(low_bit)
 
     @contextmanager
     def measured(self, blocks: Blocks) -> Iterator[None]:
@@ -130,13 +130,12 @@ class LowBitPolicy:
         for _, block in blocks:
             for name, layer in block.linears().items():
                 if isinstance(layer, LoraLinear) and layer.low_bit is not None:
-                    layer.meter = ErrorMeter(self.device)
-                    meters.append(((block.kind, name), layer, layer.meter))
+                    meters.append(((block.kind, name), layer, layer.start_meter(self.device)))
         try:
             yield
         finally:
             for _, layer, _ in meters:
-                layer.meter = None
+                layer.stop_meter()
         worst: dict[Place, tuple[float, float]] = {}
         for place, _, meter in meters:
             meter_errors = (error if error == error else math.inf for error in meter.errors())
@@ -207,7 +206,7 @@ class LowBitPolicy:
         yield f"low_bit_matmul is {self.option}: {counts_text}, where they see {LEAST_ROWS} tokens or more.{rest}"
 
     def facts(self) -> dict[str, Any]:
-        """Return entries for the summary: for each layer of each kind of block its matmul precision, the errors that
+        """Return entries for the summary: for each layer of each block type its matmul precision, the errors that
         this run has measured, and the count; empty if the option is OFF."""
         if self.option == OFF:
             return {}

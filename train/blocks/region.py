@@ -82,7 +82,7 @@ class BlockRegion:
         eager, self.report = self.eager, None
 
         def counted(*args: Any) -> Any:
-            report.eager_calls += 1
+            report.count_eager_call()
             return eager(*args)
 
         self.run = counted
@@ -100,7 +100,7 @@ def _watched(compiled: Callable[..., Any], report: RegionReport, device: torch.d
     counts = not limits_each_region()
 
     def run(*args: Any) -> Any:
-        report.compiled_calls += 1  # first: a recompute stops as soon as it has the tensors that it needs
+        report.count_compiled_call()  # first: a recompute stops as soon as it has the tensors that it needs
         with report.watch(device) as record:
             out = compiled(*args)
         if counts and record.event is not None and sum(e.graphs for e in report.events) > report.options.limit:

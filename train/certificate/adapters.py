@@ -21,11 +21,11 @@ def without_adapters(placed: PlacedModel) -> Iterator[None]:
     linears = placed.weights.transformer.linears()
     try:
         for layer in linears.values():
-            layer.adapter = None
+            layer.attach(None)
         yield
     finally:
         for layer in linears.values():
-            layer.adapter = None
+            layer.attach(None)
         placed.network.attach(linears)
 
 
@@ -107,6 +107,5 @@ def patched_by_core(
         for name in placed.network.adapters:
             key = f"diffusion_model.{name}.weight"
             if key in patches:
-                layer: Any = linears[name]
-                layer.adapter = CorePatch(key, patches[key], layer, sampled)
+                linears[name].attach(CorePatch(key, patches[key], linears[name], sampled))
         yield

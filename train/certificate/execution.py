@@ -81,11 +81,11 @@ def _execution_text(placed: PlacedModel, block: Block) -> str:
 def _compare(placed: PlacedModel, as_run: Any, block: Block, args: tuple[Any, ...]) -> tuple[float, float]:
     """Return the relative difference of the output or gradient that is the most beyond its bound, and this bound, which
     its own rounding sets."""
-    call = getattr(block, "call", None)
-    run = _with_backward(as_run, block, args)
     attached: Any = block
+    call = getattr(attached, "call", None)
+    run = _with_backward(as_run, block, args)
     if call is not None:
-        attached.call = call
+        attached.begin_call(*call)
     with own_weights(placed, block):
         plain = _with_backward(_plain, block, args)
         wide = [arg.float() if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args]
@@ -108,15 +108,23 @@ def _plain(block: Block, *args: Any) -> Any:
 def _with_backward(run: Any, block: Block, args: tuple[Any, ...]) -> Results:
     """Run a block and its backward on detached leaves of its arguments. Returns its outputs, the gradients of these
     leaves, and those of its adapters' weights, zeros if there are none."""
-    leaf_args = [a.detach().requires_grad_() if isinstance(a, Tensor) and a.requires_grad else a for a in args]
+    leaf_args = [arg.detach().requires_grad_() if _requires_grad(arg) else arg for arg in args]
     out = run(block, *leaf_args)
     outputs = (out,) if isinstance(out, Tensor) else out
-    leaves = [a for a in leaf_args if isinstance(a, Tensor) and a.requires_grad]
+    leaves = [arg for arg in leaf_args if _requires_grad(arg)]
     sources = _adapter_sources(block)
-    gradients = _gradients(outputs, [*leaves, *(tensor for pair in sources for tensor in pair if tensor is not None)])
+    weights = [tensor for source in sources for tensor in source if tensor is not None]
+    gradients = _gradients(outputs, leaves + weights)
     rest = iter(gradients[len(leaves) :])
-    adapter_gradients = [next(rest) + (0.0 if cast is None else next(rest)) for _, cast in sources]
+    adapter_gradients = []
+    for _, cast in sources:
+        gradient = next(rest)
+        adapter_gradients.append(gradient if cast is None else gradient + next(rest))
     return [output.detach().float() for output in outputs], gradients[: len(leaves)], adapter_gradients
+
+
+def _requires_grad(arg: Any) -> bool:
+    return isinstance(arg, Tensor) and arg.requires_grad
 
 
 def _adapter_sources(block: Block) -> list[tuple[Tensor, Tensor | None]]:

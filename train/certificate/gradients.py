@@ -72,8 +72,7 @@ def check_gradients(placed: PlacedModel, inputs: ModelInputs, targets: Sequence[
     forward = precise_forward(placed, inputs)
     with without_adapters(placed), in_fp32(placed.weights.transformer):
         for name, probe in probes.items():
-            attached: Any = linears[name]
-            attached.adapter = probe
+            linears[name].attach(probe)
         with torch.no_grad():
             forward()
         columns, noise = {}, {}

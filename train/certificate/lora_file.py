@@ -102,7 +102,7 @@ def check_file(
             missing.append(name)
             continue
         reference = copy.deepcopy(adapter)
-        reference.casts = {}
+        reference.casts.clear()
         reference.load(trained[name])
         difference = _difference(name, reference.to(device), entries, linears[name], device)
         largest = max(largest, difference)

@@ -23,7 +23,10 @@ from ...lora.files.lora_model import LoraModel
 from ..optim.averaging import decay_at
 from ..runs.run_names import STEPS, step_loras
 
-PROFILES = (EXPONENTIAL, POWER, EQUAL) = ("exponential", "power", "equal")
+EXPONENTIAL = "exponential"
+POWER = "power"
+EQUAL = "equal"
+PROFILES = (EXPONENTIAL, POWER, EQUAL)
 WIDEST = 0.28  # the relative width of a power profile with gamma = 0, an equal mean, is 1 / sqrt(12)
 AVERAGE = "tessera_average"
 

@@ -17,7 +17,7 @@ from ..optim.state_dict import unpack_state
 FORMAT = 1
 MASTER_WEIGHTS_PREFIX = "masters."
 OPTIONAL = ("validation", "low_bit_matmul", "pictures")
-_FIELDS = {"format", "step", "batches", "loss", "lineage", "machine", "tree", "adapters", "parts", *OPTIONAL}
+_FIELDS = {"format", "step", "batches", "loss", "lineage", "machine", "tree", "adapters", "parts"}.union(OPTIONAL)
 _MOVING = ("optimizer", "scheduler", "scaler", "average")
 _SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _SPEC = tuple(f.name for f in fields(AdapterSpec))

@@ -42,7 +42,9 @@ class DamagedState(ValueError):
     lineage: lineage of the state, None if that cannot be read either.
     """
 
-    lineage: str | None = None
+    def __init__(self, text: str, lineage: str | None = None):
+        super().__init__(text)
+        self.lineage = lineage
 
 
 @dataclass(frozen=True)
@@ -165,10 +167,11 @@ def read_header(path: Path) -> StateHeader:
         return parse_header(plain, tensors)
     except UnreadableField as error:
         version = metadata.get(_WRITTEN_BY, "")
-        state_error = _unknown_field(path, error.name, version) if error.unknown else damaged_field(path, error.name)
         lineage = plain.get("lineage") if isinstance(plain, dict) and error.name != "lineage" else None
-        state_error.lineage = lineage if isinstance(lineage, str) else None
-        raise state_error from error
+        lineage = lineage if isinstance(lineage, str) else None
+        if error.unknown:
+            raise _unknown_field(path, error.name, version, lineage) from error
+        raise damaged_field(path, error.name, lineage) from error
     except (OSError, KeyError, ValueError, safetensors.SafetensorError) as error:
         raise _damaged(path) from error
 
@@ -180,17 +183,20 @@ def _stored(file: Any, name: str) -> StoredTensor:
     return StoredTensor(shape, stored.get_dtype(), float(file.get_tensor(name)) if single else None)
 
 
-def damaged_field(path: Path, name: str) -> DamagedState:
+def damaged_field(path: Path, name: str, lineage: str | None = None) -> DamagedState:
     """Build the error for a field with an invalid value. Its name, which may be hostile, is truncated."""
-    return DamagedState(f"resume: {path.name} is damaged: its field {name[:40]!r} has a wrong value; {_INSTEAD}")
+    return DamagedState(
+        f"resume: {path.name} is damaged: its field {name[:40]!r} has a wrong value; {_INSTEAD}", lineage
+    )
 
 
-def _unknown_field(path: Path, name: str, version: str) -> DamagedState:
+def _unknown_field(path: Path, name: str, version: str, lineage: str | None) -> DamagedState:
     match = re.fullmatch(r"[0-9A-Za-z.+-]{1,20}", version)
     writer = f"version {version}" if match else "another version"
     return DamagedState(
         f"resume: {path.name} was written by {writer} of Tessera, and this one ({VERSION}) does not know its field "
-        f"{name[:40]!r}; update Tessera, {_INSTEAD}"
+        f"{name[:40]!r}; update Tessera, {_INSTEAD}",
+        lineage,
     )
 
 

@@ -74,7 +74,7 @@ class MemoryOptions:
 def parse_sigmas(text: str) -> tuple[float, ...]:
     """Parse noise levels, separated by commas, semicolons, spaces or lines, into rising order, each once.
 
-    Raises ValueError for one that is no number above 0 and up to 1, for more than MOST_SIGMAS, or a text too long.
+    Raises ValueError for one that is not above 0 and up to 1, for more than MOST_SIGMAS, or a text too long.
     """
     check_size(SETTINGS, "sigmas", characters=len(text))
     sigmas: set[float] = set()

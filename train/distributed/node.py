@@ -197,12 +197,3 @@ def check_shard(world: World, device: torch.device, memory: MemoryOptions) -> No
             "shard is on and needs NCCL between the devices, which torch has for NVIDIA's GPUs on Linux only; switch "
             "shard off on Training Memory."
         )
-
-
-def shard_notes(world: World, memory: MemoryOptions) -> tuple[str, ...]:
-    """Return a sentence if there is no other device to shard blocks with."""
-    if not shards(memory) or world.local_size > 1:
-        return ()
-    return (
-        "shard is not used: only one device of this machine trains, so there is no other to share the blocks with.",
-    )

@@ -39,8 +39,8 @@ class Progress:
         """Continue from the validation points of a state."""
         self.validation = list(points)
 
-    def resume_pictures(self, measurements: dict[str, Any]) -> None:
-        """Continue from the losses by picture of a state."""
+    def note_pictures(self, measurements: dict[str, Any]) -> None:
+        """Hold the losses by picture of a state, or those that were measured last."""
         self.pictures = measurements
 
     @contextmanager

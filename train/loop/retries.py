@@ -86,7 +86,7 @@ class StepRetries:
         del self.placed, self.learner
 
     def _note_uncompiled(self) -> None:
-        """Report the kinds of blocks that failed to compile and run eager; if all did, fall back to eager training."""
+        """Report the block types that failed to compile and run uncompiled; if all did, train uncompiled."""
         runner = self.placed.execution.runner
         failed = dict(runner.failed)
         runner.failed.clear()

@@ -76,7 +76,7 @@ class Saver:
         self.states.resume(path)
         self._resume_validation(path, state)
         if (key := self.context.pictures_key) and state.pictures.get("of") == key:
-            self.progress.resume_pictures({name: value for name, value in state.pictures.items() if name != "of"})
+            self.progress.note_pictures({name: value for name, value in state.pictures.items() if name != "of"})
         self.observer.note(f"Resumed at step {state.step}.")
         for note in notes:
             self.observer.note(note)

@@ -58,9 +58,7 @@ def check_guidance_loss(
     """
     scale = options.guidance_loss_scale
     if not scale:
-        unread = any(sample.empty_length and not sample.caption_dropout for sample in samples)
-        message = "The empty caption in data has no effect: Training Objective has guidance_loss_scale 0."
-        return (message,) if unread else ()
+        return ()
     if training_adapter:
         raise ValueError(
             f"guidance_loss_scale is {scale:g} and training_adapter is {training_adapter}, which removes the guidance "

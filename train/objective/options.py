@@ -12,7 +12,9 @@ RESOLUTION_SAMPLINGS = ("resolution_shifted", "resolution_flux2", "resolution_qw
 TIMESTEP_SAMPLING = (
     "logit_normal",
     "uniform",
-    *RESOLUTION_SAMPLINGS,
+    "resolution_shifted",
+    "resolution_flux2",
+    "resolution_qwen",
     "sigmoid",
     "mode",
     "logsnr",
@@ -25,7 +27,7 @@ HUBER_SCHEDULES = ("constant", "snr", "exponential")
 WEIGHTINGS = ("none", "sigma_sqrt", "cosmap", "min_snr")
 # Defined only on the sigma of flow matching.
 FLOW_WEIGHTINGS = ("sigma_sqrt", "cosmap")
-FLOW_SAMPLINGS = (*RESOLUTION_SAMPLINGS, "logsnr")
+FLOW_SAMPLINGS = RESOLUTION_SAMPLINGS + ("logsnr",)
 MAX_MODE_SCALE = 2 / (math.pi - 2)  # above it the mapping of mode sampling is not monotonic
 
 

@@ -59,17 +59,13 @@ def with_class_caption(choice: SampleVariant, sample: Sample, options: Objective
 
 
 def check_preservation(options: ObjectiveOptions, samples: Sequence[Sample]) -> tuple[str, ...]:
-    """Make notes on preservation settings or samples without effect.
+    """Make a note on samples that preserve nothing.
 
     Raises ValueError if preservation is on and no sample has a class caption.
     """
-    has_class_caption = any(sample.class_caption for sample in samples)
     if not options.preservation_weight:
-        message = (
-            "class_word (or blank_prompt_preservation) has no effect: Training Objective has preservation_weight 0."
-        )
-        return (message,) if has_class_caption else ()
-    if not has_class_caption:
+        return ()
+    if not any(sample.class_caption for sample in samples):
         raise ValueError(
             f"preservation_weight is {options.preservation_weight:g} and no caption has a class word to preserve; set "
             f"class_word on Training Images or Training Clips (such as man, if the trigger word names a man) or "

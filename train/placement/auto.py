@@ -239,7 +239,7 @@ def compiles(settings: CompileSettings | None, device: torch.device) -> Callable
 
     def is_compiled(name: str) -> bool:
         compile_options = settings.options_for(name) if settings else None
-        # Without Triton (as on Windows) inductor has no GPU backend, and blocks run eager after the first try.
+        # Without Triton (as on Windows) inductor has no GPU backend, and blocks run uncompiled after the first try.
         missing = device.type == "cuda" and find_spec("triton") is None
         return compile_options is not None and not (compile_options.backend == "inductor" and missing)
 

@@ -138,18 +138,13 @@ class PlacedModel:
             self.observer.note(note)
 
     def note_memory_use(self) -> None:
-        """Report ignored memory options, host memory that could not be pinned, and the layers' storage format and
-        matmul precision, as far as decided."""
+        """Report host memory that could not be pinned, and the layers' storage format and matmul precision, as far as
+        decided."""
         for note in self.weights.quantize_notes:
             self.observer.note(note)
         if not self.low_bit.undecided:
             self._note_low_bit()
-        memory, host = self.memory.options, self.weights.host
-        if memory.offload_activations and self.execution.runner.checkpointing.offload is None:
-            self.observer.note(
-                "offload_activations is ignored: it only works with checkpointing full, and checkpointing is "
-                f"'{memory.checkpointing}'."
-            )
+        host = self.weights.host
         if host is not None and host.notes:
             self.observer.note(host.notes[0])
 
@@ -186,7 +181,7 @@ class PlacedModel:
     def check_forward(self, inputs: ModelInputs) -> None:
         """Compare the training forward with ComfyUI's, once. Raises ValueError if they differ.
 
-        Blocks that must not be compiled run eager from then on.
+        Blocks that must not be compiled run uncompiled from then on.
         """
         if not self.checks.due(inputs):
             return

@@ -122,9 +122,10 @@ class Probe:
         """Put copies of the block's adapters on the device, with their casts."""
         for linear in block.linears().values():
             if linear.adapter is not None:
-                linear.adapter = copy.deepcopy(linear.adapter).to(self.device)
+                adapter = copy.deepcopy(linear.adapter).to(self.device)
+                linear.attach(adapter)
                 if self.network.casts_in(dtype) is not None:
-                    make_casts(linear.adapter, dtype)
+                    make_casts(adapter, dtype)
 
 
 def _leaf_inputs(args: Sequence[Any], alone: bool) -> list[Any]:

@@ -24,24 +24,21 @@ def quantize_notes(quantize: str, blocks: Sequence[tuple[str, Block]], swapped: 
         for inside, layer in block.linears().items():
             layer_name = f"{name}.{inside}"
             if not isinstance(layer, LoraLinear):
-                result.skipped.setdefault("a convolution", []).append(layer_name)
+                result.skip("a convolution", [layer_name])
                 continue
             seconds = layer.quantize_seconds()
             stored_bytes, frozen = layer.bytes_as_stored(), layer.frozen()
             if stored_bytes is None:
-                result.skipped.setdefault("already in 8 bit or less", []).append(layer_name)
+                result.skip("already in 8 bit or less", [layer_name])
                 continue
             if frozen.weight.dtype not in (torch.int8, torch.float8_e4m3fn):
-                result.skipped.setdefault("all zero, or not finite", []).append(layer_name)
+                result.skip("all zero, or not finite", [layer_name])
                 continue
             quantized_bytes = sum(
                 part.nbytes for part in (frozen.weight, frozen.scale, *frozen.parts) if part is not None
             )
             rotated_or_fp8 = frozen.layout is None or read_format(frozen.layout).constants.get("convrot")
-            result.count += 1
-            result.unrotated += not rotated_or_fp8
-            result.bytes_before += stored_bytes
-            result.bytes_after += quantized_bytes
+            result.count_quantized(stored_bytes, quantized_bytes, is_unrotated=not rotated_or_fp8)
             on_host += quantized_bytes if name in swapped else 0
     yield from result.notes(quantize, f" in {seconds:.0f} s for this run")
     if on_host:

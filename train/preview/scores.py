@@ -16,7 +16,9 @@ from .contact_sheet import Cell, middle
 Encode = Callable[[Tensor], Tensor]
 """Function of an image (1, H, W, 3), 0 to 1, that returns its embedding (1, D)."""
 
-LIKENESS, VARIETY, VALIDATION = "likeness", "variety", "validation loss"
+LIKENESS = "likeness"
+VARIETY = "variety"
+VALIDATION = "validation loss"
 AS_LISTED = "as listed"
 ORDERS = (AS_LISTED, LIKENESS, VARIETY, VALIDATION)
 

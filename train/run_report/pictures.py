@@ -55,9 +55,12 @@ def preview_strip(folders: Sequence[RunFolder]) -> Image.Image | None:
         run_name = f"{folder.path.name}: " if len(folders) > 1 else ""
         titles.append(run_name + str(row_shots[-1].title)[:MOST_CHARACTERS])
         for shot in row_shots:
-            if (picture := _read(place, shot)) is not None:
+            picture = _read(place, shot)
+            if picture is not None:
                 cells[len(titles) - 1, steps.index(shot.step)] = picture
-    return render_sheet(titles, [f"step {step:,}" for step in steps], cells) if cells else None
+    if not cells:
+        return None
+    return render_sheet(titles, [f"step {step:,}" for step in steps], cells)
 
 
 def _read(previews: Path, shot: Shot) -> Image.Image | None:

@@ -31,7 +31,10 @@ from ...common.untrusted.regular_files import append_regular, open_regular
 
 log = logging.getLogger(__name__)
 
-RECORD = RUN, PROGRESS, SUMMARY = "run.json", "progress.jsonl", "summary.json"
+RUN = "run.json"
+PROGRESS = "progress.jsonl"
+SUMMARY = "summary.json"
+RECORD = (RUN, PROGRESS, SUMMARY)
 SECONDS_BETWEEN_WRITES = 1.0
 MOST_POINTS = 2000
 GREATEST = 1e30  # largest loss: fp32 ends at 3e38, and means are computed from sums

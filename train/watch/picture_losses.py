@@ -85,14 +85,16 @@ class PictureLosses:
 
     def report(self) -> dict[str, Any]:
         """Return the ranking as plain values, see `judge`, with the noise levels and the number of pictures."""
-        sides: tuple[list[PictureLoss], list[PictureLoss]] = ([], [])
+        trained: list[PictureLoss] = []
+        held_out: list[PictureLoss] = []
         for index, losses in sorted(self.measured.items()):
             *earlier, step = sorted(losses.points)
             relative = tuple((point, relative_loss(losses.points[point], losses.base)) for point in earlier)
             name = self.rotation.pictures[index].name
             picture = PictureLoss(name, losses.points[step], losses.base, step, relative)
-            sides[index >= self.rotation.trained].append(picture)
-        return {**judge(*sides), "sigmas": list(self.levels), "of": self.rotation.trained}
+            side = trained if index < self.rotation.trained else held_out
+            side.append(picture)
+        return {**judge(trained, held_out), "sigmas": list(self.levels), "of": self.rotation.trained}
 
     def _is_new(self, index: int) -> bool:
         return index not in self.measured
@@ -110,7 +112,7 @@ class PictureLosses:
             losses = self.measured.get(index) or _Losses(base[index], {})
             if all(map(math.isfinite, (*losses.base, *trained[index]))):
                 self.measured[index] = _Losses(losses.base, {**losses.points, step: trained[index]})
-        run.progress.pictures = self._plain()
+        run.progress.note_pictures(self._plain())
         if step < run.settings.steps:
             run.observer.phase(run.placed.execution.runner.progress_text())
 

@@ -23,11 +23,10 @@ Fresh = Mapping[str, Any]
 
 OF_TORCH = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum)
-_SETTINGS = (
-    *(*_PLAIN, type, torch.dtype, torch.device, nn.Module),
-    *(FunctionType, BuiltinFunctionType, MethodType, ModuleType),
-)
+_CODE = (FunctionType, BuiltinFunctionType, MethodType, ModuleType)
+_SETTINGS = _PLAIN + _CODE + (type, torch.dtype, torch.device, nn.Module)
 _CONTAINERS = (list, dict, set)
+_VALUES = _SETTINGS + _CONTAINERS + (Tensor, tuple)
 _FILLED = object()
 _fresh_by_config: dict[Any, dict[str, Fresh] | None] = {}
 
@@ -90,7 +89,7 @@ def _initial_values(table: Mapping[str, Any], with_objects: bool = True) -> Fres
 def holds_attributes(value: Any) -> bool:
     """Return whether the value is an object of the model's own with attributes: no setting, tensor or container, and
     nothing that its copies share."""
-    is_other = not isinstance(value, (*_SETTINGS, Tensor, *_CONTAINERS, tuple))
+    is_other = not isinstance(value, _VALUES)
     return is_other and type(getattr(value, "__dict__", None)) is dict and not cannot_be_copied(value)
 
 
@@ -118,11 +117,11 @@ class Leftovers:
         self._writes = written_by_sampling(model)
         self._copies: dict[int, Any] = {}  # modules that share a container share the fresh one too
 
-    def of_model(self) -> dict[str, Any]:
+    def in_model(self) -> dict[str, Any]:
         """Collect the attributes of the BaseModel itself."""
         return self._stale(vars(self._model), self._fresh.get(""))
 
-    def of_module(self, name: str, module: nn.Module) -> dict[str, Any]:
+    def in_module(self, name: str, module: nn.Module) -> dict[str, Any]:
         """Collect those of a module of the diffusion model.
 
         Loaders set settings on ComfyUI's layers, such as a quantised format: those stay.
@@ -197,14 +196,14 @@ def as_loaded(model: Any) -> Any:
     leftovers = Leftovers(model)
     outer, inner = copy.copy(model), copy.copy(model.diffusion_model)
     outer._modules = {**model._modules, "diffusion_model": inner}
-    reset(vars(outer), leftovers.of_model(), shallow=True)
-    reset(vars(inner), leftovers.of_module("", inner), shallow=True)
+    reset(vars(outer), leftovers.in_model(), shallow=True)
+    reset(vars(inner), leftovers.in_module("", inner), shallow=True)
     return outer
 
 
 def cannot_be_copied(value: Any) -> bool:
     """Return whether the value is a lock, a stream, or a handle of foreign code."""
-    if isinstance(value, (*_SETTINGS, Tensor, list, tuple, dict, set)):
+    if isinstance(value, _VALUES):
         return False
     try:
         value.__reduce_ex__(4)

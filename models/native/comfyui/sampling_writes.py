@@ -46,7 +46,7 @@ def _written(kinds: frozenset[type]) -> Writes:
             if name != "__init__":
                 methods.setdefault(name, []).extend(_functions(value))
     pending = [*_functions_of_samplers(), *methods.get("forward", ())]
-    seen = set(pending)
+    reached = set(pending)
     assigned: set[str] = set()
     filled: set[str] = set()
     while pending:
@@ -56,8 +56,8 @@ def _written(kinds: frozenset[type]) -> Writes:
         filled |= writes.filled
         for name in used:
             called = [*methods.get(name, ()), *_functions(function.__globals__.get(name))]
-            pending += [one for one in called if one not in seen and not _is_foreign(one)]
-            seen.update(called)
+            pending += [function for function in called if function not in reached and not _is_foreign(function)]
+            reached.update(called)
     return Writes(frozenset(assigned), frozenset(filled))
 
 
@@ -76,8 +76,9 @@ def _functions(value: Any) -> Iterable[FunctionType]:
         value = value.__func__
     parts = (value.fget, value.fset) if isinstance(value, property) else (value,)
     parts = (value.func,) if isinstance(value, cached_property) else parts
-    functions = {one for part in parts if isinstance(part, FunctionType) for one in (part, inspect.unwrap(part))}
-    return [one for one in functions if isinstance(one, FunctionType)]
+    functions = {part for part in parts if isinstance(part, FunctionType)}
+    functions |= {inspect.unwrap(function) for function in functions}
+    return [function for function in functions if isinstance(function, FunctionType)]
 
 
 def _is_foreign(part: Any) -> bool:
@@ -93,28 +94,34 @@ def names_and_writes(code: CodeType) -> tuple[frozenset[str], Writes]:
     An item that is set, or a call of one of MUTATORS, changes what stands in that line, and what a local variable in it
     was set to: `cache = self.cache`. Too many names do little harm there, as only lists, dicts and sets are meant.
     """
-    used, assigned, filled = set(code.co_names), set(), set()
+    used = set(code.co_names)
+    assigned: set[str] = set()
+    filled: set[str] = set()
     attributes: dict[int, set[str]] = {}  # by line, read
     variables: dict[int, set[str]] = {}  # by line, local, set
     changed: set[str] = set()  # local variables
     instructions = list(dis.get_instructions(code))
     line_of = {n: line for begin, end, line in code.co_lines() for n in range(begin, end, 2)}
-    items_set = {line_of.get(one.offset) for one in instructions if one.opname in ("STORE_SUBSCR", "DELETE_SUBSCR")}
-    for one, following in zip(instructions, [*instructions[1:], None], strict=True):
-        line = line_of.get(one.offset) or 0
+    items_set = {
+        line_of.get(instruction.offset)
+        for instruction in instructions
+        if instruction.opname in ("STORE_SUBSCR", "DELETE_SUBSCR")
+    }
+    for instruction, following in zip(instructions, [*instructions[1:], None], strict=True):
+        line = line_of.get(instruction.offset) or 0
         is_changed = line in items_set
         if following is not None and following.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             is_changed |= following.argval in MUTATORS
-        names = one.argval if isinstance(one.argval, tuple) else (one.argval,)
-        if one.opname in ("STORE_ATTR", "DELETE_ATTR"):
-            assigned.add(one.argval)
-        elif one.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            attributes.setdefault(line, set()).add(one.argval)
+        names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+        if instruction.opname in ("STORE_ATTR", "DELETE_ATTR"):
+            assigned.add(instruction.argval)
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            attributes.setdefault(line, set()).add(instruction.argval)
             if is_changed:
-                filled.add(one.argval)
-        elif one.opname.startswith(("STORE_FAST", "STORE_DEREF")):
+                filled.add(instruction.argval)
+        elif instruction.opname.startswith(("STORE_FAST", "STORE_DEREF")):
             variables.setdefault(line, set()).update(names)
-        elif one.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) and is_changed:
+        elif instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) and is_changed:
             changed.update(names)
     for line, local_names in variables.items():
         if not changed.isdisjoint(local_names):

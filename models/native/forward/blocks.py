@@ -97,7 +97,19 @@ class NativeBlock(Block):
         self._results = results
         self.running = Running(block.name)
         for name, linear in self._linears.items():
-            linear.place = name, self.running
+            linear.put_into_block(name, self.running)
+
+    def expect_shapes(self, number: int) -> None:
+        """Set the guess of how many input shapes one batch gives blocks of this structure."""
+        self.shapes = number
+
+    def begin_call(self, tensors: Sequence[Tensor], call: Call) -> None:
+        """Hold the arguments of the call that runs next, from which its masks are made."""
+        self.call = tensors, call
+
+    def end_call(self) -> None:
+        """Forget the call's arguments: they would hold the step's graph until the next call."""
+        self.call = None
 
     def linears(self) -> dict[str, NativeLayer]:
         return self._linears
@@ -121,18 +133,12 @@ class NativeBlock(Block):
 
     def _count(self, tensors: Sequence[Tensor], call: Call) -> dict[str, tuple[int, int]]:
         for linear in self._linears.values():
-            linear.shapes_seen = set()
+            linear.record_shapes()
         with torch.no_grad():
             self(*tensors, call, {})
+        recorded = {name: linear.recorded_shapes() for name, linear in self._linears.items()}
         # A Linear called with several shapes has no mask.
-        shapes = {
-            name: next(iter(x.shapes_seen))
-            for name, x in self._linears.items()
-            if x.shapes_seen and len(x.shapes_seen) == 1
-        }
-        for linear in self._linears.values():
-            linear.shapes_seen = None
-        return shapes
+        return {name: next(iter(shapes)) for name, shapes in recorded.items() if len(shapes) == 1}
 
     def forward(self, *args: Any) -> Any:
         """Run the block. args: the tensors, the Call and the dropout masks → a tensor or a tuple of tensors."""
@@ -140,10 +146,10 @@ class NativeBlock(Block):
         call = args[-2]
         masks = args[-1]
         for name, linear in self._linears.items():
-            linear.samples, linear.mask = call.samples, masks.get(name)
+            linear.begin_call(call.samples, masks.get(name))
         out = out_of_place(self, self.run_core, *tensors, call=call)
         for linear in self._linears.values():
-            linear.mask = None
+            linear.end_call()
         return out
 
     def run_core(self, *tensors: Tensor, call: Call) -> Any:
@@ -174,16 +180,24 @@ class NativeBlock(Block):
 def varying_attributes(cores: Sequence[nn.Module]) -> list[str]:
     """Describe the plain values in which blocks of one kind differ, as text for each; those that only hold a block's
     index are left out."""
-    plain = []
-    for core in cores:
-        attributes = {}
-        for name, module in core.named_modules():
-            for attribute, value in vars(module).items():
-                simple = isinstance(value, bool | int | float | str) or value is None
-                if simple and attribute not in _PLACES and not attribute.startswith("_"):
-                    attributes[f"{name}.{attribute}"] = value
-        plain.append(attributes)
-    different = {
-        key for attributes in plain for key in attributes if any(attributes[key] != other.get(key) for other in plain)
-    }
-    return ["".join(f"|{key}={attributes.get(key)!r}" for key in sorted(different)) for attributes in plain]
+    plain = [_plain_attributes(core) for core in cores]
+    keys = {key for attributes in plain for key in attributes}
+    different = [key for key in sorted(keys) if _differs(key, plain)]
+    return ["".join(f"|{key}={attributes.get(key)!r}" for key in different) for attributes in plain]
+
+
+def _differs(key: str, plain: Sequence[Mapping[str, Any]]) -> bool:
+    values = [attributes[key] for attributes in plain if key in attributes]
+    all_values = [attributes.get(key) for attributes in plain]
+    return any(value != other for value in values for other in all_values)
+
+
+def _plain_attributes(core: nn.Module) -> dict[str, Any]:
+    """Return the plain values of a block's modules by their names, but for its index."""
+    attributes = {}
+    for name, module in core.named_modules():
+        for attribute, value in vars(module).items():
+            is_plain = isinstance(value, bool | int | float | str) or value is None
+            if is_plain and attribute not in _PLACES and not attribute.startswith("_"):
+                attributes[f"{name}.{attribute}"] = value
+    return attributes

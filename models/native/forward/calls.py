@@ -94,27 +94,40 @@ class BlockCalls:
     def _alike(self, block: NativeBlock, tensors: list[Tensor], method: str) -> list[Tensor]:
         """Make the first block of a kind look like the others to the compiler: tensors from the previous block are
         contiguous and require a gradient."""
-        structure = f"{method} {block.structure()}"
+        alike = list(tensors)
+        for number in self._stream_numbers(f"{method} {block.structure()}", tensors):
+            if number < len(alike) and alike[number].is_floating_point():
+                alike[number] = _like_a_result(alike[number])
+        is_trained = any(linear.adapter is not None for linear in block.linears().values())
+        if is_trained and torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in alike):
+            _require_a_gradient(alike)
+        return alike
+
+    def _stream_numbers(self, structure: str, tensors: list[Tensor]) -> set[int]:
+        """Return the numbers of the tensors that one block of a structure passes on to the next, as far as known."""
         ids = tuple(map(id, tensors))
         previous_ids = self._previous_ids.get(structure)
         streams = self._streams.setdefault(structure, set())
         if previous_ids is not None and len(previous_ids) == len(ids):
             streams |= {number for number in range(len(ids)) if ids[number] != previous_ids[number]}
         self._previous_ids[structure] = ids
-        tensors = list(tensors)
-        for number in streams:
-            if number < len(tensors) and tensors[number].is_floating_point():
-                tensor = _in_row_order(tensors[number])
-                if torch.is_grad_enabled() and not tensor.requires_grad:
-                    tensor = tensor.detach().requires_grad_()
-                tensors[number] = tensor
-        trained = any(linear.adapter is not None for linear in block.linears().values())
-        if trained and torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in tensors):
-            # Block swap reloads a block for its backward by the gradient of its inputs.
-            floating = [number for number, tensor in enumerate(tensors) if tensor.is_floating_point()]
-            for number in floating[:1]:
-                tensors[number] = tensors[number].detach().requires_grad_()
-        return tensors
+        return streams
+
+
+def _like_a_result(tensor: Tensor) -> Tensor:
+    """Return the tensor as if a block had made it."""
+    tensor = _in_row_order(tensor)
+    if torch.is_grad_enabled() and not tensor.requires_grad:
+        return tensor.detach().requires_grad_()
+    return tensor
+
+
+def _require_a_gradient(tensors: list[Tensor]) -> None:
+    """Have the first floating-point tensor require a gradient, by which block swap reloads a block for its backward."""
+    for number, tensor in enumerate(tensors):
+        if tensor.is_floating_point():
+            tensors[number] = tensor.detach().requires_grad_()
+            return
 
 
 def _in_row_order(tensor: Tensor) -> Tensor:

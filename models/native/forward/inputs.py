@@ -155,7 +155,7 @@ def native_inputs(
             silent = _noised_silence(x, shape, sound.sigma(float(sigma[row])))
             packed, shapes = comfy.utils.pack_latents([x[None], silent[None]])
             x, conditioning = packed[0], {"latent_shapes": shapes, **conditioning}
-        adapter.options = None
+        adapter.forget()
         conds = model_conditioning(model, x, sample.text, conditioning, guidance, device, lists=None)
         key = row if not batches else (_signature(sample.latent, conds), repr(adapter.options))
         options[key] = adapter.options
@@ -185,6 +185,10 @@ class _LaterAdapter:
 
     def __init__(self) -> None:
         self.options: dict[str, Any] | None = None
+
+    def forget(self) -> None:
+        """Forget the last call."""
+        self.options = None
 
     def __call__(self, text: Tensor, **options: Any) -> Tensor:
         # In cached data a flag is a tensor without axes.

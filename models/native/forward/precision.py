@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...family import Block, ModelInputs, Transformer
+from ...family import Block, ModelInputs, OwnTransformer, Transformer
 from ...layers.lora_linear import LoraLayer
 
 
@@ -36,14 +36,9 @@ def computing_in(dtype: torch.dtype, transformer: Transformer) -> Iterator[None]
     """Run the transformer's modules outside its blocks in this dtype."""
     inside = {id(module) for _, block in transformer.blocks() for module in block.modules()}
     outside = [module for module in transformer.frozen_modules() if id(module) not in inside]
-    attributes: Any = transformer
-    saved_dtype = attributes.dtype
-    with cast_buffers(dtype, outside):
-        attributes.dtype = dtype
-        try:
-            yield
-        finally:
-            attributes.dtype = saved_dtype
+    assert isinstance(transformer, OwnTransformer)
+    with cast_buffers(dtype, outside), transformer.computing_in(dtype):
+        yield
 
 
 @contextmanager

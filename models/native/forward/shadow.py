@@ -4,7 +4,7 @@ The MODEL itself is never changed. A forward leaves any state on the shadow's mo
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import is_not
 from typing import Any
@@ -26,22 +26,55 @@ _NOT_COPIED = object()
 _MUTABLE = (dict, list, set)
 
 
-class NativeLinear(LoraLinear):
-    """A Linear of the shadow. ComfyUI calls it with only x, of any shape (…, in), so its dropout mask is set on it
-    before its block runs.
+class _LayerOfShadow:
+    """A layer that ComfyUI calls with only x, so that its dropout mask is set on it before its block runs.
 
     mask: of the step, or None.
     samples: the batch size; if x has as many rows, each is one sample.
+    shapes_seen: (samples, rows) of its calls while they are recorded, else None.
     place: its name in its block, and the block's running state; None outside blocks.
     """
+
+    mask: Any
+    samples: int
+    shapes_seen: set[tuple[int, int]] | None
+    place: tuple[str, Running] | None
+
+    def _begin(self) -> None:
+        self.mask = None
+        self.samples = 1
+        self.shapes_seen = None
+        self.place = None
+
+    def put_into_block(self, name: str, running: Running) -> None:
+        """Set its name in its block, and the block's running state."""
+        self.place = name, running
+
+    def begin_call(self, samples: int, mask: Any) -> None:
+        """Set the batch size and the mask of the block's next call."""
+        self.samples = samples
+        self.mask = mask
+
+    def end_call(self) -> None:
+        self.mask = None
+
+    def record_shapes(self) -> None:
+        """Record the (samples, rows) of its calls from now on."""
+        self.shapes_seen = set()
+
+    def recorded_shapes(self) -> set[tuple[int, int]]:
+        """Return the recorded (samples, rows), and stop recording."""
+        shapes, self.shapes_seen = self.shapes_seen, None
+        return shapes or set()
+
+
+class NativeLinear(_LayerOfShadow, LoraLinear):
+    """A Linear of the shadow, which ComfyUI calls with x of any shape (…, in)."""
 
     def __init__(self, weights: FrozenWeights, name: str, module: nn.Module):
         super().__init__(weights, name)
         self.in_features, self.out_features = module.in_features, module.out_features
-        self.mask: Any = None
-        self.samples = 1
-        self.shapes_seen: set[tuple[int, int]] | None = None
-        self.place: tuple[str, Running] | None = None
+        self._begin()
 
     def forward(self, x: Tensor, mask: Any = None) -> Tensor:
         if not torch.compiler.is_compiling() and self.place is not None:
@@ -57,17 +90,14 @@ class NativeLinear(LoraLinear):
         return out.reshape(*shape, out.shape[-1])
 
 
-class NativeConv(LoraConv):
+class NativeConv(_LayerOfShadow, LoraConv):
     """A convolution of the shadow, like `NativeLinear`. Its dropout mask has h·w rows."""
 
     def __init__(self, weights: FrozenWeights, name: str, module: nn.Conv2d):
         super().__init__(weights, name, module)
         for attribute in ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups"):
             setattr(self, attribute, getattr(module, attribute))
-        self.mask: Any = None
-        self.samples = 1
-        self.shapes_seen: set[tuple[int, int]] | None = None
-        self.place: tuple[str, Running] | None = None
+        self._begin()
 
     def forward(self, x: Tensor, mask: Any = None) -> Tensor:
         if not torch.compiler.is_compiling() and self.place is not None:
@@ -134,7 +164,7 @@ class Shadow:
             leftovers = Leftovers(model)
             stale: dict[str, dict[str, Any]] = {}
             for name, module in model.diffusion_model.named_modules():
-                stale[name] = leftovers.of_module(name, module)
+                stale[name] = leftovers.in_module(name, module)
                 memo |= _stand_ins(module, stale[name])
                 for tensor in (*module._parameters.values(), *module._buffers.values()):
                     if tensor is not None:
@@ -153,7 +183,7 @@ class Shadow:
         self.base = copy.copy(model)
         self.base._modules = {**model._modules, "diffusion_model": diffusion_model}
         self.base._modules["model_sampling"] = raw_output(patcher.get_model_object("model_sampling"))
-        reset(vars(self.base), leftovers.of_model(), shallow=True)
+        reset(vars(self.base), leftovers.in_model(), shallow=True)
         mutable = {n: v for n, v in vars(self.base).items() if type(v) in _MUTABLE and n not in OF_TORCH}
         vars(self.base).update({n: copy.copy(v) for n, v in mutable.items()})  # a forward may fill them
         self.base.current_patcher = None
@@ -189,29 +219,40 @@ class Shadow:
         what a forward may fill: dicts, lists and sets, and objects of the diffusion model's own."""
         modules = (module for module in self.diffusion_model.modules() if not isinstance(module, FrozenModule))
         tables: list[dict[str, Any]] = [*map(vars, modules)]
-        for table in tables[:]:
-            tables += [vars(value) for name, value in table.items() if name not in OF_TORCH and holds_attributes(value)]
+        tables += [vars(value) for value in _own_values(tables) if holds_attributes(value)]
         tables.append(vars(self.base))
-        values = [value for table in tables for name, value in table.items() if name not in OF_TORCH]
-        containers = [value for value in values if type(value) in _MUTABLE]
+        containers = [value for value in _own_values(tables) if type(value) in _MUTABLE]
         return [(container, copy.copy(container)) for container in (*tables, *containers)]
+
+
+def _own_values(tables: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return the values of tables of attributes without those that torch keeps on a module."""
+    return [value for table in tables for name, value in table.items() if name not in OF_TORCH]
 
 
 def _stand_ins(module: nn.Module, stale: Mapping[str, Any]) -> dict[int, Any]:
     """Map the id of each attribute of a module that isn't copied to what stands for it in the copy."""
     memo: dict[int, Any] = {}
     for attribute, value in vars(module).items():
-        # A copy's destruction would free the MODEL's own memory. Others may hold the same True or 1.
-        initial = stale.get(attribute)
-        is_stale = attribute in stale and not is_setting(value) and not isinstance(initial, Inner)
-        if value is not None and (attribute in LOADING or is_stale):
-            is_container = type(value) in _MUTABLE and type(value) is type(initial)
-            memo[id(value)] = initial if is_container else _NOT_COPIED  # others may hold it too
+        # A copy's destruction would free the MODEL's own memory.
+        if value is not None and (attribute in LOADING or _is_replaced(attribute, value, stale)):
+            memo[id(value)] = _stand_in(value, stale.get(attribute))
         elif cannot_be_copied(value):
             memo[id(value)] = value
         elif holds_attributes(value):
             memo.update({id(inner): inner for inner in vars(value).values() if cannot_be_copied(inner)})
     return memo
+
+
+def _is_replaced(attribute: str, value: Any, stale: Mapping[str, Any]) -> bool:
+    """Return whether a stale attribute gets a fresh value; not a setting, since others may hold the same True or 1."""
+    return attribute in stale and not is_setting(value) and not isinstance(stale[attribute], Inner)
+
+
+def _stand_in(value: Any, initial: Any) -> Any:
+    """Return the fresh container for one of its kind, which others may hold too."""
+    is_container = type(value) in _MUTABLE and type(value) is type(initial)
+    return initial if is_container else _NOT_COPIED
 
 
 def restore(state: list[tuple[Any, Any]]) -> None:

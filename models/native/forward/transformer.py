@@ -100,11 +100,11 @@ class NativeTransformer:
         """Compute the raw output of each sample as tokens, (B, N, C·patch)."""
 
         def run_block(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
-            block.call = tensors, call
+            block.begin_call(tensors, call)
             try:
                 out = run(block, *tensors, call)
             finally:
-                block.call = None  # else it would hold the step's graph until the next call
+                block.end_call()
             if not block.has_run(call.method):  # a measured step gets another block's output
                 alike, ran = block.structure(), (b for _, b in self.blocks() if b.has_run(call.method))
                 block.take_result(next(b for b in ran if b.structure() == alike), call.method)
@@ -202,9 +202,9 @@ def _hooked(shadow: Shadow, blocks: Mapping[str, BlockOfModel], record: ForwardR
     for name, native_block in calls.blocks.items():
         lists.setdefault(native_block.structure(), set()).add(list_of(blocks[name]))
     for native_block in calls.blocks.values():
-        # Lists of one kind of block, such as refiners and layers, may see different lengths; each method is a graph.
+        # Lists of one block type, such as refiners and layers, may see different lengths; each method is a graph.
         entries = entries_of(type(native_block.core), shadow.diffusion_model)
-        native_block.shapes = len(lists[native_block.structure()]) * len(entries)
+        native_block.expect_shapes(len(lists[native_block.structure()]) * len(entries))
     return calls
 
 

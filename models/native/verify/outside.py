@@ -26,6 +26,13 @@ class UnloadedTensor(Tensor):
     place: tuple[str, str]
 
     @classmethod
+    def standing_for(cls, tensor: Tensor, name: str, block: str) -> "UnloadedTensor":
+        """Make the stand-in for a tensor. name: in its block."""
+        unloaded = tensor.as_subclass(cls)
+        unloaded.place = name, block
+        return unloaded
+
+    @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         attribute = function.__self__ if function.__name__ == "__get__" else function
         if attribute.__name__ in _VALUELESS:
@@ -77,7 +84,6 @@ def _unloaded(block: str, module: Any) -> dict[str, Tensor | None]:
     tensors: dict[str, Tensor | None] = {}
     for name, tensor in module._buffers.items():
         if tensor is not None:
-            unloaded = tensor.as_subclass(UnloadedTensor)
-            unloaded.place = f"{module.prefix}.{name}".removeprefix(f"{block}."), block
-            tensors[name] = unloaded
+            name_in_block = f"{module.prefix}.{name}".removeprefix(f"{block}.")
+            tensors[name] = UnloadedTensor.standing_for(tensor, name_in_block, block)
     return tensors

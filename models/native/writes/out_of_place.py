@@ -53,6 +53,14 @@ class Place:
         self.step = step
         self.cut = cut
 
+    def renew(self, value: Tensor) -> None:
+        """Hold the values in this tensor from now on."""
+        self.value = value
+
+    def see(self, writes: int) -> None:
+        """Note that `value` includes so many writes to its memory."""
+        self.writes_seen = writes
+
 
 class OutOfPlace(TorchFunctionMode):
     """Calls in-place functions out of place, and substitutes the new tensor wherever the old one is used later.
@@ -170,9 +178,10 @@ class OutOfPlace(TorchFunctionMode):
         later = writes[place.writes_seen :]
         if later:
             if any([not place.cut or write.cut != place.cut for write in later]):
-                place.value = self._with_writes(place, later, func) if place.base is None else self._view(place, func)
+                is_whole = place.base is None
+                place.renew(self._with_writes(place, later, func) if is_whole else self._view(place, func))
                 self.places[place.value] = place
-            place.writes_seen = len(writes)
+            place.see(len(writes))
         return place.value
 
     def _view(self, place: Place, func: Any) -> Tensor:
@@ -227,7 +236,8 @@ class OutOfPlace(TorchFunctionMode):
             )
         place = self._place(target)
         self.writes[place.memory].append(place)
-        place.value, place.writes_seen = value, len(self.writes[place.memory])
+        place.renew(value)
+        place.see(len(self.writes[place.memory]))
         self.places[value] = place
         self.has_writes = True
         if self.eager:
@@ -250,27 +260,30 @@ class OutOfPlace(TorchFunctionMode):
                 return
             step: Step | None = None
             if func in UNBIND:
-                step = Tensor.select, (_dim(args, kwargs, UNBIND[func]), i), {}
+                step = Tensor.select, (_argument(args, kwargs, "dim", UNBIND[func], 0), i), {}
             elif func in CUTS:
-                dim = _dim(args, kwargs, CUTS[func])
+                dim = _argument(args, kwargs, "dim", CUTS[func], 0)
                 step = Tensor.narrow, (dim, start, part.shape[dim]), {}
                 start += part.shape[dim]
             self._note_view(func, args, kwargs, part, step, 0 if step is None else self.cuts)
 
     def _note_view(self, func: Any, args: Any, kwargs: Any, result: Tensor, step: Step | None, cut: int) -> None:
+        """Record a view, unless it is known. step, cut: as in its Place, if its source is among the arguments."""
         base: Tensor | None = args[0] if func in DETACH else result._base
         if base is None or result in self.places:
             return
-        source = args[0] if args and isinstance(args[0], Tensor) else None
         if self.eager and base not in self.places and not _reads((*args, *kwargs.values()), base):
             return  # a view of a tensor internal to the operation, as a Linear without gradients returns
-        if source is None or func in DETACH or func in AS_STRIDED or not (base is source or base is source._base):
+        source = args[0] if args and isinstance(args[0], Tensor) else None
+        is_view_of_source = source is not None and (base is source or base is source._base)
+        if not is_view_of_source or func in DETACH or func in AS_STRIDED:
             step, cut = None, 0
         parent = self._place(base if step is None or source is None else source)
         write_count = len(self.writes[parent.memory])
         self.places[result] = Place(result, write_count, parent.memory, parent, step, cut)
-        if self.eager and (func not in VISIBLE or (func in UNBIND and _iterates())):
-            self.hidden_uses.add(parent.memory)
+        if self.eager:
+            if func not in VISIBLE or (func in UNBIND and _iterates()):
+                self.hidden_uses.add(parent.memory)
 
 
 def _reads(args: Any, base: Tensor) -> bool:
@@ -279,15 +292,18 @@ def _reads(args: Any, base: Tensor) -> bool:
     return any(tensor is base or tensor._base is base for tensor in tensors if isinstance(tensor, Tensor))
 
 
-def _dim(args: Any, kwargs: Any, position: int) -> int:
-    return kwargs["dim"] if "dim" in kwargs else args[position] if len(args) > position else 0
+def _argument(args: Any, kwargs: Any, name: str, position: int, default: Any) -> Any:
+    """Return an argument that is passed by name or by position, or its default."""
+    if name in kwargs:
+        return kwargs[name]
+    return args[position] if len(args) > position else default
 
 
 def _drops_nothing(func: Any, args: Any, kwargs: Any) -> bool:
     p, training, default = DROPOUTS[func]
-    trains = kwargs["training"] if "training" in kwargs else args[training] if len(args) > training else default
-    share = kwargs["p"] if "p" in kwargs else args[p] if len(args) > p else 0.5
-    return not trains or share == 0
+    if not _argument(args, kwargs, "training", training, default):
+        return True
+    return _argument(args, kwargs, "p", p, 0.5) == 0
 
 
 def _iterates() -> bool:
@@ -300,7 +316,7 @@ _watching: list[set[str]] = []
 
 @contextmanager
 def blocks_to_leave_eager() -> Iterator[set[str]]:
-    """Collect the names of blocks, run eager in this context, whose in-place code a compiled run would not follow."""
+    """Collect the names of blocks, uncompiled in this context, whose in-place code a compiled run would not follow."""
     names: set[str] = set()
     _watching.append(names)
     try:

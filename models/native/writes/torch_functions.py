@@ -26,7 +26,7 @@ def _in_place() -> dict[Any, Callable[..., Tensor] | None]:
     twins: dict[Any, Callable[..., Tensor] | None] = {}
     for holder in (Tensor, torch, F):
         for name in dir(holder):
-            if name.endswith("_") and not name.startswith("_") and name not in (*_METADATA, *_NO_WRITE):
+            if name.endswith("_") and not name.startswith("_") and name not in _METADATA + _NO_WRITE:
                 twin = None if name in _RANDOM else getattr(holder, name[:-1], None)
                 twins[getattr(holder, name)] = twin if callable(twin) else None
     for operator, name in _OPERATORS.items():
@@ -49,7 +49,7 @@ INPLACE_AT = {
     for function in vars(F).values()
     if inspect.isfunction(function) and "inplace" in inspect.signature(function).parameters
 }
-REFUSED = frozenset(_functions(*_METADATA))
+REFUSED = frozenset(function for name in _METADATA for function in _functions(name))
 # They query properties of a tensor that no write changes.
 FACTS = frozenset(
     _functions("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_meta", "itemsize", "nbytes")

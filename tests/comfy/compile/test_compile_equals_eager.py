@@ -17,7 +17,7 @@ WIDE_AND_LONG = {"width": 96, "length": 21}
 # SDXL takes many times as long as the others to compile: each scope of it, and each way of taking sizes, once.
 PAIRS = covering(SCOPES, list(DYNAMIC), [name for name in FAMILIES if name != "sdxl"])
 OF_SDXL = [("sdxl", "blocks", "false"), ("sdxl", "stack", "true"), ("sdxl", "model", "auto")]
-CASES = one_in(5, [(name, *how) for *how, name in PAIRS])
+CASES = one_in(5, [(name, *options) for *options, name in PAIRS])
 CASES += [pytest.param(*case, marks=pytest.mark.wide) for case in OF_SDXL]
 
 pytestmark = pytest.mark.usefixtures("fresh_graphs")

@@ -117,43 +117,6 @@ def test_targets_are_parsed():
     assert options == NetworkOptions(rank=8, alpha=4.0, include=("single_blocks.*",), exclude=("*.linear2",))
 
 
-def test_ids_inputs_and_outputs_are_the_contract():
-    surface = {node.GET_SCHEMA().node_id: (list(every_input(node)), node.RETURN_TYPES) for node in NODES}
-    assert surface == {
-        "TesseraLoraNetwork": (
-            "algorithm rank alpha targets dropout lora_plus_ratio scale_weight_norms start_from start_lora base_lora "
-            "base_strength rank_dropout module_dropout rank_patterns factor constraint model init "
-            "start_from_low_noise start_lora_low_noise base_lora_low_noise base_strength_low_noise "
-            "training_adapter training_adapter_strength training_adapter_low_noise "
-            "training_adapter_strength_low_noise".split(),
-            ["TESSERA_NETWORK", "STRING"],
-        ),
-        "TesseraOptimizer": (
-            "optimizer learning_rate lr_scheduler warmup_steps max_grad_norm "
-            "weight_decay beta1 beta2 eps min_lr_ratio "
-            "lr_cycles lr_power lr_decay_part lr_curve ema_decay optimizer_class optimizer_args".split(),
-            ["TESSERA_OPTIMIZER"],
-        ),
-        "TesseraObjective": (
-            "timestep_sampling shift loss guidance logit_mean logit_std "
-            "min_sigma max_sigma sigma_range expert_boundary sigmoid_scale mode_scale logsnr_mean logsnr_std "
-            "beta_alpha beta_beta sigma_curve stratified weighting min_snr_gamma huber_c huber_schedule "
-            "ip_noise_gamma ip_noise_gamma_random_strength noise_offset preservation_weight "
-            "guidance_loss_scale".split(),
-            ["TESSERA_OBJECTIVE", "IMAGE"],
-        ),
-        "TesseraMemory": (
-            "checkpointing attention activation_budget blocks_to_swap "
-            "prefetch_blocks pin_memory offload_activations low_bit_matmul quantize shard verify".split(),
-            ["TESSERA_MEMORY"],
-        ),
-        "TesseraValidation": (
-            "part every_n_steps at_start keep_best seed min_sigma max_sigma data sigmas loss_by_picture".split(),
-            ["TESSERA_VALIDATION"],
-        ),
-    }
-
-
 def test_the_objective_shows_its_distribution_as_a_picture():
     defaults = {name: settings["default"] for name, (_, settings) in inputs(TesseraObjective).items()}
     pictures = []

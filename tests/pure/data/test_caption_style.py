@@ -9,8 +9,8 @@ def test_the_instruction_names_the_words_the_subject_and_what_is_forbidden():
     style = CaptionStyle("tags", 12, " ohwx fox, ", "photo of, image")
     assert "at most 12 short tags" in style.prompt()
     assert "called ohwx fox;" in style.prompt() and "Never use these words: photo of, image." in style.prompt()
-    own = CaptionStyle(instruction="Say {what} you see.").prompt()
-    assert own.startswith("Say {what} you see. Answer with the caption alone")
+    prompt = CaptionStyle(instruction="Say {what} you see.").prompt()
+    assert prompt.startswith("Say {what} you see. Answer with the caption alone")
     for wrong in ({"style": "poem"}, {"max_words": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             CaptionStyle(**wrong)
@@ -58,9 +58,9 @@ def test_a_ledger_keeps_what_others_wrote_and_reads_no_damaged_file(tmp_path):
     assert [later.waits(picture) for picture in pictures] == [True, True]
     later.settle(pictures[:1])
     later.save()
-    again = Ledger(tmp_path / "ledger")
-    assert [again.waits(picture) for picture in pictures] == [False, True]
-    assert again.find(pictures[0]).key == "key"
+    reread = Ledger(tmp_path / "ledger")
+    assert [reread.waits(picture) for picture in pictures] == [False, True]
+    assert reread.find(pictures[0]).key == "key"
     (file,) = (tmp_path / "ledger").iterdir()
     file.write_text('{"captions": {"a.png": {"key": 7}, "b.png": []}}')
     assert Ledger(tmp_path / "ledger").find(pictures[0]) is None

@@ -13,9 +13,9 @@ def plans_of(megapixels, sizes=PHOTOS):
 
 
 def test_one_size_is_planned_as_before():
-    (only,) = plans_of((1.0, 1.0))
-    assert only.members == (0, 1, 2, 3) and list(only.sizes) == PHOTOS
-    assert only.plan == plan_buckets(PHOTOS, megapixels=1.0, weights=[1.0] * 4, frames=[1] * 4, **ARGUMENTS)
+    (plan,) = plans_of((1.0, 1.0))
+    assert plan.members == (0, 1, 2, 3) and list(plan.sizes) == PHOTOS
+    assert plan.plan == plan_buckets(PHOTOS, megapixels=1.0, weights=[1.0] * 4, frames=[1] * 4, **ARGUMENTS)
 
 
 def test_each_picture_is_trained_at_each_size_that_it_has_pixels_for_or_at_the_nearest_below():

@@ -8,15 +8,15 @@ def picture(name, relative, step=10):
     return PictureLoss(name, (relative, 4 * relative), (1.0, 4.0), step)
 
 
-def verdicts(relatives, held_out=(0.95, 0.97), **others):
+def verdicts(relatives, held_out=(0.95, 0.97), **changes):
     trained = [picture(str(n), relative) for n, relative in enumerate(relatives)]
-    report = judge([*trained, *others.get("trained", [])], [picture(f"unseen {r}", r) for r in held_out])
+    report = judge([*trained, *changes.get("trained", [])], [picture(f"unseen {r}", r) for r in held_out])
     return {entry["file"]: entry["verdict"] for entry in report["pictures"]}, report
 
 
 def test_outliers_to_either_side_are_named_and_the_rest_learns():
-    named, report = verdicts([0.80, 0.81, 0.79, 0.80, 0.99, 0.50])
-    assert named == dict.fromkeys("0123", "learns") | {"4": "resists", "5": "pulls away"}
+    by_name, report = verdicts([0.80, 0.81, 0.79, 0.80, 0.99, 0.50])
+    assert by_name == dict.fromkeys("0123", "learns") | {"4": "resists", "5": "pulls away"}
     assert [entry["file"] for entry in report["pictures"]] == ["5", "2", "0", "3", "1", "4"]
     assert report["leave_out"] == ["4"] and report["held_out"] == pytest.approx(0.96)
     assert report["pictures"][0]["relative"] == pytest.approx(0.5)
@@ -38,8 +38,8 @@ def test_differences_of_noise_are_none():
 
 
 def test_only_pictures_of_the_last_step_are_ranked():
-    named, report = verdicts([0.8, 0.8], trained=[picture("old", 0.99, step=5)])
-    assert "old" not in named and report["step"] == 10
+    by_name, report = verdicts([0.8, 0.8], trained=[picture("old", 0.99, step=5)])
+    assert "old" not in by_name and report["step"] == 10
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from tessera.lora.options import NetworkOptions
 from tessera.train.config.settings import MemoryOptions
 from tessera.train.objective.options import ObjectiveOptions
 from tessera.train.optim.options import OptimizerOptions
+from tessera.train.optim.registry import OPTIMIZERS
 
 NAN, INF = float("nan"), float("inf")
 
@@ -63,8 +64,7 @@ NAN, INF = float("nan"), float("inf")
         (
             OptimizerOptions,
             {"optimizer": "sgd"},
-            "optimizer is 'sgd'; choose one of adamw, adamw8bit, prodigy, adafactor, came, adamw_schedulefree, lion, "
-            "muon, custom.",
+            f"optimizer is 'sgd'; choose one of {', '.join(OPTIMIZERS)}.",
         ),
         (
             OptimizerOptions,

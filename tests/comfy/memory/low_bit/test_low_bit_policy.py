@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from family_cases import cases
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tessera.lora.options import NetworkOptions
@@ -19,6 +20,8 @@ from tessera.train.checkpoint.state import DamagedState, load_state, read_header
 from tessera.train.config.settings import MemoryOptions
 from tessera.train.report.observer import SilentObserver
 from tiny.compile.compiling import Graphs
+from tiny.memory.swapping import assert_same_run, trained
+from tiny.train.runs import training_data
 
 LINEAR2 = ("single", "linear2")
 # The place of one channel of the MLP in linear1's output and in linear2's input.
@@ -117,6 +120,21 @@ def test_swapped_and_compiled_runs_decide_and_train_alike(files: Any, tmp_path: 
         assert graphs() == other.placed.execution.runner.planned_graphs == 2 and graphs.breaks == 0
         structures = other.placed.memory.automatic.measured.structures
         assert set(structures) == {block.structure() for _, block in other.placed.weights.transformer.blocks()}
+
+
+def test_an_output_of_a_swapped_block_that_nothing_uses_is_not_measured_going_back(case_file: Any, tmp_path: Path):
+    """The text of Qwen-Image's last block: a swapped block gets no gradient for it in place of no backward."""
+    case = next(case for case in cases("swap") if case.family == "qwen-image")
+    file = case_file(case, dtype=torch.bfloat16, **case.deep)
+    data = training_data(*case.batches()[case.main_batches[-1]]())
+    options = {"checkpointing": "full", "quantize": "int8", "low_bit_matmul": "int8"}
+    resident, swapped = (
+        trained(case.load(file, torch.bfloat16), data, tmp_path / f"{count}", steps=1, blocks_to_swap=count, **options)
+        for count in (0, 2)
+    )
+    assert swapped.placed.low_bit.errors == resident.placed.low_bit.errors
+    last_block = list(swapped.placed.weights.transformer.blocks())[-1][0]
+    assert_same_run(swapped, resident, [f"{last_block}.{name}" for name in case.unused])
 
 
 def test_to_measure_leaves_no_trace_in_what_is_learnt(files: Any, tmp_path: Path) -> None:

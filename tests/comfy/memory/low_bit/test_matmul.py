@@ -177,7 +177,7 @@ def test_one_direction_alone_can_be_full(storage: str, sides: tuple[str | None, 
 
 
 # No file has plain fp8 so that core reads it without a cast; inductor takes seconds, and shows the same in each format.
-IN_GRAPHS = [(how, "aot_eager") for how in STORED if how != "plain fp8"]
+IN_GRAPHS = [(storage, "aot_eager") for storage in STORED if storage != "plain fp8"]
 IN_GRAPHS += one_in(2, [("int8 rotated", "inductor"), ("fp8", "inductor")])
 
 

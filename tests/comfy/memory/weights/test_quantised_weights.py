@@ -57,7 +57,9 @@ def test_the_forward_is_that_of_cores_dequantised_weight(storage: str, dtype: to
 ROUNDED = {"int8": 0.012, "int8 by rows": 0.012, "int8 rotated": 0.012, "int4 rotated": 0.22}
 
 
-@pytest.mark.parametrize("storage", [how for how in QUANTISED if how != "fp8 by rows"])  # core turns its scales wrong
+@pytest.mark.parametrize(
+    "storage", [name for name in QUANTISED if name != "fp8 by rows"]
+)  # core turns its scales wrong
 def test_the_forward_is_that_of_cores_own_layer(storage: str) -> None:
     patcher = core_layer(storage, random(OUT, IN, std=0.1), random(OUT, seed=1))
     x = random(32, IN, seed=2)

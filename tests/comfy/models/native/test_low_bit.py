@@ -12,10 +12,10 @@ from tiny.native.stored import PLAIN, build_stored, dequantised_model
 from tiny.train.reference_gradients import lora_gradients
 from tiny.train.training import fill_up_matrices, micro_batch
 
-FORMATS = (PLAIN, *(how for how in QUANTISED if how != "nvfp4 smoothed"))
+FORMATS = (PLAIN, *(storage for storage in QUANTISED if storage != "nvfp4 smoothed"))
 # Each model in one format, each format resident and swapped; for that, three models come twice.
 CASES = [(NAMED[i % len(NAMED)], FORMATS[i % len(FORMATS)], i >= len(FORMATS)) for i in range(2 * len(FORMATS))]
-CASES += [(row, how, True) for row in ROWS if row.name == "ltx-2.3" for how in FORMATS if "fp8" in how]
+CASES += [(row, storage, True) for row in ROWS if row.name == "ltx-2.3" for storage in FORMATS if "fp8" in storage]
 EXACT = 1e-5
 # Of these ComfyUI's own Linear rounds what it multiplies too, to 8 or 4 bits, and ours does not: up to 0.041 and 0.16
 # here.

@@ -132,15 +132,13 @@ def test_a_killed_device_ends_the_others_in_a_sentence(ranks, tmp_path):
     assert "Everything up to step 1 is saved" in answers[0]["error"]
 
 
-def test_shard_is_refused_without_nccl_and_said_alone(ranks, tiny_flux, tmp_path):
+def test_shard_is_refused_without_nccl_and_changes_nothing_alone(ranks, tiny_flux, tmp_path):
     answers = ranks.train(2, tmp_path / "gloo", SHORT | {"batch_size": 2, "memory": SHARD}, nccl_only=True)
     assert all("shard is on and needs NCCL" in answer["error"] for answer in answers), answers
     assert not (tmp_path / "gloo").exists()
     watcher = Watcher()
     alone = train(tiny_flux, mixed_data(), tmp_path / "one", watcher, **SHORT, memory=SHARD)
-    assert [note for note in watcher.notes if note.startswith("shard")] == [
-        "shard is not used: only one device of this machine trains, so there is no other to share the blocks with."
-    ]
+    assert not [note for note in watcher.notes if note.startswith("shard")]
     assert_equal(dict(alone.lora), dict(train(tiny_flux, mixed_data(), tmp_path / "two", **SHORT, memory=SWAP).lora))
 
 

@@ -12,10 +12,10 @@ class Card:
     """A card of 8 GB as the driver and torch tell of it."""
 
     def __init__(self) -> None:
-        self.reserved, self.others = 0, 0
+        self.reserved, self.other_programs = 0, 0
 
     def mem_get_info(self, device: torch.device) -> tuple[int, int]:
-        return max(0, 8 * GB - self.reserved - self.others), 8 * GB
+        return max(0, 8 * GB - self.reserved - self.other_programs), 8 * GB
 
     def memory_reserved(self, device: torch.device) -> int:
         return self.reserved
@@ -31,7 +31,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
 
 
 def test_memory_beyond_the_free_has_spilled_and_is_told_once(card: Card) -> None:
-    card.reserved, card.others = GB, GB
+    card.reserved, card.other_programs = GB, GB
     watch = SysmemMonitor(torch.device("cuda"))
     card.reserved = 7 * GB
     assert watch.message() is None
@@ -48,9 +48,9 @@ def test_a_little_more_may_be_what_other_programs_gave_back(card: Card) -> None:
 
 
 def test_memory_that_others_give_back_while_some_is_free_can_be_held_too(card: Card) -> None:
-    card.others = 5 * GB
+    card.other_programs = 5 * GB
     watch = SysmemMonitor(torch.device("cuda"))
-    card.others, card.reserved = 0, 6 * GB
+    card.other_programs, card.reserved = 0, 6 * GB
     assert watch.message() is None
     card.reserved = 8 * GB
     assert watch.message() is None

@@ -35,7 +35,9 @@ FP32 = torch.float32
 
 def network_of(layers: Any = LAYERS, **options: Any) -> LoraNetwork:
     linears: Any = {
-        name: SimpleNamespace(shape=shape, kernel=None, weight=torch.zeros(1), read_on_device=None)
+        name: SimpleNamespace(
+            shape=shape, kernel=None, weight=torch.zeros(1), read_on_device=None, attach=lambda _: None
+        )
         for name, shape in layers.items()
     }
     network = LoraNetwork(NetworkOptions(**{"rank": 5, "alpha": 8.0} | options), list(layers), linears, 3)

@@ -44,7 +44,7 @@ def test_sampling_leaves_nothing_in_the_copy_that_trains(row):
     shadow, outside = shadow_of(patcher), attributes(as_loaded(patcher.model))
     assert fresh_attributes(patcher.model) is not None
     leftovers, modules = Leftovers(patcher.model), patcher.model.diffusion_model.named_modules()
-    assert not leftovers.of_model() and not any(leftovers.of_module(name, module) for name, module in modules)
+    assert not leftovers.in_model() and not any(leftovers.in_module(name, module) for name, module in modules)
     with torch.inference_mode():
         patcher.pre_run()
         core_forward(patcher, row, sample, 0.5)
