@@ -113,3 +113,20 @@ def test_every_other_file_is_listed_by_name(tmp_path):
     for n in range(30):
         (tmp_path / f"x{n:02}.npz").write_text("x")
     assert any("x18.npz and 11 more" in note for note in scan_images(tmp_path).notes)
+
+
+def test_files_that_no_node_reads_are_not_promised(tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    for name in ("a.txt", "film.ogv", "raw.y4m", "clip.mp4"):
+        (tmp_path / name).write_text("x")
+    assert scan_images(tmp_path).notes == (
+        "Not read here: clip.mp4; Training Clips reads them.",
+        "Not used, as nothing here reads them: film.ogv, raw.y4m.",
+    )
+    (tmp_path / "clip.txt").write_text("x")
+    (tmp_path / "b.cr3").write_text("x")
+    assert scan_videos(tmp_path, Extraction((9,), 0)).notes == (
+        "Not read here: a.png; Training Images reads them.",
+        "Not used, as nothing here reads them: b.cr3.",
+        "Left out, because these file types can't be read: film.ogv, raw.y4m; save them as MP4 (H.264).",
+    )
