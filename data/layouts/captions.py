@@ -157,9 +157,15 @@ class CaptionFiles:
         self._files = {_key(file): file for file in files}
         self._other = () if strict or extension != DEFAULT_EXTENSION else (".caption",)
         self._with_json = bool(self._other)
+        self._sources: dict[Path, CaptionSource | None] = {}
 
     def find(self, picture: Path) -> CaptionSource | None:
-        """Find the caption of a file."""
+        """Find the caption of a file. The answer stays the same, however often it is asked for."""
+        if picture not in self._sources:
+            self._sources[picture] = self._find(picture)
+        return self._sources[picture]
+
+    def _find(self, picture: Path) -> CaptionSource | None:
         if (file := caption_file(picture, self.extension)).is_file():
             return CaptionSource(file)
         for name in self._names(picture):
