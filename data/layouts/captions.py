@@ -50,11 +50,13 @@ class CaptionSource:
     file: file that holds it alone; None for a text.
     text: the caption itself, from a list or the name of a folder.
     list: file of the list that it comes from.
+    per_line: each line of the text is a caption of its own.
     """
 
     file: Path | None = None
     text: str = ""
     list: Path | None = None
+    per_line: bool = False
 
     def read(self) -> str:
         """Return the caption. Raises ValueError if its file isn't readable."""

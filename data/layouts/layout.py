@@ -204,9 +204,7 @@ def _with_texts(subset: Subset, listed: ListedCaptions, forced: bool) -> Subset:
         text = listed.texts.get(example.path)
         has_file = example.caption is not None and example.caption.file is not None
         examples.append(replace(example, caption=text) if text is not None and (forced or not has_file) else example)
-    # OneTrainer takes one line of a text for all pictures each time.
-    captions = {**subset.captions, "caption_per_line": True} if listed.per_line else subset.captions
-    return replace(subset, examples=tuple(examples), captions=captions)
+    return replace(subset, examples=tuple(examples))
 
 
 def _companion_notes(pictures: Pictures) -> Iterator[str]:
