@@ -56,6 +56,18 @@ def test_captions_of_any_length_are_what_comfyui_makes_of_them(family, tiny_file
     assert not any("cut" in note for note in prepared.notes)
 
 
+def test_options_of_the_tokenizer_count_as_they_do_for_sampling(tiny_files, tmp_path):
+    """ComfyUI's T5TokenizerOptions sets the least length of T5."""
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    clip, vae = encoders("FLUX.1", tiny_files)
+    clip = clip.clone()
+    clip.set_tokenizer_option("t5xxl_min_length", 320)
+    (sample,) = prepared_data(folder, {"a": "a fox"}, clip, vae).data.samples
+    ((cond, _),) = clip.encode_from_tokens_scheduled(clip.tokenize("a fox"))
+    assert cond.shape[1] == 320 and torch.equal(sample.load().text, cond) and sample.text_length == 384
+
+
 @pytest.mark.parametrize("family", LADDER)
 def test_max_text_length_cuts_captions_and_names_them(family, tiny_files, tmp_path):
     folder = tmp_path / "photos"
