@@ -184,17 +184,20 @@ def _lists(
 ) -> tuple[list[CaptionList], ListedCaptions]:
     """Read the lists of captions in a folder, for files without a caption of their own; all files if it is chosen."""
     forced = request.choice == CAPTION_LIST
-    needy = list(files) if forced else [file for file in files if file not in beside]
+    needy = set(files) if forced else {file for file in files if file not in beside}
     caption_files = {source.file for source in beside.values()}
     paths = [file for file in everything if is_list(file.name) and file not in caption_files]
     if forced and not paths:
         raise _absent(request, "holds no list such as metadata.jsonl, metadata.csv or captions.txt")
     reader = ListReader(request.interrupted)
     lists = [reader.read(path) for path in paths] if needy else []
-    listed = match_lists(lists, needy, request.interrupted)
+    listed = match_lists(lists, files, request.interrupted)
     names = {name for file in files for name in (file.name, file.stem)}
-    listed.missing = [row for row in listed.missing if row.replace("\\", "/").rsplit("/", 1)[-1] not in names]
-    return lists, listed
+    return lists, replace(
+        listed,
+        texts={file: source for file, source in listed.texts.items() if file in needy},
+        missing=[row for row in listed.missing if row.replace("\\", "/").rsplit("/", 1)[-1] not in names],
+    )
 
 
 def _with_texts(subset: Subset, listed: ListedCaptions, forced: bool) -> Subset:

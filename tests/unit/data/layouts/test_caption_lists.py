@@ -38,6 +38,7 @@ def test_a_list_is_known_by_its_name_in_every_form(tmp_path, stem, ending, text)
     photos(tmp_path)
     (tmp_path / f"{stem}.{ending}").write_text(text)
     assert captions(tmp_path) == {"a.png": "one", "b.png": "two"}
+    assert len(read_list(tmp_path / f"{stem}.{ending}").rows) == 2
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,7 @@ def test_a_line_is_found_by_its_path_then_by_a_name_that_one_file_has(tmp_path):
         scan_images(tmp_path)
     (tmp_path / "y" / "a.txt").write_text("beside")
     assert captions(tmp_path) == {"x/a.png": "by path", "y/a.png": "beside", "y/c.png": "by name"}
+    assert [entry.variants.texts for entry in scan_images(tmp_path).entries][0] == ("by path",)
 
 
 def test_a_text_for_all_is_for_the_files_beside_and_below(tmp_path):
@@ -75,11 +77,9 @@ def test_a_text_for_all_is_for_the_files_beside_and_below(tmp_path):
     assert captions(tmp_path) == {"c.png": "an owl", "x/a.png": "a fox", "x/in/b.png": "a fox"}
     variants = [entry.variants.texts for entry in scan_images(tmp_path).entries]
     assert variants == [("an owl",), ("a fox",), ("a fox",)]
-    (tmp_path / "c.png").unlink()
-    with pytest.raises(ValueError, match="holds pictures .1. but no .txt caption files"):
-        (tmp_path / "y").mkdir()
-        (tmp_path / "y" / "captions.txt").write_text("a fox")
-        scan_images(photos(tmp_path / "z", "d.png"))
+    (tmp_path / "c.txt").unlink()
+    with pytest.raises(ValueError, match="1 of 3 pictures .* have no .txt caption file: c.png;"):
+        scan_images(tmp_path)
 
 
 def test_a_picture_with_several_lines_has_several_captions(tmp_path):
