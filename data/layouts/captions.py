@@ -153,11 +153,11 @@ class CaptionFiles:
     With the default extension it takes `a.caption`, `a.jpg.txt` or `a.json` where there is no other.
     """
 
-    def __init__(self, files: Iterable[Path], extension: str, strict: bool = False):
-        """files: all files of the folder. extension: of captions, with the dot. strict: take no other extension."""
+    def __init__(self, files: Iterable[Path], extension: str):
+        """files: all files of the folder. extension: of captions, with the dot."""
         self.extension = extension
         self._files = {_key(file): file for file in files}
-        self._other = () if strict or extension != DEFAULT_EXTENSION else (".caption",)
+        self._other = () if extension != DEFAULT_EXTENSION else (".caption",)
         self._with_json = bool(self._other)
         self._sources: dict[Path, CaptionSource | None] = {}
 

@@ -149,8 +149,8 @@ def test_missing_captions_are_named_up_to_five(folder):
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32", "utf-32-be"])
 def test_captions_are_read_by_their_byte_order_mark(tmp_path, encoding):
     mark = "\ufeff" if encoding.endswith("be") else ""
-    (tmp_path / "a.txt").write_bytes(f"{mark}ein Fuchs, 狐\r\nim Schnee".encode(encoding))
-    assert read_text(tmp_path / "a.txt") == "ein Fuchs, 狐\nim Schnee"
+    (tmp_path / "a.txt").write_bytes(f"{mark}ein Fuchs, 狐\r\nim Schnee\rbei Nacht".encode(encoding))
+    assert read_text(tmp_path / "a.txt") == "ein Fuchs, 狐\nim Schnee\nbei Nacht"
 
 
 @pytest.mark.parametrize(
