@@ -101,6 +101,14 @@ def test_a_cancelled_run_goes_on_to_the_same_ranking(tiny_flux, tmp_path):
     assert again.pictures == whole.pictures and again.loss == whole.loss
 
 
+def test_pictures_of_regularisation_are_not_measured(tiny_flux, tmp_path):
+    preserved = replace(of_one_thing("reg.png", "dog", "dog"), regularisation=True)
+    data = training_data(*foxes().samples[:2], preserved)
+    options = {"steps": 60, "batch_size": 2, "save_every": 0, "validation": OPTIONS | {"data": held_out()}}
+    report = train(tiny_flux, data, tmp_path, **options).pictures
+    assert report["of"] == 2 and sorted(picture["file"] for picture in report["pictures"]) == ["0.png", "1.png"]
+
+
 def test_stop_measures_what_its_steps_buy(tiny_flux, tmp_path):
     watcher = Watcher()
     watcher.asks[40] = frozenset({STOP})
