@@ -296,8 +296,10 @@ def test_missing_and_doubled_control_pictures_are_told(folder):
     Image.new("RGB", (8, 8)).save(before / "a.webp")
     with pytest.raises(ValueError, match=r"holds 'a.png' and 'a.webp', which are the same control picture by name"):
         scan_images(after, control_folder=before)
-    with pytest.raises(ValueError, match=r"control_folder is 'after', the folder of the pictures themselves"):
-        scan_images(after, control_folder=after)
+    (after.parent / "link").symlink_to(after)
+    for folder_itself in (after, after.parent / "link"):
+        with pytest.raises(ValueError, match=r"control_folder is 'after', the folder of the pictures themselves"):
+            scan_images(after, control_folder=folder_itself)
 
 
 def test_a_data_set_remembers_what_was_set_for_each_folder(folder):

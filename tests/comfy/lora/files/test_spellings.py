@@ -6,6 +6,7 @@ import pytest
 import tiny
 import torch
 from tessera.lora.files.lora_model import low_rank
+from tessera.lora.files.patches import DoesNotFit
 from tessera.lora.files.reader import read_lora, read_patches
 from tessera.models.catalogue.registry import family_of
 from tessera.models.convolutions import layer_shapes
@@ -57,6 +58,10 @@ def test_a_spelling_is_the_layer_s_update(row, models):
     assert (change(read.modules[row.layer]) - expected).norm() <= 1e-6 * expected.norm()
 
 
+FLAT_WRAPPERS = (
+    *("lora_prior_unet", "lora_dit", "lora_transformer", "base_model_model", "diffusion_model", "transformer"),
+    *("net", "unet", "dit", "model", "module", "lycoris", "Hunyuan_video_I2V_lora"),
+)
 NESTED = Spelling(
     "flux", "", "pipe.module.transformer.base_model.model.diffusion_model.double_blocks.0.img_attn.qkv", PEFT, ""
 )
@@ -67,7 +72,15 @@ NESTED = Spelling(
     [
         (NESTED.name, True),
         ("lycoris_diffusion_model_double_blocks_0_img_attn_qkv", True),
+        *(
+            (f"{wrapper}.double_blocks.0.img_attn.qkv", True)
+            for wrapper in ("dit", "net", "unet", "model", "lora_unet")
+        ),
+        *((f"{wrapper}_double_blocks_0_img_attn_qkv", True) for wrapper in FLAT_WRAPPERS),
+        ("double_blocks.0._checkpoint_wrapped_module.img_attn.qkv", True),
+        ("model.module.model.module.model.module.double_blocks.0.img_attn.qkv", True),
         ("other.double_blocks.0.img_attn.qkv", False),
+        ("other_double_blocks_0_img_attn_qkv", False),
         ("transformer.refiner.double_blocks.0.img_attn.qkv", False),
         ("pipe.dit2.double_blocks.0.img_attn.qkv", False),
         ("transformer_2.double_blocks.0.img_attn.qkv", False),
@@ -123,6 +136,41 @@ def test_two_updates_of_one_layer_are_added_and_named(tiny_flux):
     assert read.doubled == (f"{layer}.weight",) and low_rank(read.modules[layer]).rank == 8
 
 
+def test_two_updates_of_other_rows_are_no_doubles(tiny_flux):
+    layer = "transformer.transformer_blocks.0.attn.to_"
+    tensors = {}
+    for part in "qkv":
+        tensors |= tensors_of(Spelling("", "", f"{layer}{part}", KOHYA, ""), random_update(128, 128, ord(part)))
+    read = read_lora(tensors, family_of(tiny_flux), tiny_flux.model)
+    assert read.doubled == () and list(read.modules) == ["double_blocks.0.img_attn.qkv"]
+
+
+def test_lengths_and_biases_of_peft_are_those_of_kohya_s_names(tiny_flux):
+    layer = "double_blocks.0.img_attn.proj"
+    update = random_update(128, 128, 1)
+    tensors = tensors_of(Spelling("", "", f"base_model.model.{layer}", NAMED, ""), update)
+    tensors[f"base_model.model.{layer}.lora_magnitude_vector.default.weight"] = torch.arange(1.0, 129.0)
+    tensors[f"base_model.model.{layer}.lora_B.default.bias"] = torch.ones(128)
+    read = read_lora(tensors, family_of(tiny_flux), tiny_flux.model)
+    assert read.unknown == () and read.other_weights == (f"{layer}.bias",)
+    assert torch.equal(read.modules[layer]["dora_scale"], torch.arange(1.0, 129.0)[:, None])
+
+
+@pytest.mark.parametrize(
+    ("key", "tensor", "message"),
+    [
+        ("alpha", torch.ones(2), "alpha has 2 numbers in place of one"),
+        ("lora_down.weight", torch.ones(0, 128), "lora_down.weight is empty, as of a rank of 0"),
+    ],
+)
+def test_tensors_of_a_shape_that_no_update_has_are_named(key, tensor, message, tiny_flux):
+    layer = "double_blocks.0.img_attn.proj"
+    tensors = tensors_of(Spelling("", "", f"diffusion_model.{layer}", KOHYA, ""), random_update(128, 128, 1))
+    tensors[f"diffusion_model.{layer}.{key}"] = tensor
+    with pytest.raises(DoesNotFit, match=f"{layer}.{message}"):
+        read_lora(tensors, family_of(tiny_flux), tiny_flux.model)
+
+
 def test_text_encoders_are_counted(tiny_flux):
     names = [
         "lora_te1_text_model_encoder_layers_0_mlp_fc1",
@@ -130,6 +178,9 @@ def test_text_encoders_are_counted(tiny_flux):
         "base_model.model.text_encoder.x",
         "text_encoders.t5xxl.transformer.encoder.block.0.x",
         "clip_l.transformer.text_model.x",
+        "lora_text_encoder.layers.0.q",
+        "lora_prior_te_layers_0",
+        "te2.layers.0.q",
     ]
     tensors = {f"{name}.lora_up.weight": torch.zeros(2, 2) for name in names}
     family = family_of(tiny_flux)

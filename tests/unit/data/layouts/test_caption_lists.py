@@ -5,7 +5,7 @@ import json
 import pytest
 from PIL import Image
 from tessera.data.captions.options import CaptionOptions
-from tessera.data.folders.dataset import Places, scan_images
+from tessera.data.folders.dataset import Places, folder_fingerprint, scan_images
 from tessera.data.layouts.caption_lists import read_list
 
 
@@ -158,3 +158,15 @@ def test_captions_of_a_list_are_known_by_the_file_of_the_list(tmp_path):
     (tmp_path / "metadata.csv").write_text("file_name,text\na.png,{x\n")
     with pytest.raises(ValueError, match="The caption file 'metadata.csv' has in line 1"):
         scan_images(tmp_path, captions=CaptionOptions(wildcards=True))
+
+
+def test_the_fingerprint_follows_a_list_and_the_names_of_files_that_are_not_read(tmp_path):
+    photos(tmp_path, "a.png")
+    (tmp_path / "metadata.csv").write_text("file_name,text\na.png,a fox\n")
+    fingerprints = [folder_fingerprint(tmp_path, ".txt")]
+    (tmp_path / "metadata.csv").write_text("file_name,text\na.png,a hare\n")
+    fingerprints.append(folder_fingerprint(tmp_path, ".txt"))
+    for name in ("latents.npz", "alone.txt", "film.mp4"):
+        (tmp_path / name).write_text("x")
+        fingerprints.append(folder_fingerprint(tmp_path, ".txt"))
+    assert len(set(fingerprints)) == 5

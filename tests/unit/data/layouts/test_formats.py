@@ -95,7 +95,11 @@ def test_every_other_file_is_listed_by_name(tmp_path):
         "alone.txt",
         "latents.npz",
         "README.md",
+        "notes.md",
+        "LICENSE",
+        "license.txt",
         "Thumbs.db",
+        "desktop.ini",
     )
     for name in names:
         (tmp_path / name).write_text("x")
@@ -113,6 +117,16 @@ def test_every_other_file_is_listed_by_name(tmp_path):
     for n in range(30):
         (tmp_path / f"x{n:02}.npz").write_text("x")
     assert any("x18.npz and 11 more" in note for note in scan_images(tmp_path).notes)
+
+
+def test_the_picture_of_a_clip_is_not_offered_to_the_other_node(tmp_path):
+    for name in ("film.mp4", "film.txt", "film.png", "other.png"):
+        (tmp_path / name).write_text("x")
+    notes = scan_videos(tmp_path, Extraction((9,), 0)).notes
+    assert notes == (
+        "Not read here: other.png; Training Images reads them.",
+        "Not used, as nothing here reads them: film.png.",
+    )
 
 
 def test_files_that_no_node_reads_are_not_promised(tmp_path):
