@@ -180,6 +180,7 @@ def test_captions_are_read_by_their_byte_order_mark(tmp_path, encoding):
         ({"a.png": None, "a.txt": "x"}, {"repeats": 0}, r"repeats is 0; set it to 1 or more"),
         ({"a.png": None}, {"caption_extension": "/../x"}, r"caption_extension is '/../x'; set it to"),
         ({"a.png": None}, {"caption_extension": ".png"}, r"caption_extension is '.png'; set it to"),
+        ({"a.png": None}, {"caption_extension": "mp4"}, r"caption_extension is 'mp4'; set it to"),
         ({"a.png": None}, {"caption_extension": ""}, r"caption_extension is ''; set it to"),
     ],
 )

@@ -146,3 +146,20 @@ def test_a_sparse_member_is_left_out(tmp_path):
         info.size = 1
         archive.addfile(info, io.BytesIO(b"b"))
     assert contents(unpacked(path, tmp_path / "cache").folder).keys() == {"b.txt"}
+
+
+def test_an_archive_is_read_beside_a_dataset_file_and_not_with_a_plain_layout(tmp_path):
+    photos = tmp_path / "photos"
+    (photos / "in").mkdir(parents=True)
+    (photos / "in" / "a.png").write_bytes(PNG.getvalue())
+    (photos / "in" / "a.txt").write_text("a fox")
+    packed(photos / "b.zip", ("b.png", PNG.getvalue()), ("b.txt", b"an owl"))
+    (photos / "d.toml").write_text("[[datasets]]\n[[datasets.subsets]]\nimage_dir = 'in'\nnum_repeats = 3\n")
+
+    def read(layout):
+        places = Places(layout, open_archive=lambda path: unpacked(path, tmp_path / "cache"))
+        return {entry.name: entry.repeats for entry in scan_images(photos, places=places).entries}
+
+    assert read("auto") == {"in/a.png": 3, "b.zip/b.png": 1}
+    assert read("archives") == {"b.zip/b.png": 1}
+    assert read("plain") == {"in/a.png": 1}

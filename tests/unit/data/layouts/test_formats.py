@@ -93,6 +93,7 @@ def test_every_other_file_is_listed_by_name(tmp_path):
         "raw.cr3",
         "scene.exr",
         "alone.txt",
+        "alone too.caption",
         "latents.npz",
         "README.md",
         "notes.md",
@@ -110,7 +111,7 @@ def test_every_other_file_is_listed_by_name(tmp_path):
     assert [entry.name for entry in dataset.entries] == ["a.png"]
     assert dataset.notes == (
         "Not read here: film.mkv; Training Clips reads them.",
-        "These captions belong to no picture: alone.txt.",
+        "These captions belong to no picture: alone too.caption, alone.txt.",
         "Not used, as nothing here reads them: latents.npz.",
         "Left out, because these file types can't be read: raw.cr3, scene.exr; save them as PNG or JPEG.",
     )
