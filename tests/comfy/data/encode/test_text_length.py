@@ -102,7 +102,7 @@ def test_a_caption_of_flux2_is_cut_before_the_end_of_its_template():
     clip, caption = load_klein_clip(), "a fox" + " a fox" * 400
     text = Flux2Text()
     whole, cut = (
-        [pair[0] for pair in text.tokenize(clip, caption, most).tokens["qwen3_4b"][0]] for most in (None, 512)
+        [pair[0] for pair in text.tokenize(clip, caption, length).tokens["qwen3_4b"][0]] for length in (None, 512)
     )
     end = len(inner_tokenizer(clip.tokenizer).tokenizer(clip.tokenizer.llama_template.split("{}")[1])["input_ids"])
     assert end > 1 and len(cut) == 512 < len(whole)

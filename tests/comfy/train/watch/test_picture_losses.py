@@ -91,14 +91,14 @@ def test_the_random_state_is_restored_and_the_work_is_within_its_budget(tiny_flu
 def test_turns_between_the_steps_are_spent_evenly_and_within_the_budget(tiny_flux, tmp_path, monkeypatch):
     steps: list[int] = []
 
-    def spy(run, *arguments, **named):
+    def spy(run, *arguments, **options):
         steps.append(run.progress.step)
-        return row_losses(run, *arguments, **named)
+        return row_losses(run, *arguments, **options)
 
     monkeypatch.setattr(picture_losses, "row_losses", spy)
     validation = OPTIONS | {"data": held_out(), "every_n_steps": 10, "sigmas": "0.5"}
-    few = training_data(*foxes().samples[2:5])
-    train(tiny_flux, few, tmp_path, steps=80, batch_size=1, save_every=0, validation=validation)
+    pictures = training_data(*foxes().samples[2:5])
+    train(tiny_flux, pictures, tmp_path, steps=80, batch_size=1, save_every=0, validation=validation)
     # Of 12 forwards the end takes 8: three pictures and a held-out one, with the LoRA and without it. Half of the rest
     # buys a picture at half of the run, whose base model is then known: one forward less is left for the end.
     assert steps == [40] * 2 + [80] * 7 and len(steps) <= budget(run_settings(steps=80), 80) == 12

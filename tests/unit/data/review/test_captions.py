@@ -8,14 +8,14 @@ from tessera.data.review.captions import caption_faults, read_texts
 from tessera.data.review.findings import EMPTY, EQUAL, LONG, NO_CAPTION, NO_TRIGGER
 
 
-def faults(texts, trigger_words="", most=None):
-    length = None if most is None else lambda text: (len(text.split()), most)
+def faults(texts, trigger_words="", limit=None):
+    length = None if limit is None else lambda text: (len(text.split()), limit)
     names = {f"{number}.png": text for number, text in enumerate(texts)}
     return [(fault.name, fault.fault, fault.detail) for fault in caption_faults(names, trigger_words, length)]
 
 
 def test_a_caption_of_just_the_length_is_not_too_long():
-    assert faults(["one two three", "one two three four"], most=3) == [("1.png", LONG, "4 tokens, 3 are read")]
+    assert faults(["one two three", "one two three four"], limit=3) == [("1.png", LONG, "4 tokens, 3 are read")]
 
 
 @pytest.mark.parametrize(
