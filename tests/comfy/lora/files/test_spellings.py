@@ -103,6 +103,15 @@ def test_a_module_whose_name_ends_like_one_of_the_main_model_is_left_alone(model
     assert (read.modules, read.other_layers) == ({}, (f"transformer.{name}",))
 
 
+def test_blocks_of_another_model_are_not_taken_for_a_wrapper(models):
+    model = models("wan")
+    name = "lora_unet_transformer_blocks_0_attn1_to_q"  # of LTX-Video, where diffusers has blocks.0.attn1.to_q of Wan
+    read = read_lora(
+        tensors_of(Spelling("", "", name, KOHYA, ""), random_update(128, 128, 1)), family_of(model), model.model
+    )
+    assert (read.modules, read.other_layers) == ({}, (name,))
+
+
 def test_one_layer_that_is_fused_in_the_file_is_cut(models):
     model = models("wan")
     shapes = layer_shapes(model.model)
@@ -133,6 +142,11 @@ def test_two_updates_of_one_layer_are_added_and_named(tiny_flux):
     twice = tensors_of(Spelling("", "", layer, NAMED, ""), first)
     twice |= tensors_of(Spelling("", "", layer, ("{}.lora_A.b.weight", "{}.lora_B.b.weight"), ""), second)
     read = read_lora(twice, family_of(tiny_flux), tiny_flux.model)
+    assert read.doubled == (f"{layer}.weight",) and low_rank(read.modules[layer]).rank == 8
+    tensors = tensors_of(Spelling("", "", layer, PEFT, ""), first) | tensors_of(
+        Spelling("", "", layer, ("{}.lora_down.weight", "{}.lora_up.weight"), ""), second
+    )
+    read = read_lora(tensors, family_of(tiny_flux), tiny_flux.model)
     assert read.doubled == (f"{layer}.weight",) and low_rank(read.modules[layer]).rank == 8
 
 
