@@ -5,6 +5,7 @@ import re
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from ..layouts.subsets import Example, Subset
 
 MOST_UNDO = 50  # edits that can be undone
 UNDO_CHARACTERS = 64_000_000  # of their captions, in memory
+_WRITERS = 4  # files written at once: each waits for the disk
 
 MayWrite = Callable[[Path], bool]
 
@@ -162,10 +164,12 @@ def find_replacements(
     check_size(CAPTION_EDIT, "The text to search for", characters=len(search))
     check_size(CAPTION_EDIT, "The new text", characters=len(replacement))
     pattern = re.compile(re.escape(search), 0 if match_case else re.IGNORECASE)
-    changes: list[Change] = []
+    changes: dict[Path, Change] = {}
     matches = 0
     locked = 0
     for caption in captions:
+        if caption.file in changes:  # two pictures of one name share a caption
+            continue
         if caption.text is None or not (count := len(pattern.findall(caption.text))):
             continue
         if caption.locked or not caption.has_file:
@@ -173,27 +177,46 @@ def find_replacements(
             continue
         after = checked_caption(pattern.sub(lambda match: replacement, caption.text), caption.file.name)
         matches += count
-        changes.append(Change(caption.file, caption.text, after))
-    return Replacement(tuple(changes), matches, locked)
+        changes[caption.file] = Change(caption.file, caption.text, after)
+    return Replacement(tuple(changes.values()), matches, locked)
 
 
 def apply_changes(changes: Sequence[Change]) -> tuple[Change, ...]:
     """Write the changes whose captions still are as they were; returns those that were written.
 
-    On OSError, for a full or read-only disk, those that were written before are taken back.
+    On OSError, for a full or read-only disk, those that were written are taken back.
     """
-    written: list[Change] = []
-    try:
-        for change in changes:
-            if read_caption(change.file) == change.before:
-                _write(change.file, change.after)
-                written.append(change)
-    except OSError:
-        for change in written:
-            with contextlib.suppress(OSError):
-                _write(change.file, change.before or "")  # a replacement is of captions with a file
-        raise
+    with ThreadPoolExecutor(_WRITERS) as pool:
+        results = list(pool.map(_written, changes))
+        written = [change for change, result in zip(changes, results, strict=True) if result is True]
+        if error := next((result for result in results if isinstance(result, OSError)), None):
+            for restored in [pool.submit(_restored, change) for change in written]:
+                with contextlib.suppress(OSError):
+                    restored.result()
+            raise error
     return tuple(written)
+
+
+def _written(change: Change) -> bool | OSError:
+    """Write a change; returns whether the caption still was as it was, or why it could not be written."""
+    try:
+        if read_caption(change.file) != change.before:
+            return False
+        _write(change.file, change.after)
+    except OSError as error:
+        return error
+    return True
+
+
+def _restored(change: Change) -> bool:
+    """Take a change back, or remove the file that it made; returns whether the caption still was as it left it."""
+    if read_caption(change.file) != change.after:
+        return False
+    if change.before is None:
+        change.file.unlink()
+    else:
+        _write(change.file, change.before)
+    return True
 
 
 def read_caption(file: Path) -> str | None:
@@ -235,14 +258,7 @@ class UndoList:
         changes = self._edits.pop(id, None)
         if changes is None:
             raise ValueError(f"The edit {cut(id)!r} can't be undone any more.")
-        restored, changed = 0, list[str]()
-        for change in changes:
-            if read_caption(change.file) != change.after:
-                changed.append(change.file.name)
-                continue
-            if change.before is None:
-                change.file.unlink()
-            else:
-                _write(change.file, change.before)
-            restored += 1
-        return restored, changed
+        with ThreadPoolExecutor(_WRITERS) as pool:
+            results = list(pool.map(_restored, changes))
+        changed = [change.file.name for change, result in zip(changes, results, strict=True) if not result]
+        return len(changes) - len(changed), changed

@@ -1,6 +1,7 @@
 """Captions of the files of a folder, read and made into variants."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ...common.progress import Interrupted
@@ -69,7 +70,9 @@ def make_variants(
         interrupted()
         assert example.caption is not None
         caption_name = _caption_name(example, example.caption)
-        forms = make_caption_variants(texts[example.path], options, trigger_words, caption_name)
+        several = example.caption.per_line and options.caption_dropout < 1
+        own_options = replace(options, caption_per_line=True) if several else options
+        forms = make_caption_variants(texts[example.path], own_options, trigger_words, caption_name)
         if (longest := max(map(len, forms.texts))) > CAPTION_FILE.characters:
             raise ValueError(
                 f"The caption of {example.name!r} has {longest} characters with its trigger_words, but text encoders "

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.progress import Interrupted
-from ...common.text import quoted, within
+from ...common.text import quoted, shortlist, within
 from ...common.untrusted.budgets import DATASET_PATH, FOLDER, check_size
 from .caption_lists import CaptionRow, ListedCaptions, ListReader, match_lists
 from .captions import CaptionFiles, CaptionSource, checked_extension
@@ -120,10 +120,14 @@ def read_blocks(request: BlockRequest) -> tuple[tuple[Subset, ...], tuple[str, .
     used = dict[str, str]()
     unused = dict[str, None]()
     rest = 0
+    unrepeated: list[str] = []
     sources: list[Path] = [file.path]
     for block in file.blocks:
         request.interrupted()
         words = _Words(block)
+        if _repeats(reader, words) < 1:
+            unrepeated.append(next(filter(None, map(block.text, _PLACES)), "metadata_file"))
+            continue
         subset, files = _subset(reader, words)
         sources += files
         if subset is None:
@@ -137,6 +141,8 @@ def read_blocks(request: BlockRequest) -> tuple[tuple[Subset, ...], tuple[str, .
         notes.append(
             f"{rest} folders of {file.path.name!r} hold no {kind.noun}s and are left out; chain {kind.node} for them."
         )
+    if unrepeated:
+        notes.append(f"Left out, because num_repeats is 0 in {file.path.name!r}: {shortlist(unrepeated)}.")
     return tuple(subsets), tuple(notes), tuple(sources)
 
 
@@ -199,19 +205,25 @@ def _subset(reader: _Reader, words: _Words) -> tuple[Subset | None, list[Path]]:
     reader.count(len(files))
     examples = _examples(reader, top, files, captions, listed, default)
     examples = _with_companions(reader, examples, top, masks, controls, listed)
-    repeats = _number(words, "num_repeats", "repeats")
-    if repeats is not None:
-        within(f"num_repeats in {reader.name}", repeats, 0, MOST_REPEATS)
     subset = Subset(
         top.name,
         examples,
-        repeats=max(1, int(repeats or 1)),
+        repeats=_repeats(reader, words),
         trigger=str(words.take("trigger_word", "trigger word") or ""),
         prefix=str(words.take("caption_prefix", "before captions") or ""),
         suffix=str(words.take("caption_suffix", "after captions") or ""),
         **_options(words, kind),
     )
     return subset, [*used_lists, *(e.caption.file for e in examples if e.caption is not None and e.caption.file)]
+
+
+def _repeats(reader: _Reader, words: _Words) -> int:
+    """Take the repeats of a block; with 0, sd-scripts leaves it out (library/train_util.py, DreamBoothDataset)."""
+    repeats = _number(words, "num_repeats", "repeats")
+    if repeats is None:
+        return 1
+    within(f"num_repeats in {reader.name}", repeats, 0, MOST_REPEATS)
+    return int(repeats)
 
 
 def _places(place: Callable[[str, str], Path | None], words: _Words, name: str) -> list[Path]:

@@ -71,13 +71,11 @@ class ListedCaptions:
     texts: by file.
     controls: paths of control images, as written, by file.
     missing: names in lines that name no file of the folder.
-    per_line: a text for all files has a caption on each line.
     """
 
     texts: dict[Path, CaptionSource] = field(default_factory=dict)
     controls: dict[Path, tuple[str, ...]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
-    per_line: bool = False
 
 
 def is_list(name: str) -> bool:
@@ -222,29 +220,40 @@ def match_lists(
     lists: Iterable[CaptionList], files: Sequence[Path], interrupted: Interrupted = lambda: None
 ) -> ListedCaptions:
     """Match the lines of lists to files, by their path below the folder of the list, or by their name alone if one file
-    has it; sd-scripts leaves the extension out.
+    has it; sd-scripts leaves the extension out. A file that a list names several times has several captions.
     """
-    listed = ListedCaptions(per_line=any("\n" in each.text for each in lists))
+    listed = ListedCaptions()
     by_path = {str(file): file for file in files}
     by_stem: dict[str, list[Path]] = {}
     for file in files:
         for key in (str(file.with_suffix("")), file.name, file.stem):
             by_stem.setdefault(stem_of(f"{key}.x"), []).append(file)
     for caption_list in lists:
+        texts: dict[Path, dict[str, None]] = {}
         for row in caption_list.rows:
             interrupted()
             match = _match(caption_list.path.parent, row.file, by_path, by_stem)
             if match is None:
                 listed.missing.append(row.file)
             elif row.text is not None:
-                listed.texts.setdefault(match, CaptionSource(text=row.text, list=caption_list.path))
+                texts.setdefault(match, {})[row.text] = None
                 listed.controls.update({match: row.controls} if row.controls else {})
+        for file, captions in texts.items():
+            listed.texts.setdefault(file, _source(caption_list.path, list(captions)))
         if caption_list.text:
-            source = CaptionSource(text=caption_list.text, list=caption_list.path)
+            # OneTrainer takes one line of a text for all pictures each time.
+            source = CaptionSource(text=caption_list.text, list=caption_list.path, per_line="\n" in caption_list.text)
             for file in files:
                 if file.is_relative_to(caption_list.path.parent):
                     listed.texts.setdefault(file, source)
     return listed
+
+
+def _source(path: Path, captions: Sequence[str]) -> CaptionSource:
+    """Return the one caption of a file in a list, or its several captions on a line each."""
+    if len(captions) == 1:
+        return CaptionSource(text=captions[0], list=path)
+    return CaptionSource(text="\n".join(text.replace("\n", " ") for text in captions), list=path, per_line=True)
 
 
 def _match(folder: Path, name: str, by_path: Mapping[str, Path], by_stem: Mapping[str, list[Path]]) -> Path | None:
@@ -269,6 +278,8 @@ def list_notes(lists: Sequence[CaptionList], listed: ListedCaptions) -> Iterator
             name for caption_list in lists if caption_list.path in used for name in caption_list.unused
         )
         rest = f"; these fields aren't used: {shortlist(list(unused))}" if unused else ""
-        yield f"{len(listed.texts)} captions come from {shortlist(list(dict.fromkeys(names)))}{rest}."
+        several = sum(source.per_line for source in listed.texts.values())
+        choice = f"; {several} of them in several versions, one for each showing" if several else ""
+        yield f"{len(listed.texts)} captions come from {shortlist(list(dict.fromkeys(names)))}{choice}{rest}."
     if names and listed.missing:
         yield f"These files of the list are not in the folder: {shortlist(listed.missing)}."

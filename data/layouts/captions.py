@@ -50,11 +50,13 @@ class CaptionSource:
     file: file that holds it alone; None for a text.
     text: the caption itself, from a list or the name of a folder.
     list: file of the list that it comes from.
+    per_line: each line of the text is a caption of its own.
     """
 
     file: Path | None = None
     text: str = ""
     list: Path | None = None
+    per_line: bool = False
 
     def read(self) -> str:
         """Return the caption. Raises ValueError if its file isn't readable."""
@@ -151,15 +153,21 @@ class CaptionFiles:
     With the default extension it takes `a.caption`, `a.jpg.txt` or `a.json` where there is no other.
     """
 
-    def __init__(self, files: Iterable[Path], extension: str, strict: bool = False):
-        """files: all files of the folder. extension: of captions, with the dot. strict: take no other extension."""
+    def __init__(self, files: Iterable[Path], extension: str):
+        """files: all files of the folder. extension: of captions, with the dot."""
         self.extension = extension
         self._files = {_key(file): file for file in files}
-        self._other = () if strict or extension != DEFAULT_EXTENSION else (".caption",)
+        self._other = () if extension != DEFAULT_EXTENSION else (".caption",)
         self._with_json = bool(self._other)
+        self._sources: dict[Path, CaptionSource | None] = {}
 
     def find(self, picture: Path) -> CaptionSource | None:
-        """Find the caption of a file."""
+        """Find the caption of a file. The answer stays the same, however often it is asked for."""
+        if picture not in self._sources:
+            self._sources[picture] = self._find(picture)
+        return self._sources[picture]
+
+    def _find(self, picture: Path) -> CaptionSource | None:
         if (file := caption_file(picture, self.extension)).is_file():
             return CaptionSource(file)
         for name in self._names(picture):

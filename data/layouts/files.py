@@ -133,6 +133,10 @@ def same_folder(folder: Path, other: Path) -> bool:
 
 def relative_name(folder: Path, file: Path) -> str:
     """Name a file in messages: its path below the folder."""
+    start = os.path.join(folder, "")
+    path = str(file)
+    if path.startswith(start):  # a tenth of the time of relative_to, which thousands of files take
+        return path[len(start) :].replace(os.sep, "/")
     return file.relative_to(folder).as_posix()
 
 

@@ -18,8 +18,8 @@ class FileKind:
     read: file extensions that are read.
     unread: known file extensions that are not.
     format: format in which the user should save unread files.
-    other: extensions of the other kind's files.
-    node: name of the node that reads the other kind.
+    other: extensions of files that the node of the other kind reads.
+    node: name of that node.
     """
 
     noun: str
@@ -35,7 +35,7 @@ IMAGES = FileKind(
     EXTENSIONS,
     UNREAD_EXTENSIONS,
     "PNG or JPEG",
-    (VIDEO_EXTENSIONS | UNREAD_VIDEO_EXTENSIONS) - UNREAD_EXTENSIONS,
+    VIDEO_EXTENSIONS - EXTENSIONS - UNREAD_EXTENSIONS,
     "Training Clips",
 )
 VIDEOS = FileKind(
@@ -43,6 +43,6 @@ VIDEOS = FileKind(
     VIDEO_EXTENSIONS,
     UNREAD_VIDEO_EXTENSIONS,
     "MP4 (H.264)",
-    (EXTENSIONS | UNREAD_EXTENSIONS) - VIDEO_EXTENSIONS,
+    EXTENSIONS - VIDEO_EXTENSIONS,
     "Training Images",
 )

@@ -188,17 +188,18 @@ def _lists(
 ) -> tuple[list[CaptionList], ListedCaptions]:
     """Read the lists of captions in a folder, for files without a caption of their own; all files if it is chosen."""
     forced = request.choice == CAPTION_LIST
-    needy = list(files) if forced else [file for file in files if file not in beside]
+    needy = set(files) if forced else {file for file in files if file not in beside}
     caption_files = {source.file for source in beside.values()}
     paths = [file for file in everything if is_list(file.name) and file not in caption_files]
     if forced and not paths:
         raise _absent(request, "holds no list such as metadata.jsonl, metadata.csv or captions.txt")
     reader = ListReader(request.interrupted)
     lists = [reader.read(path) for path in paths] if needy else []
-    listed = match_lists(lists, needy, request.interrupted)
+    listed = match_lists(lists, files, request.interrupted)
     names = {name for file in files for name in (file.name, file.stem)}
+    texts = {file: source for file, source in listed.texts.items() if file in needy}
     missing = [row for row in listed.missing if row.replace("\\", "/").rsplit("/", 1)[-1] not in names]
-    return lists, replace(listed, missing=missing)
+    return lists, replace(listed, texts=texts, missing=missing)
 
 
 def _with_texts(subset: Subset, listed: ListedCaptions, forced: bool) -> Subset:
@@ -208,9 +209,7 @@ def _with_texts(subset: Subset, listed: ListedCaptions, forced: bool) -> Subset:
         text = listed.texts.get(example.path)
         has_file = example.caption is not None and example.caption.file is not None
         examples.append(replace(example, caption=text) if text is not None and (forced or not has_file) else example)
-    # OneTrainer takes one line of a text for all pictures each time.
-    captions = {**subset.captions, "caption_per_line": True} if listed.per_line else subset.captions
-    return replace(subset, examples=tuple(examples), captions=captions)
+    return replace(subset, examples=tuple(examples))
 
 
 def _companion_notes(pictures: Pictures) -> Iterator[str]:

@@ -229,7 +229,7 @@ def _timeline(container: Any, stream: Any) -> tuple[list[int], int, float]:
         last_end = max(last_end, _end(entry))
         lengths[entry.pts] = max(entry.duration or 0, 0)
         check_size(CLIP, "it", items=len(lengths))
-    missing = ((container.duration or 0) + (container.start_time or 0)) / av.time_base - last_end
+    missing = (container.duration or 0) / av.time_base - last_end  # that of Matroska is the time of the end
     if not lengths:
         raise ValueError("it has no frames")
     stamps = sorted(lengths)

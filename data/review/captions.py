@@ -36,7 +36,12 @@ def read_texts(subsets: Sequence[Subset]) -> tuple[dict[str, str], list[Finding]
 
 
 def _read(subset: Subset, example: Example) -> str | None:
-    return None if example.caption is None else subset.caption_text(example.caption.read()).strip()
+    """Read the caption of an example, the longest of several; None if there is none."""
+    source = example.caption
+    if source is None:
+        return None
+    text = max(source.read().split("\n"), key=len) if source.per_line else source.read()
+    return subset.caption_text(text).strip()
 
 
 def caption_faults(

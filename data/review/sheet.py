@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from io import BytesIO
+from math import ceil
 from pathlib import Path
 
 from PIL import Image
@@ -12,7 +13,7 @@ from ..media.thumbnails import SIDE, image_thumbnail
 from .findings import Finding
 
 MOST_SHOWN = 60
-_COLUMNS = 6
+_MOST_COLUMNS = 6
 _MARGIN = 12  # pixels, as are the next two
 _HEAD = 30
 _LINE = 15
@@ -29,7 +30,7 @@ def draw_sheet(
     count: pictures in the folder.
     """
     shown = pictures[:MOST_SHOWN]
-    columns = min(_COLUMNS, max(3, len(shown)))
+    columns = min(_MOST_COLUMNS, max(2, ceil(len(shown) ** 0.5)))  # few of them are large on the node
     rows = -(-len(shown) // columns)
     cell = (SIDE + _MARGIN, SIDE + _MARGIN + _LINE * _LINES)
     canvas = Canvas(columns * cell[0] + _MARGIN, _HEAD + rows * cell[1] + _MARGIN, oversampling=1)

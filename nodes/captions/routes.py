@@ -2,13 +2,14 @@
 
 GET `/tessera/captions?kind=pictures&folder=input/foxes&file=&step=1&only=missing` returns one caption as its file has
 it: of `file` (an id of `/tessera/folder`), or of its next (1) or previous (-1) neighbour. POST
-`/tessera/captions/save`, `/replace` and `/undo` write, only below ComfyUI's input and datasets folders, and only what a
-page of this server asks.
+`/tessera/captions/save` (which returns that neighbour too, if `step` and `only` are posted), `/replace` and `/undo`
+write, only below ComfyUI's input and datasets folders, and only what a page of this server asks.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
@@ -27,9 +28,9 @@ from ...data.captioning.edits import (
     save_caption,
 )
 from ...data.captioning.ledger import Ledger
-from ...data.layouts.captions import checked_extension
+from ...data.layouts.captions import CaptionSource, checked_extension
 from ...data.layouts.layout import LayoutRequest, read_layout
-from ...data.layouts.subsets import Example, Subset
+from ...data.layouts.subsets import Example
 from ..common.answers import answer, refusal
 from ..common.asked_by import posted_json, refused_change
 from ..common.folder_access import captions_folder, is_allowed_file
@@ -65,9 +66,7 @@ class ShownFolder:
         self.extension = checked_extension(request.extension)
         self.layout = read_layout(request)
         self.ledger = Ledger(captions_folder())
-        self.examples: Sequence[tuple[Subset, Example]] = [
-            (subset, example) for subset in self.layout.subsets for example in subset.examples
-        ]
+        self.examples = [(subset, example) for subset in self.layout.subsets for example in subset.examples]
 
     def id(self, example: Example) -> str:
         """Return the id of an example for the page."""
@@ -105,6 +104,11 @@ class ShownFolder:
             return EditableCaption(example, file, None, locked)
         return caption
 
+    def note_written(self, index: int, caption: EditableCaption) -> None:
+        """Take note that a caption has a file of its own by now."""
+        subset, example = self.examples[index]
+        self.examples[index] = subset, replace(example, caption=CaptionSource(caption.file))
+
     def entry(self, index: int) -> dict[str, Any]:
         """Describe a caption for the page."""
         caption = self.caption(index)
@@ -121,16 +125,28 @@ class ShownFolder:
         }
 
 
-def _show(query: Mapping[str, str]) -> dict[str, Any]:
-    step, filter = _STEPS.get(query.get("step", "0")), query.get("only", ALL)
+def _walk(query: Mapping[str, Any]) -> tuple[int, str]:
+    """Read the step and the filter of a walk. Raises ValueError for others."""
+    step, filter = _STEPS.get(str(query.get("step", "0"))), query.get("only", ALL)
     if step is None or filter not in FILTERS:
         raise ValueError("step is -1, 0 or 1, and only is all, missing or review.")
+    return step, filter
+
+
+def _entry(folder: ShownFolder, file: str, step: int, filter: str) -> dict[str, Any] | None:
+    index = folder.neighbour(file, step, filter)
+    return None if index is None else folder.entry(index)
+
+
+def _show(query: Mapping[str, str]) -> dict[str, Any]:
+    step, filter = _walk(query)
     folder = ShownFolder(_place({name: value for name, value in query.items() if name not in ("step", "only")}))
-    index = folder.neighbour(query.get("file", ""), step, filter)
-    return {"entry": None if index is None else folder.entry(index)}
+    return {"entry": _entry(folder, query.get("file", ""), step, filter)}
 
 
 def _save(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Save a caption, and show the one to go on with: both in one reading of the folder."""
+    step, filter = _walk(body)
     folder, before = ShownFolder(_place(body["place"])), body.get("before")
     file, text = body.get("file"), body.get("text")
     if not isinstance(file, str) or not isinstance(text, str) or not isinstance(before, str | None):
@@ -142,7 +158,10 @@ def _save(body: Mapping[str, Any]) -> dict[str, Any]:
     change = save_caption(caption, text, before)
     folder.ledger.settle([caption.example.path])  # somebody looked at it
     folder.ledger.save()
-    return {"undo": _undo.put([change]) if change is not None else None, "text": change.after if change else before}
+    saved = {"undo": _undo.put([change]) if change is not None else None, "text": change.after if change else before}
+    if change is not None:
+        folder.note_written(index, caption)
+    return saved | ({"entry": _entry(folder, file, step, filter)} if step else {})
 
 
 def _replace(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -42,7 +42,9 @@ def test_a_mask_is_drawn_undone_redone_and_saved(frontend, photos):
         page.mouse.move(box["x"] + box["width"] * 0.8, box["y"] + box["height"] * height, steps=4)
         page.mouse.up()
 
+    expect(dialog.get_by_role("status")).to_have_text("Paint what is learnt; what stays red is not.")
     stroke(0.25)
+    expect(dialog.locator(".tessera-mask-ring")).to_be_visible()  # as large as the brush
     stroke(0.8)
     dialog.get_by_role("button", name="Undo").click()
     frontend.picture("mask_brush", locator=dialog)
@@ -61,6 +63,8 @@ def test_a_mask_is_drawn_undone_redone_and_saved(frontend, photos):
     stroke(0.25)
     page.keyboard.press("Control+z")
     page.keyboard.press("Control+y")
+    page.keyboard.press("Escape")
+    expect(dialog.get_by_role("status")).to_contain_text("This mask isn’t saved yet. Press Esc again")
     dialog.get_by_role("button", name="Save").click()
     expect(dialog).to_have_count(0)
     mask = np.asarray(Image.open(photos / "masks" / "000.png", formats=["PNG"]))

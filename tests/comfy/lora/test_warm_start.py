@@ -215,6 +215,9 @@ def test_loras_that_do_not_fit_are_one_sentence(tiny_flux, tiny_files):
     }
     with pytest.raises(ValueError, match="start_from: LORA_MODEL holds NaN or infinite values .*; choose an earlier"):
         start(broken)
+    empty = {f"diffusion_model.single_blocks.0.linear2.lora_{side}.weight": torch.ones(0, 0) for side in "AB"}
+    with pytest.raises(ValueError, match=r"start_from: .*linear2.lora_A.weight is empty, as of a rank of 0"):
+        start(empty)
     # What is not trained is not looked at; the alpha of two whole matrices is used by no reader, a missing one is rank.
     whole = {"lokr_w1": torch.ones(4, 4), "lokr_w2": torch.ones(32, 160), "alpha": torch.tensor(1e10)}
     loha = {f"hada_w{i}_{s}": torch.ones(*((128, 4) if s == "a" else (4, 640))) for i in (1, 2) for s in "ab"}

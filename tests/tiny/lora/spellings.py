@@ -109,6 +109,20 @@ SPELLINGS = (
     ),
     Spelling(
         "flux",
+        "XLabs-AI/x-flux: train_flux_lora_deepspeed.py",
+        "double_blocks.0.processor.proj_lora2",
+        XLABS,
+        "double_blocks.0.txt_attn.proj",
+    ),
+    Spelling(
+        "flux",
+        "XLabs-AI/x-flux: train_flux_lora_deepspeed.py",
+        "single_blocks.0.processor.proj_lora",
+        XLABS,
+        "single_blocks.0.linear2",
+    ),
+    Spelling(
+        "flux",
         "XLabs-AI/x-flux: with ComfyUI's prefix",
         "diffusion_model.double_blocks.0.processor.qkv_lora1",
         XLABS,

@@ -149,8 +149,8 @@ def test_missing_captions_are_named_up_to_five(folder):
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32", "utf-32-be"])
 def test_captions_are_read_by_their_byte_order_mark(tmp_path, encoding):
     mark = "\ufeff" if encoding.endswith("be") else ""
-    (tmp_path / "a.txt").write_bytes(f"{mark}ein Fuchs, 狐\r\nim Schnee".encode(encoding))
-    assert read_text(tmp_path / "a.txt") == "ein Fuchs, 狐\nim Schnee"
+    (tmp_path / "a.txt").write_bytes(f"{mark}ein Fuchs, 狐\r\nim Schnee\rbei Nacht".encode(encoding))
+    assert read_text(tmp_path / "a.txt") == "ein Fuchs, 狐\nim Schnee\nbei Nacht"
 
 
 @pytest.mark.parametrize(
@@ -180,6 +180,7 @@ def test_captions_are_read_by_their_byte_order_mark(tmp_path, encoding):
         ({"a.png": None, "a.txt": "x"}, {"repeats": 0}, r"repeats is 0; set it to 1 or more"),
         ({"a.png": None}, {"caption_extension": "/../x"}, r"caption_extension is '/../x'; set it to"),
         ({"a.png": None}, {"caption_extension": ".png"}, r"caption_extension is '.png'; set it to"),
+        ({"a.png": None}, {"caption_extension": "mp4"}, r"caption_extension is 'mp4'; set it to"),
         ({"a.png": None}, {"caption_extension": ""}, r"caption_extension is ''; set it to"),
     ],
 )
@@ -296,8 +297,10 @@ def test_missing_and_doubled_control_pictures_are_told(folder):
     Image.new("RGB", (8, 8)).save(before / "a.webp")
     with pytest.raises(ValueError, match=r"holds 'a.png' and 'a.webp', which are the same control picture by name"):
         scan_images(after, control_folder=before)
-    with pytest.raises(ValueError, match=r"control_folder is 'after', the folder of the pictures themselves"):
-        scan_images(after, control_folder=after)
+    (after.parent / "link").symlink_to(after)
+    for folder_itself in (after, after.parent / "link"):
+        with pytest.raises(ValueError, match=r"control_folder is 'after', the folder of the pictures themselves"):
+            scan_images(after, control_folder=folder_itself)
 
 
 def test_a_data_set_remembers_what_was_set_for_each_folder(folder):

@@ -101,6 +101,12 @@ def test_batches_of_rare_shapes_are_spread_over_the_epochs():
     assert all(abs(counts[index] - 100) <= 4 for index in range(24))
 
 
+def test_a_shape_with_as_many_showings_as_a_batch_is_not_rare():
+    samples = [*RARE[:3], *(Sample(f"s{i}", (1, 4, 8), 32, 256, lambda *_: None) for i in range(4))]
+    order = [batch for batch in batches(4, count=40, samples=samples) if min(batch) >= 3]
+    assert all(sorted(batch) == [3, 4, 5, 6] for batch in order) and len(order) > 10
+
+
 def test_pictures_of_rare_shapes_and_caption_lengths_are_named_with_what_helps():
     long = Sample("long caption", (1, 4, 8), 32, 512, lambda *_: None)
     (note,) = rare_notes(4, [*USUAL, *RARE[:1], long])

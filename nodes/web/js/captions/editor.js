@@ -15,7 +15,7 @@ export const REVIEW = 'review' // those that a model wrote and nobody has looked
  * @param {string} [options.file] Id of the file to begin with; the first without.
  * @param {string} [options.only] Which captions are walked through.
  * @param {(file: string) => string} options.picture Address of the picture of a file.
- * @param {() => void} options.changed Called after something was written.
+ * @param {() => void} options.changed Called when it closes, as captions may be others by then.
  */
 export function openEditor({ place, file = '', only = ALL, picture, changed }) {
   const before = /** @type {HTMLElement | null} */ (document.activeElement)
@@ -79,22 +79,22 @@ export function openEditor({ place, file = '', only = ALL, picture, changed }) {
 
   const waiting = () => (only === REVIEW ? t('Written by a model, {count} to look at. Next takes it as it is now.', { count: entry.review }) : '')
 
-  /** Writes what was typed, if anything was. In a review the server notes that somebody has looked. */
-  async function save() {
+  /** Writes what was typed, if anything was. In a review the server notes that somebody has looked. `walk`: where to go on. */
+  async function save(walk = {}) {
     if (!isTyped() && !(only === REVIEW && entry && !entry.locked && entry.text !== null)) return
     failed = true
-    const saved = await change('captions/save', { place, file: entry.file, before: entry.text, text: text.value })
+    const saved = await change('captions/save', { place, file: entry.file, before: entry.text, text: text.value, ...walk })
     failed = false
     entry = { ...entry, missing: entry.missing - (entry.text === null ? 1 : 0), text: saved.text }
     if (saved.undo) undos.push(saved.undo)
     enable(undoing, undos.length > 0)
     say(saved.undo ? t('Saved.') : '')
-    changed()
+    return saved
   }
 
   async function step(by) {
-    await save()
-    const next = await find({ file: entry?.file ?? '', step: by })
+    const saved = await save({ step: by, only })
+    const next = saved ? saved.entry : await find({ file: entry?.file ?? '', step: by })
     if (next) show(next)
     else say(by > 0 ? t('This is the last one.') : t('This is the first one.'))
   }
@@ -119,18 +119,17 @@ export function openEditor({ place, file = '', only = ALL, picture, changed }) {
     undos.pop()
     await again()
     say(others.length ? t('Captions restored: {count}. Changed since, so left alone: {files}.', { count: restored, files: others.join(', ') }) : t('Captions restored: {count}.', { count: restored }))
-    changed()
   }
 
   /** Counts matches in the folder, or replaces them. */
   async function replace({ apply, ...wanted }) {
     await save()
+    if (apply) say(t('Replacing…'))
     const found = await change('captions/replace', { place, ...wanted, apply })
     if (!apply) return found
     if (found.undo) undos.push(found.undo)
     await again()
     say(t('Captions changed: {count}.', { count: found.captions }))
-    changed()
     return found
   }
 
@@ -139,7 +138,7 @@ export function openEditor({ place, file = '', only = ALL, picture, changed }) {
     isOpen = false
     window.removeEventListener('keydown', pressed, true)
     dialog.remove()
-    changed() // a caption may be another one by now than the gallery shows
+    changed()
     if (before?.isConnected) before.focus()
   }
 

@@ -5,7 +5,8 @@ import { button, enable, part } from '../common/elements.js'
 import { t } from '../common/words.js'
 
 const SHADE = 'rgb(160 0 0 / 60%)' // over what is not learnt
-const SIZES = { min: 4, max: 300, value: 60 } // of the brush, in pixels of the picture that is shown
+const SIZES = { min: 4, max: 300, value: 60 } // of the brush, where 1024 are the longer side of the picture
+const LARGE = 0.65 // of the page's height: smaller pictures are shown enlarged
 
 /**
  * Puts a brush on each tile of a gallery that has none yet. `entries`: of the tiles, in their order. `place`: the
@@ -32,6 +33,10 @@ async function openBrush(entry, place, saved) {
   part(head, 'tessera-grow tessera-cut', 'div', { textContent: entry.name })
   const said = part(dialog, 'tessera-mask-said')
   said.setAttribute('role', 'status')
+  const say = (sentence, wrong = false) => {
+    said.textContent = sentence
+    said.classList.toggle('tessera-error', wrong)
+  }
   const stage = part(dialog, 'tessera-mask-stage')
   dialog.showModal()
   const asked = new URLSearchParams({ ...place, file: entry.file })
@@ -41,17 +46,30 @@ async function openBrush(entry, place, saved) {
     ])
     if (!picture || !dialog.open) return
     const drawing = makeDrawing(stage, picture, mask)
+    say(t('Paint what is learnt; what stays red is not.'))
     addTools(head, drawing, async () => {
-      said.textContent = ''
+      say(t('Saving…'))
       const problem = await save(drawing, { ...place, file: entry.file })
-      if (problem) return void (said.textContent = problem)
+      if (problem) return say(problem, true)
       dialog.close()
       saved()
     })
+    askBeforeClosing(dialog, drawing, () => say(t('This mask isn’t saved yet. Press Esc again to close without it.'), true))
   } catch (error) {
-    said.textContent = error.message
+    say(error.message, true)
   }
   button(head, t('Close'), t('Close without saving'), () => dialog.close())
+}
+
+/** The first Esc after a stroke only asks. */
+function askBeforeClosing(dialog, drawing, ask) {
+  let asked = 0 // strokes when it was asked
+  dialog.addEventListener('cancel', (event) => {
+    if (drawing.strokes.length === asked) return
+    event.preventDefault()
+    asked = drawing.strokes.length
+    ask()
+  })
 }
 
 /** The picture of an address; none where the answer is empty. */
@@ -77,13 +95,15 @@ const pen = (canvas) => /** @type {CanvasRenderingContext2D} */ (canvas.getConte
  */
 function makeDrawing(stage, picture, mask) {
   const shown = canvasOf(stage, picture)
+  const scale = Math.min((window.innerHeight * LARGE) / picture.height, (window.innerWidth * LARGE) / picture.width)
+  if (scale > 1) shown.style.width = `${picture.width * scale}px`
   const painted = canvasOf(undefined, picture)
   const base = mask ? alphaOf(mask, picture) : undefined
   const drawing = {
     strokes: [], // each a list of points, or 'all' or 'nothing'
     undone: [],
     isErasing: false,
-    size: SIZES.value,
+    size: (SIZES.value * Math.max(picture.width, picture.height)) / 1024, // of the brush, in pixels of the picture
     changed: () => {}, // called after each change
     add(stroke) {
       drawing.strokes.push(stroke)
@@ -164,6 +184,13 @@ function paint(brush, stroke) {
 /** Makes strokes of what the pointer does on a canvas; `draw` paints the last piece of one. */
 function followPointer(canvas, drawing, draw) {
   let stroke
+  const ring = part(canvas.parentElement, 'tessera-mask-ring') // as large as the brush
+  const showRing = ({ clientX, clientY }) => {
+    const box = canvas.getBoundingClientRect()
+    const size = `${(drawing.size * box.width) / canvas.width}px`
+    Object.assign(ring.style, { left: `${clientX}px`, top: `${clientY}px`, width: size, height: size, display: 'block' })
+  }
+  canvas.addEventListener('pointerleave', () => (ring.style.display = 'none'))
   const point = ({ clientX, clientY }) => {
     const box = canvas.getBoundingClientRect()
     return [((clientX - box.left) * canvas.width) / box.width, ((clientY - box.top) * canvas.height) / box.height]
@@ -175,6 +202,7 @@ function followPointer(canvas, drawing, draw) {
     draw(stroke)
   })
   canvas.addEventListener('pointermove', (event) => {
+    showRing(event)
     if (!stroke) return
     stroke.points.push(point(event))
     draw(stroke)
@@ -195,7 +223,8 @@ function addTools(head, drawing, keep) {
   const add = mode(t('Learn'), t('Paint what is learnt; Shift paints the opposite'), false)
   const erase = mode(t('Leave out'), t('Paint what is not learnt'), true)
   const size = part(head, 'tessera-mask-size', 'input', { type: 'range', ...SIZES, title: t('Size of the brush') })
-  size.addEventListener('input', () => (drawing.size = Number(size.value)))
+  const unit = drawing.size / SIZES.value
+  size.addEventListener('input', () => (drawing.size = Number(size.value) * unit))
   button(head, t('All'), t('Learn all of the picture'), () => drawing.add('all'))
   button(head, t('Nothing'), t('Start again with nothing learnt'), () => drawing.add('nothing'))
   const undo = button(head, t('Undo'), 'Ctrl+Z', drawing.undo)

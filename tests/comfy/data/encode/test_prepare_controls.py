@@ -55,6 +55,18 @@ def run(folder, model, tmp_path, controls=True, **changes):
         return prepare(dataset, vae, clip, cache_dir=tmp_path / "cache", **{**OPTIONS, **changes})
 
 
+def test_control_pictures_of_the_same_size_follow_each_size(folder, models, tmp_path):
+    large, small = OPTIONS["megapixels"], OPTIONS["megapixels"] / 2
+    alike = run(folder, models["flux"], tmp_path, control_megapixels=large, more_megapixels=(small,))
+    alone = run(folder, models["flux"], tmp_path, megapixels=small, control_megapixels=small)
+    references = {sample.name: sample.references for sample in alike.data.samples}
+    for sample in alone.data.samples:
+        assert references[f"{sample.name} at {small:g} megapixels"] == sample.references
+        assert sum(references[f"{sample.name} at {large:g} megapixels"]) > sum(sample.references)
+    fixed = run(folder, models["flux"], tmp_path, more_megapixels=(small,))
+    assert len({sample.references for sample in fixed.data.samples if sample.name.startswith("a.png")}) == 1
+
+
 def control_sizes(folder, sample):
     """The path and the size of each control picture of a sample."""
     names = {"a": ["a"], "b": ["b_0", "b_1"], "c": ["c"]}[sample.name[0]]

@@ -5,8 +5,11 @@ import tiny
 import torch
 from PIL import Image
 from tessera.data.folders.dataset import scan_images
+from tessera.data.preparation.checks import text_limit
 from tessera.data.preparation.prepare import PrepareOptions, prepare
-from tessera.models.flux.text import Flux1Text
+from tessera.models.flux.text import Flux1Text, Flux2Text
+from tessera.models.text import inner_tokenizer
+from tessera.models.wan.text import WanText
 from tiny.data.image_encoders import load_flux2_vae, load_klein_clip
 
 OPTIONS = {"megapixels": 0.01, "max_graphs": 1, "fit": "ragged edge"}
@@ -56,6 +59,18 @@ def test_captions_of_any_length_are_what_comfyui_makes_of_them(family, tiny_file
     assert not any("cut" in note for note in prepared.notes)
 
 
+def test_options_of_the_tokenizer_count_as_they_do_for_sampling(tiny_files, tmp_path):
+    """ComfyUI's T5TokenizerOptions sets the least length of T5."""
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    clip, vae = encoders("FLUX.1", tiny_files)
+    clip = clip.clone()
+    clip.set_tokenizer_option("t5xxl_min_length", 320)
+    (sample,) = prepared_data(folder, {"a": "a fox"}, clip, vae).data.samples
+    ((cond, _),) = clip.encode_from_tokens_scheduled(clip.tokenize("a fox"))
+    assert cond.shape[1] == 320 and torch.equal(sample.load().text, cond) and sample.text_length == 384
+
+
 @pytest.mark.parametrize("family", LADDER)
 def test_max_text_length_cuts_captions_and_names_them(family, tiny_files, tmp_path):
     folder = tmp_path / "photos"
@@ -74,3 +89,21 @@ def test_variants_of_flux1_share_a_length_that_has_a_mask():
     assert {lengths: text.shared_length(lengths) for lengths in variants} == variants
     assert [length for length in (7, 256, 384, 504, 512, 768) if text.masks(length)] == [384, 504, 768]
     assert all(text.model_length(text.model_length(length)) == text.model_length(length) for length in range(1, 1100))
+
+
+def test_lengths_of_flux2_and_wan_are_at_least_those_of_their_training():
+    for text in (Flux2Text(), WanText()):
+        assert [text.model_length(length) for length in (7, 512, 513, 800, 4097)] == [512, 512, 768, 1024, 5120]
+        assert text_limit(text, 256) == text_limit(text, 512) == 512 and text_limit(text, None) is None
+    assert (text_limit(Flux1Text(), 256), text_limit(Flux1Text(), 512)) == (256, 512)
+
+
+def test_a_caption_of_flux2_is_cut_before_the_end_of_its_template():
+    clip, caption = load_klein_clip(), "a fox" + " a fox" * 400
+    text = Flux2Text()
+    whole, cut = (
+        [pair[0] for pair in text.tokenize(clip, caption, length).tokens["qwen3_4b"][0]] for length in (None, 512)
+    )
+    end = len(inner_tokenizer(clip.tokenizer).tokenizer(clip.tokenizer.llama_template.split("{}")[1])["input_ids"])
+    assert end > 1 and len(cut) == 512 < len(whole)
+    assert cut[-end:] == whole[-end:] and cut[:-end] == whole[: 512 - end]

@@ -102,6 +102,14 @@ def test_pieces_over_one_down_keep_its_rank():
     torch.testing.assert_close(fused.up.double() @ fused.down.double(), expected, rtol=1e-6, atol=1e-6)
 
 
+def test_updates_of_the_same_rows_over_one_down_are_added():
+    whole = random_update(6, 5, 1)
+    other = LowRank(whole.down.clone(), 2 * whole.up.flip(0), whole.alpha)
+    joined = join_rows([(0, whole), (0, other)], 6)
+    expected = delta(whole) + delta(other)
+    torch.testing.assert_close(joined.up.double() @ joined.down.double(), expected, rtol=1e-6, atol=1e-6)
+
+
 def test_layers_of_another_model_are_told(tiny_flux, tiny_files):
     updates = random_updates(tiny_flux)
     tensors = convert(LoraModel.from_modules({"single_blocks.0.linear2": updates["single_blocks.0.linear2"]}))

@@ -6,6 +6,7 @@ import pytest
 import tiny
 import torch
 from tessera.lora.files.lora_model import low_rank
+from tessera.lora.files.patches import DoesNotFit
 from tessera.lora.files.reader import read_lora, read_patches
 from tessera.models.catalogue.registry import family_of
 from tessera.models.convolutions import layer_shapes
@@ -57,6 +58,10 @@ def test_a_spelling_is_the_layer_s_update(row, models):
     assert (change(read.modules[row.layer]) - expected).norm() <= 1e-6 * expected.norm()
 
 
+FLAT_WRAPPERS = (
+    *("lora_prior_unet", "lora_dit", "lora_transformer", "base_model_model", "diffusion_model", "transformer"),
+    *("net", "unet", "dit", "model", "module", "lycoris", "Hunyuan_video_I2V_lora"),
+)
 NESTED = Spelling(
     "flux", "", "pipe.module.transformer.base_model.model.diffusion_model.double_blocks.0.img_attn.qkv", PEFT, ""
 )
@@ -67,7 +72,15 @@ NESTED = Spelling(
     [
         (NESTED.name, True),
         ("lycoris_diffusion_model_double_blocks_0_img_attn_qkv", True),
+        *(
+            (f"{wrapper}.double_blocks.0.img_attn.qkv", True)
+            for wrapper in ("dit", "net", "unet", "model", "lora_unet")
+        ),
+        *((f"{wrapper}_double_blocks_0_img_attn_qkv", True) for wrapper in FLAT_WRAPPERS),
+        ("double_blocks.0._checkpoint_wrapped_module.img_attn.qkv", True),
+        ("model.module.model.module.model.module.double_blocks.0.img_attn.qkv", True),
         ("other.double_blocks.0.img_attn.qkv", False),
+        ("other_double_blocks_0_img_attn_qkv", False),
         ("transformer.refiner.double_blocks.0.img_attn.qkv", False),
         ("pipe.dit2.double_blocks.0.img_attn.qkv", False),
         ("transformer_2.double_blocks.0.img_attn.qkv", False),
@@ -88,6 +101,15 @@ def test_a_module_whose_name_ends_like_one_of_the_main_model_is_left_alone(model
     tensors = tensors_of(Spelling("", "", f"transformer.{name}", PEFT, ""), random_update(48, 48, 1))
     read = read_lora(tensors, family_of(model), model.model)
     assert (read.modules, read.other_layers) == ({}, (f"transformer.{name}",))
+
+
+def test_blocks_of_another_model_are_not_taken_for_a_wrapper(models):
+    model = models("wan")
+    name = "lora_unet_transformer_blocks_0_attn1_to_q"  # of LTX-Video, where diffusers has blocks.0.attn1.to_q of Wan
+    read = read_lora(
+        tensors_of(Spelling("", "", name, KOHYA, ""), random_update(128, 128, 1)), family_of(model), model.model
+    )
+    assert (read.modules, read.other_layers) == ({}, (name,))
 
 
 def test_one_layer_that_is_fused_in_the_file_is_cut(models):
@@ -121,6 +143,46 @@ def test_two_updates_of_one_layer_are_added_and_named(tiny_flux):
     twice |= tensors_of(Spelling("", "", layer, ("{}.lora_A.b.weight", "{}.lora_B.b.weight"), ""), second)
     read = read_lora(twice, family_of(tiny_flux), tiny_flux.model)
     assert read.doubled == (f"{layer}.weight",) and low_rank(read.modules[layer]).rank == 8
+    tensors = tensors_of(Spelling("", "", layer, PEFT, ""), first) | tensors_of(
+        Spelling("", "", layer, ("{}.lora_down.weight", "{}.lora_up.weight"), ""), second
+    )
+    read = read_lora(tensors, family_of(tiny_flux), tiny_flux.model)
+    assert read.doubled == (f"{layer}.weight",) and low_rank(read.modules[layer]).rank == 8
+
+
+def test_two_updates_of_other_rows_are_no_doubles(tiny_flux):
+    layer = "transformer.transformer_blocks.0.attn.to_"
+    tensors = {}
+    for part in "qkv":
+        tensors |= tensors_of(Spelling("", "", f"{layer}{part}", KOHYA, ""), random_update(128, 128, ord(part)))
+    read = read_lora(tensors, family_of(tiny_flux), tiny_flux.model)
+    assert read.doubled == () and list(read.modules) == ["double_blocks.0.img_attn.qkv"]
+
+
+def test_lengths_and_biases_of_peft_are_those_of_kohya_s_names(tiny_flux):
+    layer = "double_blocks.0.img_attn.proj"
+    update = random_update(128, 128, 1)
+    tensors = tensors_of(Spelling("", "", f"base_model.model.{layer}", NAMED, ""), update)
+    tensors[f"base_model.model.{layer}.lora_magnitude_vector.default.weight"] = torch.arange(1.0, 129.0)
+    tensors[f"base_model.model.{layer}.lora_B.default.bias"] = torch.ones(128)
+    read = read_lora(tensors, family_of(tiny_flux), tiny_flux.model)
+    assert read.unknown == () and read.other_weights == (f"{layer}.bias",)
+    assert torch.equal(read.modules[layer]["dora_scale"], torch.arange(1.0, 129.0)[:, None])
+
+
+@pytest.mark.parametrize(
+    ("key", "tensor", "message"),
+    [
+        ("alpha", torch.ones(2), "alpha has 2 numbers in place of one"),
+        ("lora_down.weight", torch.ones(0, 128), "lora_down.weight is empty, as of a rank of 0"),
+    ],
+)
+def test_tensors_of_a_shape_that_no_update_has_are_named(key, tensor, message, tiny_flux):
+    layer = "double_blocks.0.img_attn.proj"
+    tensors = tensors_of(Spelling("", "", f"diffusion_model.{layer}", KOHYA, ""), random_update(128, 128, 1))
+    tensors[f"diffusion_model.{layer}.{key}"] = tensor
+    with pytest.raises(DoesNotFit, match=f"{layer}.{message}"):
+        read_lora(tensors, family_of(tiny_flux), tiny_flux.model)
 
 
 def test_text_encoders_are_counted(tiny_flux):
@@ -130,6 +192,9 @@ def test_text_encoders_are_counted(tiny_flux):
         "base_model.model.text_encoder.x",
         "text_encoders.t5xxl.transformer.encoder.block.0.x",
         "clip_l.transformer.text_model.x",
+        "lora_text_encoder.layers.0.q",
+        "lora_prior_te_layers_0",
+        "te2.layers.0.q",
     ]
     tensors = {f"{name}.lora_up.weight": torch.zeros(2, 2) for name in names}
     family = family_of(tiny_flux)

@@ -75,6 +75,23 @@ def test_captions_are_walked_through_saved_beside_their_picture_and_taken_back(s
     assert post(server, "undo", {"undo": saved["undo"]})[0] == 400
 
 
+def test_a_caption_that_is_saved_brings_the_next_one(server, home):
+    picture(home, "d.png")
+    body = {"place": PLACE, "step": 1, "only": "missing"}
+    first = shown(server, step=1, only="missing")
+    assert (first["name"], first["missing"]) == ("d.png", 2)
+    status, saved = post(server, "save", body | {"file": first["file"], "before": None, "text": "a sea"})
+    assert (status, saved["text"]) == (200, "a sea")
+    assert (saved["entry"]["name"], saved["entry"]["text"], saved["entry"]["missing"]) == ("sub/c.png", None, 1)
+    back = {"step": -1, "only": "all", "file": saved["entry"]["file"], "before": None, "text": "a lake"}
+    entry = post(server, "save", body | back)[1]["entry"]
+    assert (entry["name"], entry["text"], entry["missing"]) == ("d.png", "a sea", 0)
+    last = {"file": saved["entry"]["file"], "before": "a lake", "text": "a lake", "only": "all"}
+    assert post(server, "save", body | last)[1] == {"undo": None, "text": "a lake", "entry": None}
+    assert post(server, "save", body | last | {"step": 7})[0] == 400
+    assert post(server, "save", body | last | {"only": ["all"]})[0] == 400
+
+
 def test_captions_of_a_model_are_reviewed_once(server, home):
     ledger = Ledger(server.base / "user" / "tessera" / "captions")
     for name in ("a.png", "b.png"):

@@ -6,6 +6,7 @@ import torch
 from PIL import Image
 from tessera.nodes.data.folders import TesseraImageFolder
 from tessera.nodes.review.check_folder import TesseraCheckFolder
+from tiny.data.encoders import load_sd1_clip
 from tiny.data.image_encoders import load_clip_vision
 from tiny.data.photographs import HEIGHT, WIDTH, make_photograph, write_photographs
 
@@ -49,6 +50,14 @@ def test_a_checked_folder_trains_without_what_is_listed(photos, tiny_clip):
     )
     with pytest.raises(ValueError, match="leave_out names every picture of the folder 'photos'"):
         run(TesseraImageFolder, folder="input/photos", leave_out="000.jpg\n001.jpg\n002.jpg\nsub.png")
+
+
+def test_captions_beyond_what_clip_reads_at_once_are_named(photos, tiny_files):
+    for number, words in enumerate((75, 76, 160)):
+        (photos / f"00{number}.txt").write_text("fox " * words)
+    clip = load_sd1_clip(tiny_files["clip_l"])
+    report = run(TesseraCheckFolder, folder="input/photos", megapixels=MEGAPIXELS, clip=clip).result[1]
+    assert "takes (2): 001.jpg (76 tokens, 75 are read), 002.jpg (160 tokens, 75 are read)" in report
 
 
 def test_a_vision_model_compares_pictures(photos):

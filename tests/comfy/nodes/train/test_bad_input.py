@@ -155,6 +155,10 @@ def test_empty_data_are_refused(tiny_flux, tmp_path):
     [
         ({"network": {"rank": 0}}, "rank is 0; set it to 1 or more"),
         ({"network": {"include": ("img_in, txt_in",)}}, r"'img_in, txt_in' .* a comma; write one pattern per line"),
+        (
+            {"network": {"include": ("*.img_attn.*, *.txt_attn.*",)}},
+            r"in targets matches no layer, because it has a comma; write one pattern per line",
+        ),
         ({"network": {"include": ("*.attn1.*",)}}, r"pattern '\*.attn1.\*' in targets matches no layer of this model"),
         ({"output_name": "../other"}, "output_name is '../other'; use a plain name such as 'my_lora'"),
         ({"output_name": "a/../../b"}, "output_name is .*without '..', drive letters or a leading slash"),

@@ -88,6 +88,22 @@ def test_the_random_state_is_restored_and_the_work_is_within_its_budget(tiny_flu
     assert torch.equal(states[-1], torch.get_rng_state())
 
 
+def test_turns_between_the_steps_are_spent_evenly_and_within_the_budget(tiny_flux, tmp_path, monkeypatch):
+    steps: list[int] = []
+
+    def spy(run, *arguments, **options):
+        steps.append(run.progress.step)
+        return row_losses(run, *arguments, **options)
+
+    monkeypatch.setattr(picture_losses, "row_losses", spy)
+    validation = OPTIONS | {"data": held_out(), "every_n_steps": 10, "sigmas": "0.5"}
+    pictures = training_data(*foxes().samples[2:5])
+    train(tiny_flux, pictures, tmp_path, steps=80, batch_size=1, save_every=0, validation=validation)
+    # Of 12 forwards the end takes 8: three pictures and a held-out one, with the LoRA and without it. Half of the rest
+    # buys a picture at half of the run, whose base model is then known: one forward less is left for the end.
+    assert steps == [40] * 2 + [80] * 7 and len(steps) <= budget(run_settings(steps=80), 80) == 12
+
+
 def test_a_cancelled_run_goes_on_to_the_same_ranking(tiny_flux, tmp_path):
     options = {"steps": 40, "batch_size": 4, "save_every": 0, "validation": OPTIONS | {"data": held_out()}}
     options["validation"] |= {"every_n_steps": 10, "sigmas": "0.5"}
@@ -99,6 +115,14 @@ def test_a_cancelled_run_goes_on_to_the_same_ranking(tiny_flux, tmp_path):
         train(tiny_flux, few, tmp_path / "cancelled", cancel_at(33), **options)
     again = train(tiny_flux, few, tmp_path / "cancelled", **options)
     assert again.pictures == whole.pictures and again.loss == whole.loss
+
+
+def test_pictures_of_regularisation_are_not_measured(tiny_flux, tmp_path):
+    preserved = replace(of_one_thing("reg.png", "dog", "dog"), regularisation=True)
+    data = training_data(*foxes().samples[:2], preserved)
+    options = {"steps": 60, "batch_size": 2, "save_every": 0, "validation": OPTIONS | {"data": held_out()}}
+    report = train(tiny_flux, data, tmp_path, **options).pictures
+    assert report["of"] == 2 and sorted(picture["file"] for picture in report["pictures"]) == ["0.png", "1.png"]
 
 
 def test_stop_measures_what_its_steps_buy(tiny_flux, tmp_path):

@@ -30,6 +30,14 @@ def test_a_caption_under_another_name_is_read_and_said(tmp_path, name, text):
     assert scan_images(tmp_path).entries[0].caption == "first"
 
 
+@pytest.mark.parametrize("name", ["a.caption", "a.png.tags", "a.json", "a.png.txt"])
+def test_a_chosen_extension_is_the_only_one(tmp_path, name):
+    picture(tmp_path / "a.png")
+    (tmp_path / name).write_text('"x"')
+    with pytest.raises(ValueError, match="holds pictures .1. but no .tags caption files"):
+        scan_images(tmp_path, caption_extension=".tags")
+
+
 def test_files_without_a_caption_are_offered_and_not_read(tmp_path):
     picture(tmp_path / "a.png")
     (tmp_path / "a.json").write_text('{"rating": 3}')

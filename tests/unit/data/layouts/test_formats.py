@@ -93,9 +93,14 @@ def test_every_other_file_is_listed_by_name(tmp_path):
         "raw.cr3",
         "scene.exr",
         "alone.txt",
+        "alone too.caption",
         "latents.npz",
         "README.md",
+        "notes.md",
+        "LICENSE",
+        "license.txt",
         "Thumbs.db",
+        "desktop.ini",
     )
     for name in names:
         (tmp_path / name).write_text("x")
@@ -106,10 +111,37 @@ def test_every_other_file_is_listed_by_name(tmp_path):
     assert [entry.name for entry in dataset.entries] == ["a.png"]
     assert dataset.notes == (
         "Not read here: film.mkv; Training Clips reads them.",
-        "These captions belong to no picture: alone.txt.",
+        "These captions belong to no picture: alone too.caption, alone.txt.",
         "Not used, as nothing here reads them: latents.npz.",
         "Left out, because these file types can't be read: raw.cr3, scene.exr; save them as PNG or JPEG.",
     )
     for n in range(30):
         (tmp_path / f"x{n:02}.npz").write_text("x")
     assert any("x18.npz and 11 more" in note for note in scan_images(tmp_path).notes)
+
+
+def test_the_picture_of_a_clip_is_not_offered_to_the_other_node(tmp_path):
+    for name in ("film.mp4", "film.txt", "film.png", "other.png"):
+        (tmp_path / name).write_text("x")
+    notes = scan_videos(tmp_path, Extraction((9,), 0)).notes
+    assert notes == (
+        "Not read here: other.png; Training Images reads them.",
+        "Not used, as nothing here reads them: film.png.",
+    )
+
+
+def test_files_that_no_node_reads_are_not_promised(tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    for name in ("a.txt", "film.ogv", "raw.y4m", "clip.mp4"):
+        (tmp_path / name).write_text("x")
+    assert scan_images(tmp_path).notes == (
+        "Not read here: clip.mp4; Training Clips reads them.",
+        "Not used, as nothing here reads them: film.ogv, raw.y4m.",
+    )
+    (tmp_path / "clip.txt").write_text("x")
+    (tmp_path / "b.cr3").write_text("x")
+    assert scan_videos(tmp_path, Extraction((9,), 0)).notes == (
+        "Not read here: a.png; Training Images reads them.",
+        "Not used, as nothing here reads them: b.cr3.",
+        "Left out, because these file types can't be read: film.ogv, raw.y4m; save them as MP4 (H.264).",
+    )

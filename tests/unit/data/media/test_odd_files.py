@@ -9,9 +9,11 @@ from io import BytesIO
 import av
 import numpy as np
 import pytest
+from av.stream import Disposition
 from PIL import Image, ImageCms, features
 from tessera.data.folders.dataset import scan_images, scan_videos
 from tessera.data.folders.items import find_items
+from tessera.data.media import decoding
 from tessera.data.media.clip_windows import Extraction
 from tessera.data.media.images import inspect_image, load_image
 from tessera.data.media.remarks import remark_notes
@@ -50,6 +52,10 @@ def png_with(path, kind, data, colour=COLOUR):
     return path
 
 
+def plain_digest(path):
+    return blake2b(path.read_bytes(), digest_size=20).hexdigest()
+
+
 @pytest.mark.parametrize("ending", ["png", "webp", "tiff", "avif"])
 def test_a_file_of_several_pictures_is_named(tmp_path, ending):
     if ending == "avif" and not features.check("avif"):
@@ -68,6 +74,12 @@ def test_a_file_of_one_picture_and_a_sound_profile_gives_no_note(tmp_path):
         Image.new("RGB", (32, 32), COLOUR).save(tmp_path / name, icc_profile=profile)
         assert not picture_notes(tmp_path / name)
         (tmp_path / name).unlink()
+
+
+def test_previews_beside_the_picture_of_a_jpeg_give_no_note(tmp_path):
+    pictures = [Image.new("RGB", (32, 32), colour) for colour in (COLOUR, (0, 0, 255))]
+    pictures[0].save(tmp_path / "a.jpg", "MPO", save_all=True, append_images=pictures[1:])
+    assert not picture_notes(tmp_path / "a.jpg")
 
 
 @pytest.mark.parametrize("profile", [b"no profile at all", "LAB"])
@@ -91,8 +103,7 @@ def test_the_gamma_of_a_png_is_read(tmp_path, stored, exponent):
     expected = numbers if exponent is None else linear_to_srgb((numbers / 255) ** exponent)
     assert np.abs(colour_of(path) - expected).max() < 0.6
     # Latents that were cached before gamma was read belong to other pixels.
-    plain_digest = blake2b(path.read_bytes(), digest_size=20).hexdigest()
-    assert (inspect_image(path).digest == plain_digest) is (exponent is None)
+    assert (inspect_image(path).digest == plain_digest(path)) is (exponent is None)
     assert not picture_notes(path)
 
 
@@ -101,6 +112,35 @@ def test_an_srgb_chunk_outranks_gamma(tmp_path):
     chunk = struct.pack(">I", 1) + b"sRGB\0" + struct.pack(">I", zlib.crc32(b"sRGB\0"))
     (tmp_path / "a.png").write_bytes(png[:33] + chunk + png[33:])
     assert np.abs(colour_of(tmp_path / "a.png") - COLOUR).max() < 0.6
+
+
+def srgb_profile():
+    return ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+
+
+def test_a_profile_outranks_the_gamma_of_a_png(tmp_path):
+    buffer = BytesIO()
+    Image.new("RGB", (32, 32), COLOUR).save(buffer, "PNG", icc_profile=srgb_profile())
+    png = buffer.getvalue()
+    chunk = struct.pack(">I", 4) + (data := b"gAMA" + struct.pack(">I", 100000)) + struct.pack(">I", zlib.crc32(data))
+    (tmp_path / "a.png").write_bytes(png[:33] + chunk + png[33:])
+    assert np.abs(colour_of(tmp_path / "a.png") - COLOUR).max() <= 1
+
+
+@pytest.mark.skipif(not features.check("avif"), reason="this Pillow has no AVIF")
+def test_a_profile_goes_before_the_numbers_of_avif(tmp_path):
+    path = tmp_path / "a.avif"
+    Image.new("RGB", (32, 32), COLOUR).save(path, quality=100, icc_profile=srgb_profile())
+    with_numbers(path, 9, 16)
+    assert np.abs(colour_of(path) - COLOUR).max() < 5
+    assert not picture_notes(path)
+
+
+def with_numbers(path, primaries, curve):
+    """Write other colours by number into an AVIF file."""
+    data = path.read_bytes()
+    place = data.index(b"colrnclx") + 8
+    path.write_bytes(data[:place] + struct.pack(">HH", primaries, curve) + data[place + 4 :])
 
 
 def to_xyz(*corners):
@@ -121,6 +161,10 @@ def as_srgb(*corners):
     ("numbers", "expected", "note"),
     [
         ((1, 13), COLOUR, None),
+        ((1, 1), COLOUR, None),
+        ((2, 2), COLOUR, None),
+        ((1, 4), linear_to_srgb((np.array(COLOUR) / 255) ** 2.2), None),
+        ((1, 5), linear_to_srgb((np.array(COLOUR) / 255) ** 2.8), None),
         ((1, 8), linear_to_srgb(np.array(COLOUR) / 255), None),
         ((12, 13), as_srgb((0.680, 0.320), (0.265, 0.690), (0.150, 0.060)), None),
         ((9, 13), as_srgb((0.708, 0.292), (0.170, 0.797), (0.131, 0.046)), None),
@@ -138,9 +182,7 @@ def test_colours_by_number_are_read_or_named(tmp_path, numbers, expected, note, 
         pytest.skip("this Pillow has no AVIF")
     else:
         Image.new("RGB", (32, 32), COLOUR).save(path, quality=100)
-        data = path.read_bytes()
-        place = data.index(b"colrnclx") + 8
-        path.write_bytes(data[:place] + struct.pack(">HH", *numbers) + data[place + 4 :])
+        with_numbers(path, *numbers)
     assert np.abs(colour_of(path) - np.clip(expected, 0, 255)).max() < (1 if ending == "png" else 5)
     notes = picture_notes(path)
     assert not notes if note is None else note in notes[0]
@@ -199,8 +241,9 @@ def test_interlaced_films_are_deinterlaced_in_the_order_of_time(tmp_path, name, 
     assert np.abs(late[:, 24, 32, 0] - clip[9:, 24, 32, 0]).max() <= 10
     column = np.asarray(Image.open(BytesIO(video_thumbnail(path))).convert("L"))[16:32, 32]
     assert np.ptp(column.astype(int)) <= 6
-    (note,) = remark_notes([(name, facts.remarks)])
+    (note,) = remark_notes([(name, facts.remarks), (name, facts.remarks)])
     assert note.startswith(f"Interlaced clips are deinterlaced: {name};")
+    assert facts.digest != plain_digest(path), "latents that were cached before belong to other pixels"
 
 
 def test_frames_of_avi_that_a_codec_reordered_are_in_the_order_of_time(tmp_path):
@@ -212,9 +255,8 @@ def test_frames_of_avi_that_a_codec_reordered_are_in_the_order_of_time(tmp_path)
     assert facts.fps == pytest.approx(10)
 
 
-@pytest.mark.parametrize("codec", ["libvpx", "libvpx-vp9"])
-def test_transparent_parts_of_vp8_and_vp9_are_white(tmp_path, codec):
-    path = tmp_path / "a.webm"
+def transparent_film(path, codec):
+    """Blue on the left, and nothing on the right, whose hidden colour is red."""
     rgba = np.zeros((48, 64, 4), np.uint8)
     rgba[:, :32], rgba[:, 32:] = (0, 0, 255, 255), (255, 0, 0, 0)
     with av.open(str(path), "w") as container:
@@ -226,8 +268,15 @@ def test_transparent_parts_of_vp8_and_vp9_are_white(tmp_path, codec):
         for _ in range(5):
             container.mux(stream.encode(av.VideoFrame.from_ndarray(rgba, format="rgba")))
         container.mux(stream.encode())
+    return path
+
+
+@pytest.mark.parametrize("codec", ["libvpx", "libvpx-vp9"])
+def test_transparent_parts_of_vp8_and_vp9_are_white(tmp_path, codec):
+    path = transparent_film(tmp_path / "a.webm", codec)
     clip = load(path)
-    assert len(clip) == 5
+    assert len(clip) == 5 and not film_notes(path)
+    assert inspect_video(path).digest != plain_digest(path), "latents that were cached before belong to other pixels"
     assert np.abs(clip[3, 24, [10, 50]] - [[0, 0, 255], [255, 255, 255]]).max() <= 4
     colours = np.asarray(Image.open(BytesIO(video_thumbnail(path))).convert("RGB"))[24, [10, 50]]
     assert np.abs(colours.astype(int) - [[0, 0, 255], [255, 255, 255]]).max() <= 8
@@ -281,3 +330,54 @@ def test_a_film_that_ends_before_its_stated_length_is_named(tmp_path):
     (note,) = film_notes(path)
     assert note.startswith("These clips end more than a second before the length that they state, so the copy may")
     assert "a.mkv" in note and len(load(path)) >= 20
+
+
+@pytest.mark.parametrize("ending", ["mkv", "webm", "mp4", "mov"])
+def test_a_whole_film_that_begins_late_is_not_named(tmp_path, ending):
+    path = write_film(tmp_path / f"a.{ending}", 20, fps=10, stamps=range(50, 70))
+    assert not film_notes(path)
+
+
+def test_a_film_whose_sound_goes_on_is_not_named(tmp_path):
+    path = tmp_path / "a.mkv"
+    with av.open(str(path), "w") as container:
+        film, sound = container.add_stream("libx264", rate=10), container.add_stream("pcm_s16le", rate=8000)
+        film.width = 64
+        film.height = 48
+        film.pix_fmt = "yuv420p"
+        for index in range(10):
+            container.mux(film.encode(av.VideoFrame.from_ndarray(plain(index, 48, 64), format="rgb24")))
+        container.mux(film.encode())
+        for second in range(5):
+            tone = av.AudioFrame.from_ndarray(np.zeros((1, 8000), np.int16), format="s16", layout="mono")
+            tone.sample_rate = 8000
+            tone.pts = 8000 * second
+            container.mux(sound.encode(tone))
+        container.mux(sound.encode())
+    assert not film_notes(path)
+
+
+def test_transparent_parts_that_no_decoder_reads_are_named(tmp_path, monkeypatch):
+    path = transparent_film(tmp_path / "a.webm", "libvpx")
+    monkeypatch.setattr(decoding, "_ALPHA_DECODERS", {"vp8": "absent"})  # as in a PyAV of a distribution
+    (note,) = film_notes(path)
+    assert note.startswith("The transparency of these clips can't be read by this PyAV: a.webm; save them again as")
+
+
+def test_a_file_with_a_cover_alone_is_no_film(tmp_path):
+    path = tmp_path / "a.mp4"
+    with av.open(str(path), "w") as container:
+        cover, sound = container.add_stream("mjpeg", rate=1), container.add_stream("aac", rate=8000)
+        cover.width = 40
+        cover.height = 40
+        cover.pix_fmt = "yuvj420p"
+        cover.disposition = Disposition.attached_pic
+        picture = av.VideoFrame.from_ndarray(np.zeros((40, 40, 3), np.uint8), format="rgb24")
+        container.mux([*cover.encode(picture), *cover.encode()])
+        tone = av.AudioFrame.from_ndarray(np.zeros((1, 8000), np.float32), format="fltp", layout="mono")
+        tone.sample_rate = 8000
+        container.mux([*sound.encode(tone), *sound.encode()])
+    with pytest.raises(
+        ValueError, match=r"'a.mp4' can't be read \(it has a cover picture and no film\); save it again"
+    ):
+        inspect_video(path)

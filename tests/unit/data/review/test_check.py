@@ -1,17 +1,22 @@
 """Check of a folder of pictures: planted faults are found, and sound pictures are not."""
 
+import math
 import re
 import time
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image, ImageCms, ImageFilter, ImageOps
 from tessera.data.cache import Cache
 from tessera.data.layouts.kinds import IMAGES
 from tessera.data.layouts.layout import LayoutRequest, read_layout
 from tessera.data.review import findings as faults
 from tessera.data.review import measures
+from tessera.data.review.borders import find_borders
 from tessera.data.review.check import CheckOptions, Encoder, check_folder
+from tessera.data.review.perceptual_hash import near_doubles, near_embeddings, signature_of
+from tessera.data.review.sheet import draw_sheet
 from tiny.data.photographs import HEIGHT, WIDTH, make_photograph, write_photographs
 
 COUNT = 200
@@ -97,9 +102,10 @@ def test_the_report_and_the_sheet_show_the_findings(checked):
     _, _, planted, result = checked
     assert f"{COUNT} pictures, " in result.report
     assert re.search(r"024.jpg \((2.9|3.0|3.1) times, from about 8\d x 6\d\)", result.report)
+    assert "025.jpg (128 x 96 pixels, enlarged 2.0 times)" in result.report
     assert re.search(r"026.jpg \(top 1[56], bottom 1[56] pixels\)", result.report)
     assert "027.jpg (image file is truncated" in result.report
-    assert result.sheet.width > 6 * 256 and result.sheet.height > 2 * 256
+    assert result.sheet.width > 4 * 256 and result.sheet.height > 2 * 256
 
 
 def test_a_second_check_decodes_only_what_changed(checked, monkeypatch):
@@ -135,8 +141,6 @@ def test_an_encoder_finds_what_the_hash_does_not(tmp_path):
     calls = []
 
     def encode(image):
-        import torch
-
         assert image.shape == (1, HEIGHT, WIDTH, 3) and image.max() <= 1
         calls.append(image)
         return torch.tensor([vectors[len(calls) - 1]])
@@ -148,7 +152,7 @@ def test_an_encoder_finds_what_the_hash_does_not(tmp_path):
     assert len(calls) == 4
 
 
-def test_pictures_of_one_colour_and_of_few_pixels_are_measured(tmp_path):
+def test_pictures_of_one_colour_and_of_widths_pixels_are_measured(tmp_path):
     folder = tmp_path / "photos"
     folder.mkdir()
     for name, image in {
@@ -162,3 +166,86 @@ def test_pictures_of_one_colour_and_of_few_pixels_are_measured(tmp_path):
     result = check(folder, tmp_path / "cache", CheckOptions(0.08))
     assert [f.name for f in result.findings if f.fault == faults.SMALL] == ["b.png", "c.png"]
     assert not [f for f in result.findings if f.fault in (faults.BROKEN, faults.BORDER, faults.DOUBLE)]
+
+
+def test_borders_are_measured_at_each_side():
+    pixels = np.zeros((200, 400, 3), np.uint8)
+    pixels[20:170, 8:360] = np.random.default_rng(0).integers(60, 256, (150, 352, 3))
+    assert find_borders(pixels) == pytest.approx((8 / 400, 20 / 200, 40 / 400, 30 / 200))
+    assert find_borders(pixels[20:170, 8:360]) == (0, 0, 0, 0)
+
+
+def test_doubles_of_doubles_are_one_group_and_copies_are_called_the_same(tmp_path):
+    folder = tmp_path / "photos"
+    write_photographs(folder, 3)
+    (folder / "003.jpg").write_bytes((folder / "001.jpg").read_bytes())
+    (folder / "003.txt").write_text("a copy")
+    angles = {0: 0, 1: 30, 2: 15, 3: 30}  # degrees: 0 and 1 are unlike, and 2 is like both
+    numbers = iter(angles.values())
+
+    def encode(image):
+        angle = math.radians(next(numbers))
+        return torch.tensor([[math.cos(angle), math.sin(angle)]])
+
+    result = check(folder, tmp_path / "cache", CheckOptions(MEGAPIXELS, encoder=Encoder(encode, "tiny")))
+    doubles = {finding.name: finding.detail for finding in result.findings if finding.fault == faults.DOUBLE}
+    assert len(doubles) == 3 and len({detail.split()[-1] for detail in doubles.values()}) == 1
+    copies = {
+        finding.name: finding.detail for finding in check(folder, tmp_path / "cache", CheckOptions(MEGAPIXELS)).findings
+    }
+    assert copies == {"003.jpg": "the same as 001.jpg"}
+
+
+def test_doubles_are_found_among_many_pictures():
+    generator = np.random.default_rng(0)
+    reduced = [generator.integers(0, 256, (32, 32), dtype=np.uint8) for _ in range(700)]
+    for double, first in ((600, 20), (650, 610)):
+        reduced[double] = np.clip(reduced[first].astype(int) + 3, 0, 255).astype(np.uint8)
+    assert list(near_doubles([signature_of(levels) for levels in reduced])) == [(20, 600), (610, 650)]
+    embeddings = generator.standard_normal((700, 64)).astype(np.float32)
+    embeddings[650] = embeddings[610]
+    embeddings /= np.linalg.norm(embeddings, axis=1, keepdims=True)
+    assert list(near_embeddings(embeddings, 0.96)) == [(610, 650)]
+
+
+def test_measures_and_embeddings_are_kept_for_one_size_and_one_encoder(tmp_path):
+    folder = tmp_path / "photos"
+    write_photographs(folder, 2)
+    small = make_photograph(5).resize((WIDTH // 3, HEIGHT // 3), Image.Resampling.LANCZOS)
+    small.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC).save(folder / "enlarged.png")
+    (folder / "enlarged.txt").write_text("enlarged")
+
+    def enlarged(megapixels, cache):
+        findings = check(folder, cache, CheckOptions(megapixels)).findings
+        return [finding.name for finding in findings if finding.fault == faults.ENLARGED]
+
+    assert enlarged(MEGAPIXELS, tmp_path / "cache") == ["enlarged.png"]
+    assert enlarged(MEGAPIXELS / 9, tmp_path / "cache") == enlarged(MEGAPIXELS / 9, tmp_path / "fresh") == []
+    calls = []
+    for key in ("first", "second", "first"):
+        encoder = Encoder(lambda image: calls.append(image) or torch.eye(3)[len(calls) % 3][None], key)
+        check(folder, tmp_path / "cache", CheckOptions(MEGAPIXELS, encoder=encoder))
+    assert len(calls) == 6
+
+
+@pytest.mark.parametrize("ending", ["png", "jpg"])
+def test_pictures_that_were_enlarged_by_half_are_told_from_sharp_ones(tmp_path, ending):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for number in range(1, 5):
+        make_photograph(number, 600, 450).save(folder / f"{number}.{ending}", quality=60)
+        enlarged = make_photograph(number, 400, 300).resize((600, 450), Image.Resampling.BICUBIC)
+        enlarged.save(folder / f"{number} enlarged.{ending}", quality=95)
+    findings = check(folder, tmp_path / "cache", CheckOptions(600 * 450 / 1024**2)).findings
+    names = {finding.name for finding in findings if finding.fault == faults.ENLARGED}
+    enlarged_names = {f"{number} enlarged.{ending}" for number in range(1, 5)}
+    assert names == enlarged_names if ending == "png" else names and names <= enlarged_names
+
+
+def test_the_sheet_shows_sixty_pictures_at_most(tmp_path):
+    write_photographs(tmp_path, 1)
+    pictures = [(tmp_path / "000.jpg", f"{number}.jpg", [faults.Finding("", faults.SMALL)]) for number in range(75)]
+    assert draw_sheet(pictures, 100, ignore).size == draw_sheet(pictures[:60], 100, ignore).size
+    assert draw_sheet(pictures[:30], 100, ignore).height < draw_sheet(pictures[:60], 100, ignore).height
+    widths = [draw_sheet(pictures[:count], 100, ignore).width for count in (0, 2, 4, 7, 30)]
+    assert widths[0] == widths[1] == widths[2] < widths[3] < widths[4]  # which are large on the node
