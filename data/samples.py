@@ -33,8 +33,8 @@ class SampleVariant:
 
 FIRST_VARIANT = SampleVariant()
 
-SLIDER, ERASURE, PICTURE_SLIDER = "slider", "erasure", "picture slider"
-"""What a sample teaches other than its picture: see `data.concepts`."""
+SLIDER, ERASURE, PICTURE_SLIDER = "a slider", "an erasure", "a slider from pictures"
+"""What a sample teaches in place of its picture, see `data.concepts`, as messages name it."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def with_prompts(
 def check_plain(data: TrainingData) -> None:
     """Raise ValueError for data that is a concept's already, or that has nothing to train on."""
     if concept := next((sample.concept for sample in data.samples if sample.concept), ""):
-        raise ValueError(f"data is for a {concept} already; connect the data of Prepare Dataset.")
+        raise ValueError(f"data is for {concept} already; connect the data of Prepare Dataset.")
     check_training_samples(sample.regularisation for sample in data.samples)
 
 

@@ -70,6 +70,12 @@ class Concept:
         """All texts to encode, each once."""
         return list(dict.fromkeys(text for term in self.terms for text in term.texts))
 
+    def describe(self) -> str:
+        """Count the prompts in a sentence for the user."""
+        count = sum(term.is_kept for term in self.terms)
+        noun = "Pairs of prompts" if self.kind == SLIDER else "Prompts to erase"
+        return f"{noun}: {len(self.terms) - count}; prompts that stay: {count}."
+
     @property
     def probabilities(self) -> tuple[float, ...]:
         """Probability of each term: one half for those that are kept together, the other for the rest."""
@@ -78,13 +84,16 @@ class Concept:
         return tuple(1 / (halves * (count if term.is_kept else len(self.terms) - count)) for term in self.terms)
 
 
-def slider(positive: str, negative: str, neutral: str, attributes: str, keep: str, guidance_scale: float) -> Concept:
+def slider(
+    positive: str, negative: str, neutral: str, keep: str, attributes: str, guidance_scale: float = 3.0
+) -> Concept:
     """Make the terms of a slider from texts with one prompt a line.
 
     positive, negative: as many lines each.
     neutral: one line for all, or one for each; empty for the empty prompt.
-    attributes: each is put behind all three prompts of a pair, which makes a pair for each of them.
     keep: prompts whose prediction stays as it was.
+    attributes: each is put behind all three prompts of a pair, which makes a pair for each of them.
+    guidance_scale: g.
 
     Raises ValueError for lists that make no pair.
     """
@@ -118,12 +127,13 @@ def slider(positive: str, negative: str, neutral: str, attributes: str, keep: st
     return Concept(SLIDER, (*terms, *_kept_terms(keep, [])))
 
 
-def erasure(erase: str, target: str, keep: str, guidance_scale: float) -> Concept:
+def erasure(erase: str, target: str, keep: str, guidance_scale: float = 1.0) -> Concept:
     """Make the terms of an erasure from texts with one prompt a line.
 
     erase: prompts that are moved.
     target: prompts to which they are moved: one line for all, or one for each; empty for the empty prompt.
     keep: prompts whose prediction stays as it was.
+    guidance_scale: g.
 
     Raises ValueError for lists that do not fit together.
     """

@@ -25,11 +25,11 @@ def check_concept(settings: TrainSettings, samples: Sequence[Sample]) -> tuple[s
     ):
         if is_on:
             raise ValueError(
-                f"{name} is {is_on:g} and data is for a {concept}, which has a target of its own; set {name} to 0."
+                f"{name} is {is_on:g} and data is for {concept}, which has a target of its own; set {name} to 0."
             )
     if settings.validation is not None:
         raise ValueError(
-            f"validation measures how well pictures are learnt and data is for a {concept}, which learns none; "
+            f"validation measures how well pictures are learnt and data is for {concept}, which learns none; "
             "disconnect validation."
         )
     if concept != ERASURE and not settings.network.kind.odd_in:

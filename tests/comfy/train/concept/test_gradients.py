@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file
-from tessera.data.samples import SampleVariant
+from tessera.data.samples import PICTURE_SLIDER, SLIDER, SampleVariant
 from tessera.train.config.settings import MemoryOptions
 from tiny.train.concepts import erasure_data, picture_data, slider_data
 from tiny.train.reference_row import ReferenceRow
@@ -39,7 +39,7 @@ def written_out(trainer, tensors, micro_batches):
                 with torch.no_grad():
                     return reference.velocity(prompt, {})
 
-            if item.concept == "picture slider":
+            if item.concept == PICTURE_SLIDER:
                 other = ReferenceRow(trainer.settings, weights, item, replace(read, latent=read.opposite), micro, place)
                 residuals = row.target - frozen(read), other.target - frozen(read, other)
                 half = (residuals[0] - residuals[1]) / 2
@@ -48,9 +48,9 @@ def written_out(trainer, tensors, micro_batches):
                     other.velocity(read, opposite) - frozen(read, other) + half,
                 ]
             elif len(read.targets) == 1:  # kept
-                sides = (lora, opposite) if item.concept == "slider" else (lora,)
+                sides = (lora, opposite) if item.concept == SLIDER else (lora,)
                 errors = [row.velocity(read, side) - frozen(read) for side in sides]
-            elif item.concept == "slider":
+            elif item.concept == SLIDER:
                 neutral, positive, negative = (target.prompt for target in read.targets)
                 assert torch.equal(read.text, neutral.text)
                 direction = 2.0 * (frozen(positive) - frozen(negative))

@@ -249,7 +249,9 @@ def test_pictures_that_make_no_pair_are_named():
     regularisation = training_data(sample("old/a.png", 4, 4), replace(sample("k", 4, 4), regularisation=True))
     with pytest.raises(ValueError, match="A slider from pictures takes no regularisation pictures, such as k; leave"):
         pair_pictures(regularisation, pair)
-    with pytest.raises(ValueError, match="data is for a picture slider already; connect the data of Prepare Dataset."):
+    with pytest.raises(
+        ValueError, match="data is for a slider from pictures already; connect the data of Prepare Dataset."
+    ):
         pair_pictures(picture_data(), picture_data())
     with pytest.raises(ValueError, match="positive was prepared for FLUX.1 and negative for Wan; prepare both"):
         pair_pictures(replace(pair, family="FLUX.1"), replace(pair, family="Wan"))

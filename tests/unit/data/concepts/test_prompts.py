@@ -2,6 +2,7 @@
 
 import pytest
 from tessera.data.concepts.prompts import erasure, slider
+from tessera.data.samples import ERASURE, SLIDER
 from tiny.train.concepts import erasure_of, slider_of
 
 
@@ -69,4 +70,4 @@ def test_prompts_that_make_no_concept_are_refused(make, changes, message):
 
 
 def test_functions_take_every_text_of_their_nodes():
-    assert slider("a", "b", "", "", "", 1.0).kind == "slider" and erasure("a", "", "", 1.0).kind == "erasure"
+    assert slider("a", "b", "", "", "", 1.0).kind == SLIDER and erasure("a", "", "", 1.0).kind == ERASURE
