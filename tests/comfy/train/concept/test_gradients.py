@@ -8,11 +8,27 @@ import torch
 from safetensors.torch import load_file
 from tessera.data.samples import PICTURE_SLIDER, SLIDER, SampleVariant
 from tessera.train.config.settings import MemoryOptions
-from tiny.train.concepts import erasure_data, picture_data, slider_data
+from tiny.train.concepts import concept_data, erasure_data, picture_data, pictures, slider_data, slider_of
 from tiny.train.reference_row import ReferenceRow
+from tiny.train.runs import training_data
 
 FP32 = 1e-4
-DATA = {"slider": slider_data, "erasure": erasure_data, "pictures": picture_data}
+
+
+def masked_data():
+    """A slider on a picture with a mask, one that regularises with its own caption, and a whole one."""
+    masked, regularisation, whole = pictures().samples
+    read = replace(masked.load(), weights=torch.linspace(0, 1, 16))
+    masked = replace(masked, load=lambda *_: read)
+    return concept_data(slider_of(), training_data(masked, replace(regularisation, regularisation=True), whole))
+
+
+DATA = {
+    "slider": slider_data,
+    "erasure": erasure_data,
+    "pictures": picture_data,
+    "masks and regularisation": masked_data,
+}
 
 
 def written_out(trainer, tensors, micro_batches):
@@ -48,6 +64,8 @@ def written_out(trainer, tensors, micro_batches):
                     other.velocity(read, opposite) - frozen(read, other) + half,
                 ]
             elif len(read.targets) == 1:  # kept
+                if item.regularisation:
+                    assert torch.equal(read.text, pictures().samples[index].load().text)
                 sides = (lora, opposite) if item.concept == SLIDER else (lora,)
                 errors = [row.velocity(read, side) - frozen(read) for side in sides]
             elif item.concept == SLIDER:
@@ -62,7 +80,9 @@ def written_out(trainer, tensors, micro_batches):
                 target, erased = (target.prompt for target in read.targets)
                 assert torch.equal(read.text, erased.text)
                 errors = [row.velocity(erased, lora) - (2.0 * frozen(target) - frozen(erased))]
-            loss = sum(error.square().mean() for error in errors) / len(errors)
+            counted = torch.ones(item.tokens) if read.weights is None else read.weights
+            losses = [error.square().mean(dim=2)[0] * counted.double() for error in errors]
+            loss = sum(loss.sum() for loss in losses) / counted.double().sum() / len(errors)
             total = total + loss / (len(requests) * len(micro_batches))
     total.backward()
     return float(total.detach()), {name: p.grad for name, p in masters.items()}

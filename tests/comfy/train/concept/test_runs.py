@@ -83,6 +83,14 @@ def test_a_resumed_run_on_comfyuis_own_forward_has_the_same_bits(tmp_path):
     resumed_as_whole(build(Z_IMAGE), data, tmp_path, memory={"checkpointing": "full"})
 
 
+def test_a_run_that_plans_its_memory_and_proves_itself_first_trains_a_slider(tmp_path):
+    data, watcher = z_image_data(tmp_path / "cache", slider_of()), Watcher()
+    memory = {"checkpointing": "auto", "blocks_to_swap": -1, "verify": "on"}
+    result = train(build(Z_IMAGE), data, tmp_path, watcher, steps=2, memory=memory)
+    assert len(result.loss) == 2 and result.summary["memory_plan"]
+    assert any("gradients within" in note for note in watcher.notes), watcher.notes
+
+
 KINDS = {
     "slider": lambda: concept_data(slider_of(attributes="male\nfemale", keep="a dog"), mixed_data()),
     "prompts of two lengths": lambda: concept_data(slider_of(), mixed_data(), {"an old person": 300}),
