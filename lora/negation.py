@@ -17,17 +17,16 @@ def negated(network: LoraNetwork) -> Iterator[None]:
     with it the gradients that it has so far: so a backward within adds the gradient of the factor itself.
     """
     factors = [adapter.get_parameter(adapter.odd_in) for adapter in network.adapters.values()]
-    _negate(network, factors)
+    _negate(factors)
     try:
         yield
     finally:
-        _negate(network, factors)
+        _negate(factors)
 
 
 @torch.no_grad()
-def _negate(network: LoraNetwork, factors: Sequence[nn.Parameter]) -> None:
+def _negate(factors: Sequence[nn.Parameter]) -> None:
     torch._foreach_neg_([factor.detach() for factor in factors])
     gradients = [factor.grad for factor in factors if factor.grad is not None]
     if gradients:
         torch._foreach_neg_(gradients)
-    network.flat.write_casts()

@@ -50,6 +50,8 @@ def written_out(trainer, tensors, micro_batches):
             item = trainer.context.data.samples[index]
             read = item.load(variant)
             row = ReferenceRow(trainer.settings, weights, item, read, micro, place)
+            if item.regularisation:
+                assert len(read.targets) == 1 and torch.equal(read.text, pictures().samples[index].load().text)
 
             def frozen(prompt, reference=row):
                 with torch.no_grad():
@@ -64,8 +66,6 @@ def written_out(trainer, tensors, micro_batches):
                     other.velocity(read, opposite) - frozen(read, other) + half,
                 ]
             elif len(read.targets) == 1:  # kept
-                if item.regularisation:
-                    assert torch.equal(read.text, pictures().samples[index].load().text)
                 sides = (lora, opposite) if item.concept == SLIDER else (lora,)
                 errors = [row.velocity(read, side) - frozen(read) for side in sides]
             elif item.concept == SLIDER:

@@ -198,9 +198,10 @@ def test_an_error_in_the_negated_pass_leaves_the_adapter_as_it_was(tiny_flux, tm
         backward(loss)
 
     trainer.learner.backward = failing
-    with pytest.raises(InterruptProcessingException):
+    with pytest.raises(InterruptProcessingException) as interruption:
         trainer.train_step.forward_backward([tiny.micro_batch(0)])
     after = trainer.network.master_weights()
+    assert interruption.tb is not None  # its frames hold the step
     assert len(calls) == 2 and all(torch.equal(initial[name], after[name]) for name in initial)
     trainer.close()
 
@@ -240,6 +241,7 @@ def test_a_concept_says_what_it_costs_and_refuses_what_does_not_go_with_it(tiny_
     for changes, message in wrong:
         with pytest.raises(ValueError, match=message):
             train(tiny_flux, slider_data(), tmp_path, **changes)
+    assert algorithms_with("odd_in") == ["lora", "loha", "lokr"]
     train(tiny_flux, erasure_data(), tmp_path, steps=1, network={"algorithm": "dora"})  # no sign to turn
     plain = training_data(sample("a", 4, 4))
     settings = run_settings()
