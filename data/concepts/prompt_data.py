@@ -12,7 +12,7 @@ from ...common.text import shortlist
 from ...models.catalogue.registry import text_policy
 from ...models.text import TextPolicy
 from ..encode.prompts import EncodedPrompt, encode_prompts
-from ..preparation.empty_caption import OF_IMAGES, beside_picture
+from ..preparation.empty_caption import beside_picture
 from ..samples import (
     FIRST_VARIANT,
     Prompt,
@@ -24,9 +24,6 @@ from ..samples import (
     check_training_samples,
 )
 from .prompts import Concept, Term
-
-# Conditioning of a sample that its caption does not bring along.
-_OF_SAMPLES = frozenset((*OF_IMAGES, "frame_rate"))
 
 
 def with_concept(
@@ -110,7 +107,7 @@ def _concept_sample(sample: Sample, concept: Concept, prompts: Mapping[str, Prom
         caption_variants=len(concept.terms),
         caption_weights=concept.probabilities,
         caption_dropout=0.0,
-        conditioning=frozenset(sample.conditioning & _OF_SAMPLES | entries),
+        conditioning=sample.conditioning | entries,
         load=partial(_load, sample, concept.terms, prompts),
     )
 

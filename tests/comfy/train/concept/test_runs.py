@@ -265,3 +265,17 @@ def test_pictures_that_make_no_pair_are_named():
         pair_pictures(picture_data(), picture_data())
     with pytest.raises(ValueError, match="positive was prepared for FLUX.1 and negative for Wan; prepare both"):
         pair_pictures(replace(pair, family="FLUX.1"), replace(pair, family="Wan"))
+
+
+def test_conditioning_of_a_picture_stays_beside_each_prompt():
+    plain = sample("a", 4, 4)
+    entries = {"guidance": 3.5, "reference_latents": [torch.randn(1, 16, 8, 8)]}
+    caption = {**plain.load().conditioning, "attention_mask": torch.ones(1, 16)}
+    read = replace(plain.load(), conditioning=caption | entries)
+    item = replace(plain, conditioning=frozenset(read.conditioning), load=lambda *_: read)
+    (prompted,) = concept_data(slider_of(), training_data(item)).samples
+    tensors = prompted.load()
+    assert {"guidance", "reference_latents", "pooled_output"} <= prompted.conditioning
+    for conditioning in (tensors.conditioning, *(target.prompt.conditioning for target in tensors.targets)):
+        assert conditioning.keys() == {"guidance", "reference_latents", "pooled_output"}
+        assert conditioning["reference_latents"] is entries["reference_latents"] and conditioning["guidance"] == 3.5
