@@ -275,10 +275,12 @@ def age_slider(graph: Graph) -> None:
     note(graph, FILES, PLAIN, second=second, third=third)
     model, clip, vae = load(graph, FLUX, "flux", [CLIP_L, T5], FLUX_VAE)
     graph.column("Pictures that the model makes, and previews", MIDDLE)
-    neutral, negative = flux_prompt(graph, clip[0], "a photo of a person", "What it acts on")
+    neutral = graph.node("CLIPTextEncode", title="What it acts on", clip=clip[0], text="a photo of a person")
+    guidance = graph.node("FluxGuidance", conditioning=neutral[0], guidance=3.5)
+    negative = graph.node("ConditioningZeroOut", conditioning=neutral[0])
     latent = graph.node("EmptySD3LatentImage", width=512, height=512, batch_size=8)
-    sampled = ksampler(graph, model, neutral, negative, latent[0], steps=20, cfg=1)
-    data = graph.node("TesseraLatentsToDataset", latents=sampled[0], positive=neutral)
+    sampled = ksampler(graph, model, guidance[0], negative[0], latent[0], steps=20, cfg=1)
+    data = graph.node("TesseraLatentsToDataset", latents=sampled[0], positive=neutral[0])
     graph.beside(240)
     guided = []
     for title, text in (("Prompt", "a photo of a woman in a garden"), ("Prompt that stays", "a photo of a dog")):
