@@ -33,6 +33,9 @@ class SampleVariant:
 
 FIRST_VARIANT = SampleVariant()
 
+SLIDER, ERASURE, PICTURE_SLIDER = "a slider", "an erasure", "a slider from pictures"
+"""What a sample teaches in place of its picture, see `data.concepts`, as messages name it."""
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -47,6 +50,19 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class TargetPrompt:
+    """Prompt whose prediction by the frozen model is a term of a target.
+
+    weight: factor of the prediction.
+    direction: further factor, negated at a strength of −1.
+    """
+
+    prompt: Prompt
+    weight: float
+    direction: float = 0.0
+
+
+@dataclass(frozen=True)
 class SampleTensors:
     """Tensors of one sample on the host.
 
@@ -56,6 +72,8 @@ class SampleTensors:
     weights: (tokens,) fp32, weight of each kept token in the loss; None for equal weights.
     class_prompt: the class caption, if the requested variant asks for it.
     empty_prompt: the empty caption, if the requested variant asks for it.
+    targets: terms of the target that takes the place of the picture's; empty for the picture's own.
+    opposite: latent of the picture at the other end of a slider, in the shape of `latent`; None without one.
     """
 
     latent: Tensor
@@ -64,6 +82,8 @@ class SampleTensors:
     weights: Tensor | None = None
     class_prompt: Prompt | None = None
     empty_prompt: Prompt | None = None
+    targets: tuple[TargetPrompt, ...] = ()
+    opposite: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +114,7 @@ class Sample:
     text_lengths: every length of its captions, if the model takes them as they are encoded; empty if all have
         `text_length`.
     path: the file on disk, to show it; None if it is not known.
+    concept: SLIDER, ERASURE or PICTURE_SLIDER; empty for a sample that teaches its picture.
     """
 
     name: str
@@ -118,6 +139,7 @@ class Sample:
     folder: int = 0
     text_lengths: tuple[int, ...] = ()
     path: Path | None = field(default=None, compare=False, repr=False)
+    concept: str = ""
 
     def __post_init__(self) -> None:
         assert len(self.caption_weights) in (0, self.caption_variants), (self.caption_weights, self.caption_variants)

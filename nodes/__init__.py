@@ -13,7 +13,7 @@ from ..models.layers.attention import settle_kernel_order
 from .captions import caption_folder
 from .captions import routes as caption_routes
 from .common.types import refuse_literals
-from .data import folder_routes, prepare
+from .data import concepts, folder_routes, prepare
 from .loras import average, compare, loss_by_picture, save, tools
 from .loras import load as load_lora
 from .model import block_swap, compile, load, try_it, tune
@@ -30,6 +30,7 @@ NODES: list[type[io.ComfyNode]] = [
     *compile.NODES,
     *tune.NODES,
     *prepare.NODES,
+    *concepts.NODES,
     *check_folder.NODES,
     *mask_folder.NODES,
     *caption_folder.NODES,

@@ -120,7 +120,7 @@ def tokenize_captions(
     Without one, batches pad them, with a mask.
     Raises ValueError for captions with a text at which the encoder stops.
     """
-    encoder = (weights_fingerprint(clip.patcher), clip.layer_idx, *policy.key(clip))
+    encoder = encoder_key(clip, policy)
     forms = [item.caption_variants for item in items]
     texts = [_texts(form, empty) for form in forms]
     requests = [
@@ -138,7 +138,7 @@ def tokenize_captions(
         if crops:
             tokenized[text, crops] = _seeing(clip, policy, text, crops, style, encoder)
         else:
-            tokenized[text, crops] = _read(clip, policy, text, policy.tokenize(clip, text, max_length), encoder)
+            tokenized[text, crops] = caption_job(clip, policy, text, policy.tokenize(clip, text, max_length), encoder)
     if stops:
         names = [
             item.name for item, item_texts in zip(items, texts, strict=True) if not stops.keys().isdisjoint(item_texts)
@@ -165,8 +165,13 @@ def _texts(forms: CaptionVariants, empty: bool) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*forms.texts, *class_texts, *([""] if forms.dropout or empty else []))))
 
 
-def _read(clip: Any, policy: TextPolicy, text: str, tokens: CaptionTokens, encoder: Any) -> TokenizedCaption:
-    """Make the job of a tokenized caption."""
+def encoder_key(clip: Any, policy: TextPolicy) -> tuple[Any, ...]:
+    """Return all that an encoded caption depends on besides its tokens."""
+    return weights_fingerprint(clip.patcher), clip.layer_idx, *policy.key(clip)
+
+
+def caption_job(clip: Any, policy: TextPolicy, text: str, tokens: CaptionTokens, encoder: Any) -> TokenizedCaption:
+    """Make the job of a tokenized caption. encoder: see `encoder_key`."""
     length = tokens.length or _tokens(tokens)
     job = EncodeJob(
         fingerprint("caption", VERSION, json.dumps(tokens.tokens), encoder),
@@ -188,7 +193,7 @@ def _pad_to_longest(
     return [
         caption
         if caption_tokens.length == length
-        else _read(clip, policy, text, policy.lengthened(clip, caption_tokens, length), encoder)
+        else caption_job(clip, policy, text, policy.lengthened(clip, caption_tokens, length), encoder)
         for text, caption, caption_tokens in zip(texts, captions, tokens, strict=True)
     ]
 

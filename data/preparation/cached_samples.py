@@ -4,18 +4,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from ...models.text import TextPolicy
 from ..buckets.grids import Placement
 from ..cache import Cache
 from ..encode.clip_vision import HIDDEN_STATES, vision_output
 from ..encode.image_variants import ImageKeys
+from ..encode.prompts import as_prompt
 from ..encode.text import CaptionKeys
 from ..folders.items import Item
 from ..media.frames import ImagePixels, VideoPixels
 from ..media.masks import TOKENS, token_weights
-from ..samples import FIRST_VARIANT, Prompt, Sample, SampleTensors, SampleVariant
+from ..samples import FIRST_VARIANT, Sample, SampleTensors, SampleVariant
 
 
 def cached_sample(
@@ -104,19 +103,13 @@ def _load(
             image_conditioning["clip_vision_output"] = vision_output(cache.read(keys.vision)[HIDDEN_STATES])
         mask = cache.read(keys.mask)[TOKENS] if keys.mask else None
         class_key = words.class_key(variant.caption) if variant.class_caption else None
-        class_prompt = None if class_key is None else _prompt(cache.read(class_key), image_conditioning)
-        empty = _prompt(cache.read(words.key(None)), image_conditioning) if variant.empty_caption else None
+        class_prompt = None if class_key is None else as_prompt(cache.read(class_key), image_conditioning)
+        empty = as_prompt(cache.read(words.key(None)), image_conditioning) if variant.empty_caption else None
     except FileNotFoundError as error:
         raise ValueError(
             f"The encoded data of {item.name!r} is gone from the cache folder; free ComfyUI's node cache (or restart "
             "ComfyUI) and queue again, so that Prepare Dataset encodes it again."
         ) from error
     weights = None if mask is None else token_weights(mask, placement, item.options.unmasked_weight)
-    prompt = _prompt(text, image_conditioning)
+    prompt = as_prompt(text, image_conditioning)
     return SampleTensors(latent, prompt.text, prompt.conditioning, weights, class_prompt, empty)
-
-
-def _prompt(encoded: dict[str, Tensor], image_conditioning: dict[str, Any]) -> Prompt:
-    """Join an encoded caption with the conditioning that comes from the images. Numbers are stored without axes."""
-    parts = {part: tensor if tensor.ndim else tensor.item() for part, tensor in encoded.items() if part != "cond"}
-    return Prompt(encoded["cond"], parts | image_conditioning)

@@ -1,6 +1,6 @@
 """The empty caption of training data from latents, as core's nodes encoded it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -37,9 +37,15 @@ def _load(sample: Sample, empty: Prompt, choice: SampleVariant = FIRST_VARIANT) 
     tensors = sample.load(choice)
     if not choice.empty_caption:
         return tensors
-    conditioning = tensors.conditioning
-    # Tensors of the caption, such as its mask, do not apply to the empty one; plain values such as a frame rate do.
+    return replace(tensors, empty_prompt=beside_picture(empty, tensors.conditioning))
+
+
+def beside_picture(prompt: Prompt, conditioning: Mapping[str, Any]) -> Prompt:
+    """Put a prompt in the place of a sample's caption, whose conditioning this is.
+
+    Tensors of the caption, such as its mask, do not apply to the prompt; plain values such as a frame rate do.
+    """
     common_entries = {
         k: v for k, v in conditioning.items() if k in OF_IMAGES or isinstance(v, bool | int | float | str)
     }
-    return replace(tensors, empty_prompt=Prompt(empty.text, {**common_entries, **empty.conditioning}))
+    return Prompt(prompt.text, {**common_entries, **prompt.conditioning})

@@ -79,6 +79,7 @@ class Adapter(nn.Module):
     file_ranks: ranks of its file for each rank that is trained.
     in_kohya: true if kohya's scripts have it themselves; LyCORIS makes the others.
     has_lengths: true if its file has `dora_scale`, one length for each column.
+    odd_in: the master weight whose negation negates the update, as a strength of -1 does; empty if there is none.
     casts: copies of the master weights in the compute dtype, by name, if any; their owner fills them in, writes
         them before each forward and passes their gradients on to the master weights.
     """
@@ -102,6 +103,7 @@ class Adapter(nn.Module):
     file_ranks: ClassVar[int] = 1
     in_kohya: ClassVar[bool] = False
     has_lengths: ClassVar[bool] = False
+    odd_in: ClassVar[str] = ""
     casts: dict[str, nn.Parameter]
 
     def __init__(self, spec: AdapterSpec, out_features: int, in_features: int):

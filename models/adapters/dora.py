@@ -34,6 +34,7 @@ class DoraAdapter(LoraAdapter):
     fits_any = False
     in_kohya = False
     has_lengths = True
+    odd_in = ""
     multiplies_weight = True
     no_training_adapter = "whose file would hold the lengths of weights with that adapter in them"
     replaces_output = True

@@ -35,6 +35,7 @@ class LohaAdapter(Adapter):
 
     algorithm = "loha"
     has_norm = True
+    odd_in = "hada_w1_a"
     hada_w1_a: nn.Parameter
     hada_w1_b: nn.Parameter
     hada_w2_a: nn.Parameter

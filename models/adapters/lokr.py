@@ -35,6 +35,7 @@ class LokrAdapter(Adapter):
 
     algorithm = "lokr"
     has_norm = True
+    odd_in = "lokr_w1"
     reads_casts = True
     lokr_w1: nn.Parameter
     lokr_w2: nn.Parameter

@@ -33,6 +33,7 @@ class LoraAdapter(Adapter):
     reads_casts = True
     inits: ClassVar[tuple[str, ...]] = ("kaiming", "gaussian", "pissa")
     has_pair = True
+    odd_in = "up"
     fits_any = True
     in_kohya = True
     shares_input: ClassVar[bool] = True

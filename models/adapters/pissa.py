@@ -28,6 +28,7 @@ class PissaAdapter(LoraAdapter):
     file_ranks = 2  # its file holds the initial weights too
     no_norm = "init is pissa, whose matrices are not small; set scale_weight_norms to 0, or init to kaiming"
     reads_casts = False  # down is added to its start in fp32
+    odd_in = ""
     has_norm = False  # its master weights are offsets from the start, not the factors of the update
     down_start: Tensor
     up_start: Tensor

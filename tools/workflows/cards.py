@@ -42,6 +42,7 @@ CLIPS = "10 to 30 clips"
 EDITS = "10 to 30 pairs of pictures"
 NONE = "no pictures"
 OWN = "pictures included"
+NO_PICTURES = "two prompts"
 SWAPPED, STREAMS = "8 GB or more", "any, it streams"
 WHOLE = "must hold the whole model"
 _ROWS = [
@@ -76,6 +77,7 @@ _ROWS = [
     ("which_picture_hurts", "Find out which picture hurts", "FLUX.1 dev", SWAPPED, PICTURES, "At two sizes."),
     ("flux3_klein_lora", "Train a FLUX 3 Klein LoRA", "FLUX 3 Klein", STREAMS, PICTURES, "Never tried on the model."),
     ("ltx2_5_lora", "Train an LTX-2.5 LoRA", "LTX-2.5", STREAMS, CLIPS, "Never tried on the model."),
+    ("age_slider", "Train an age slider", "FLUX.1 dev", SWAPPED, NO_PICTURES, "Two prompts are all it takes."),
 ]
 CARDS = {
     name: Card(f"{number} {title}", f"{title}{f', on {model}' if model else ''}. {hint}".strip(), model, card, data)

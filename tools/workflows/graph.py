@@ -80,10 +80,16 @@ class NodeInfo:
         self.nodes = object_info
 
     def inputs(self, kind: str) -> list[tuple[str, list[Any]]]:
-        """List all inputs but those that grow: the frontend adds their slots itself."""
+        """List all inputs but those that grow: the frontend adds their free slots itself."""
         inputs = self.nodes[kind]["input"]
         listed = [*inputs.get("required", {}).items(), *inputs.get("optional", {}).items()]
         return [(name, spec) for name, spec in listed if spec[0] != "COMFY_AUTOGROW_V3"]
+
+    def grows(self, kind: str, name: str) -> bool:
+        """Return whether `name` is a slot of an input that grows, such as `lora_models.lora0`."""
+        inputs = self.nodes[kind]["input"]
+        spec = {**inputs.get("required", {}), **inputs.get("optional", {})}.get(name.partition(".")[0])
+        return "." in name and spec is not None and spec[0] == "COMFY_AUTOGROW_V3"
 
     def is_widget(self, spec: Sequence[Any]) -> bool:
         options = spec[1] if len(spec) > 1 else {}
@@ -143,7 +149,7 @@ class Graph:
         bypassed: bool = False,
         **inputs: Any,
     ) -> Node:
-        names = {name for name, _ in self.info.inputs(kind)}
+        names = {name for name, _ in self.info.inputs(kind)} | {n for n in inputs if self.info.grows(kind, n)}
         assert inputs.keys() <= names, (kind, inputs.keys() - names)
         self._last += 1
         node = Node(self._last, kind, inputs, title, tall, seed_after, tuple(files), bypassed)
@@ -155,6 +161,10 @@ class Graph:
 
     def _nodes(self) -> list[Node]:
         return [node for column in self.columns for row in column.nodes for node in row]
+
+    def _grown(self, node: Node) -> list[tuple[str, Output]]:
+        """List the links to slots of inputs that grow."""
+        return [(name, link) for name, link in node.inputs.items() if self.info.grows(node.kind, name)]
 
     def api(self) -> dict[str, Any]:
         """Return the API form, which is posted to `/prompt`."""
@@ -168,6 +178,8 @@ class Graph:
                     inputs[name] = [str(link[0].id), link[1]]
                 elif self.info.is_widget(spec):
                     inputs[name] = self.info.value(node, name, spec)
+            for name, link in self._grown(node):
+                inputs[name] = [str(link[0].id), link[1]]
             title = self.info.nodes[node.kind].get("display_name") or node.kind
             prompt[str(node.id)] = {"inputs": inputs, "class_type": node.kind, "_meta": {"title": node.title or title}}
         return prompt
@@ -243,6 +255,11 @@ class Graph:
                     has_hidden = True
                 else:
                     rows += widget_rows
+        for name, link in self._grown(node):
+            kind = self.info.type_of(link)
+            links.append([len(links) + 1, link[0].id, link[1], node.id, len(inputs), kind])
+            slot = {"label": name.partition(".")[2], "localized_name": name, "name": name, "shape": 7, "type": kind}
+            inputs.append(slot | {"link": len(links)})
         outputs = [
             {"localized_name": name, "name": name, "type": kind, "links": None}
             for kind, name in zip(info["output"], info["output_name"], strict=True)

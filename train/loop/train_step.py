@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -93,8 +94,9 @@ class TrainStep:
         """
         batch = self.batches.make(requests, rng_key)
         self.placed.check_forward(batch.inputs)
-        with self.placed.training():
-            for loss in self.losses(batch, rng_key):
+        # Closed at an error too: a loss may be given out with the adapter negated.
+        with self.placed.training(), closing(self.losses(batch, rng_key)) as losses:
+            for loss in losses:
                 with self.placed.execution.runner.watch_backward():
                     self.learner.backward(loss / count)
                 total += loss.detach() / count

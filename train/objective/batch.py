@@ -1,6 +1,6 @@
 """Batches: sample noise and sigma for each sample, and pack model inputs and targets as tokens."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
@@ -9,10 +9,11 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from ...common.rng import generator
-from ...data.samples import Sample, SampleTensors, shown_per_epoch
+from ...data.samples import ERASURE, Sample, SampleTensors, TargetPrompt, shown_per_epoch
 from ...memory.host.to_device import to_device
 from ...models.family import Family, ModelInputs, NoisySample
 from ...models.objective import Objective
+from ..concept.targets import ConceptTarget, PictureTarget, PromptTarget, PromptTerm
 from .loss import Signal
 from .noise import perturb_noise, sample_noise
 from .options import ObjectiveOptions
@@ -32,6 +33,7 @@ class Batch:
     preserved: inputs of the preservation loss; None without preservation.
     signal: noise and signal at each level; None in flow matching, whose level determines both.
     unconditional: inputs with the empty caption; None without the guidance-preserving loss.
+    concept: takes the place of `target` for a slider or an erasure; None without one.
     """
 
     inputs: ModelInputs
@@ -42,6 +44,7 @@ class Batch:
     preserved: PreservationInputs | None = None
     signal: Signal | None = None
     unconditional: ModelInputs | None = None
+    concept: ConceptTarget | None = None
 
     def to(self, device: torch.device) -> "Batch":
         """Copy every tensor to `device`."""
@@ -58,6 +61,7 @@ class Batch:
             None if self.preserved is None else self.preserved.to(device),
             None if self.signal is None else self.signal.to(device),
             None if self.unconditional is None else self.unconditional.to(device),
+            None if self.concept is None else self.concept.to(device),
         )
 
     def tensors(self) -> Iterator[Tensor]:
@@ -124,6 +128,9 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif is_dataclass(value):
         for field in fields(value):
             yield from _tensors(getattr(value, field.name))
+    elif isinstance(value, tuple):
+        for element in value:
+            yield from _tensors(element)
 
 
 class _NoisedSample(NamedTuple):
@@ -175,9 +182,62 @@ def _assemble(patcher: ModelPatcher, family: Family, noised: Sequence[_NoisedSam
         unconditional = family.forward.inputs(patcher, _with_empty_prompts(noisy, samples), model_sigmas, guidance)
     weights, loss_weights = _weights(samples), _loss_weights([sample for sample, _ in samples])
     signal = _signal(objective, sigmas)
-    return Batch(
-        inputs, torch.stack(targets), levels, weights, loss_weights, preserved, signal, unconditional=unconditional
-    )
+
+    def make_inputs(rows: Sequence[NoisySample]) -> ModelInputs:
+        return family.forward.inputs(patcher, rows, model_sigmas, guidance)
+
+    concept: ConceptTarget | None = None
+    if any(tensors.targets for _, tensors in samples):
+        concept = _prompt_target(samples, noisy, make_inputs)
+    elif any(tensors.opposite is not None for _, tensors in samples):
+        concept = _picture_target(patcher, family, noised, noisy, sigmas, make_inputs)
+    return Batch(inputs, torch.stack(targets), levels, weights, loss_weights, preserved, signal, unconditional, concept)
+
+
+def _prompt_target(
+    samples: Sequence[tuple[Sample, SampleTensors]],
+    noisy: Sequence[NoisySample],
+    make_inputs: Callable[[Sequence[NoisySample]], ModelInputs],
+) -> PromptTarget:
+    """Make the target of prompts; a sample with fewer of them than another repeats its first with no weight."""
+    count = max(len(tensors.targets) for _, tensors in samples)
+    rows = [_filled(tensors.targets, count) for _, tensors in samples]
+    terms = []
+    for prompts in zip(*rows, strict=True):
+        prompted = [
+            replace(noisy_sample, text=target.prompt.text, conditioning=target.prompt.conditioning)
+            for noisy_sample, target in zip(noisy, prompts, strict=True)
+        ]
+        weight, direction = (
+            torch.tensor(factors, dtype=torch.float32)
+            for factors in ([target.weight for target in prompts], [target.direction for target in prompts])
+        )
+        terms.append(PromptTerm(make_inputs(prompted), weight, direction))
+    return PromptTarget(tuple(terms), is_odd=samples[0][0].concept != ERASURE)
+
+
+def _filled(targets: Sequence[TargetPrompt], count: int) -> list[TargetPrompt]:
+    return [*targets, *[replace(targets[0], weight=0.0, direction=0.0)] * (count - len(targets))]
+
+
+def _picture_target(
+    patcher: ModelPatcher,
+    family: Family,
+    noised: Sequence["_NoisedSample"],
+    noisy: Sequence[NoisySample],
+    sigmas: Sequence[float],
+    make_inputs: Callable[[Sequence[NoisySample]], ModelInputs],
+) -> PictureTarget:
+    """Make the target of picture pairs: the other pictures get the same noise."""
+    objective = family.sampling.objective(patcher)
+    rows, targets = [], []
+    for entry, row, sigma in zip(noised, noisy, sigmas, strict=True):
+        assert entry.tensors.opposite is not None, entry.sample.name
+        latent = model_space(patcher, family, replace(entry.tensors, latent=entry.tensors.opposite))
+        rows.append(replace(row, latent=objective.add_noise(latent, entry.input_noise, sigma)))
+        target = objective.target(latent, entry.noise, sigma)
+        targets.append(family.forward.patchify(target, entry.sample.tokens).tokens)
+    return PictureTarget(make_inputs(rows), torch.stack(targets))
 
 
 def _signal(objective: Objective, sigmas: Sequence[float]) -> Signal | None:

@@ -325,7 +325,10 @@ def measure(
     average = 4 if settings.optimizer.ema_decay else 0
     # These switch the adapters off for a forward, and hold a copy of their weights meanwhile.
     by_picture = settings.validation is not None and settings.validation.loss_by_picture
-    switches_off = settings.objective.preservation_weight or settings.objective.guidance_loss_scale or by_picture
+    concept = any(sample.concept for sample in data.samples)
+    switches_off = (
+        settings.objective.preservation_weight or settings.objective.guidance_loss_scale or by_picture or concept
+    )
     clone = 4 if switches_off else 0
     # A cast and its gradient, or the gradient that autograd makes before it is part of the flat one.
     joined = 4 if settings.optimizer.is_elementwise else 0

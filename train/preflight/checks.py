@@ -26,6 +26,7 @@ from ..objective.preservation import check_preservation
 from ..objective.timestep_sampling import check_range
 from ..optim.checks import check_optimizer
 from ..optim.schedule import lr_factor
+from .concept_checks import check_concept
 from .notes import guidance_notes, masked_text_notes, memory_notes, rare_notes, saving_notes
 from .validation_split import hold_out, validation_notes
 
@@ -56,6 +57,7 @@ class CheckedRun:
 
 def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) -> CheckedRun:
     """Check a run without loading weights. Raises ValueError, in one sentence, for errors that would come later."""
+    concept_notes = check_concept(settings, data.samples)
     family = family_of(model)
     patcher, patch_notes = trainable_model(model, family.own_forward)
     targets = choose_targets(family, patcher.model, settings.network)
@@ -82,6 +84,7 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
     strata = strata_sizes(settings.samples_per_step, data.samples)
     notes = (
         *patch_notes,
+        *concept_notes,
         *check_preservation(settings.objective, data.samples),
         *check_guidance_loss(
             settings.objective,

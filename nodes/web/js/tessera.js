@@ -14,6 +14,9 @@ import { t } from './common/words.js'
 const describe = {
   TesseraPrepareDataset: ({ summary }) => [summary],
   TesseraLatentsToDataset: ({ pictures, notes = [] }) => [t('{count} pictures', { count: pictures }), ...notes],
+  TesseraSlider: ({ notes }) => notes,
+  TesseraPictureSlider: ({ notes }) => notes,
+  TesseraEraseConcept: ({ notes }) => notes,
   TesseraCheckFolder: describeCheck,
   TesseraCaptionFolder: ({ summary, notes = [] }) => [summary, ...notes],
   TesseraMaskFolder: ({ report }) => [report],

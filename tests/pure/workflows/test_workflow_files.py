@@ -97,7 +97,7 @@ def test_workflows_to_share_are_there_for_everything():
     training += ["z_image_lora", "krea2_lora", "anima_lora", "sdxl_lora", "hunyuan_video15_lora", "ltx_video_lora"]
     training += ["ltx2_3_lora", "minimax_h3_lora", "qwen_image21_lora", "flux3_klein_lora", "ltx2_5_lora"]
     training += ["wan_t2v_lora", "wan_i2v_lora", "wan22_two_experts_lora", "everything_at_once", "lora_with_everything"]
-    training += ["lora_with_validation", "which_picture_hurts", "try_it"]
+    training += ["lora_with_validation", "which_picture_hurts", "try_it", "age_slider"]
     assert UI == sorted(
         f"{name}.json" for name in ["flux_block_swap", "compare_loras", "prepare_folder", *compiling, *training]
     )

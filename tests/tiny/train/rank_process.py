@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -325,7 +326,8 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
     try:
         model = tiny.load_flux(Path(job["model"])) if "gguf" not in job else gguf_model(job["gguf"])
         settings = run_settings(**(job["settings"] | job.get("own", {}).get(str(world.rank), {})))
-        data = mixed_data() if "data" not in job else getattr(tiny.train.runs, job["data"])()
+        source = import_module(job.get("data_from", "tiny.train.runs"))
+        data = mixed_data() if "data" not in job else getattr(source, job["data"])()
         watchers += [previewer(job, world, model)] if "previews" in job else []
         compiler = CompileSettings(backend=job["backend"]) if "backend" in job else None
         if "free" in job:

@@ -6,6 +6,7 @@ from parts import (
     EDIT,
     FOLDER_TALL,
     LORA_TALL,
+    MEMORY_TALL,
     MIDDLE,
     NARROW,
     PICTURE_TALL,
@@ -13,6 +14,7 @@ from parts import (
     PLAN_TALL,
     QUICK,
     SWAPPED,
+    WIDE,
     hub_file,
     ksampler,
     load,
@@ -261,6 +263,61 @@ def compare_loras(graph: Graph) -> None:
     graph.node("SaveImage", title="The grid", tall=520, images=compared[0], filename_prefix="compare_loras")
 
 
+def age_slider(graph: Graph) -> None:
+    second = (
+        "Say what moves\n**positive** and **negative** of *Slider* are its two ends, **neutral** is what it acts on. "
+        "Write your own in the same words, or leave the age. You need no pictures: the model samples eight itself."
+    )
+    third = (
+        "Press Run\n*Compare LoRAs* shows a dog, which should not change, and a woman from -1 (young) to 1 (old). Too "
+        "much at 1? Lower **guidance_scale**."
+    )
+    note(graph, FILES, PLAIN, second=second, third=third)
+    model, clip, vae = load(graph, FLUX, "flux", [CLIP_L, T5], FLUX_VAE)
+    graph.column("Pictures that the model makes, and previews", MIDDLE)
+    neutral = graph.node("CLIPTextEncode", title="What it acts on", clip=clip[0], text="a photo of a person")
+    guidance = graph.node("FluxGuidance", conditioning=neutral[0], guidance=3.5)
+    negative = graph.node("ConditioningZeroOut", conditioning=neutral[0])
+    latent = graph.node("EmptySD3LatentImage", width=512, height=512, batch_size=8)
+    sampled = ksampler(graph, model, guidance[0], negative[0], latent[0], steps=20, cfg=1)
+    data = graph.node("TesseraLatentsToDataset", latents=sampled[0], positive=neutral[0])
+    graph.beside(240)
+    guided = []
+    for title, text in (("Prompt", "a photo of a woman in a garden"), ("Prompt that stays", "a photo of a dog")):
+        prompt = graph.node("CLIPTextEncode", title=title, clip=clip[0], text=text)
+        guided.append(graph.node("FluxGuidance", conditioning=prompt[0], guidance=3.5))
+    shown = graph.node("TesseraPreview", vae=vae[0], positive=guided[0][0], width=512, height=512)
+    graph.column("Slider", WIDE)
+    slider = graph.node(
+        "TesseraSlider",
+        data=data[0],
+        clip=clip[0],
+        positive="a photo of a very old person, wrinkles, white hair",
+        negative="a photo of a very young person, smooth skin",
+        neutral="a photo of a person",
+        keep="a photo of a dog",
+        attributes="male\nfemale",
+    )
+    memory = graph.node("TesseraMemory", tall=MEMORY_TALL, checkpointing="auto", blocks_to_swap=-1)
+    settings = {"steps": 500, "learning_rate": 2e-4, "rank": 8, "memory": memory[0], "preview": shown[0]}
+    trained = train(graph, "age_slider", model[0], slider, **settings)
+    graph.column("From -1 to 1", DATA)
+    compared = graph.node(
+        "TesseraCompareLoras",
+        tall=700,
+        model=model[0],
+        vae=vae[0],
+        positive=guided[1][0],
+        strengths="-1, -0.5, 0.5, 1",
+        seeds=2,
+        width=512,
+        height=512,
+        more_prompts=shown[0],
+        **{"lora_models.lora0": trained[0]},
+    )
+    graph.node("SaveImage", title="The grid", tall=PICTURE_TALL, images=compared[0], filename_prefix="age_slider")
+
+
 DESCRIPTIONS = [
     flux_lora,
     flux_kontext_lora,
@@ -270,4 +327,5 @@ DESCRIPTIONS = [
     lora_with_validation,
     which_picture_hurts,
     compare_loras,
+    age_slider,
 ]

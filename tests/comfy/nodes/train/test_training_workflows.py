@@ -37,6 +37,7 @@ CASES: dict[str, tuple[dict[str, str], list[str], dict[str, Any]]] = {
     "everything_at_once": (FLUX, [FLUX["unet_name"]], {}),
     "lora_with_everything": (FLUX, [FLUX["unet_name"]], {}),
     "lora_with_validation": (FLUX, [FLUX["unet_name"]], {}),
+    "age_slider": (FLUX, [FLUX["unet_name"]], {}),
 }
 SMALL: dict[str, dict[str, Any]] = {
     "TesseraTrainLora": {"steps": STEPS, "compile": "off", "rank": 4},
@@ -51,6 +52,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "EmptyHunyuanLatentVideo": {"width": 64, "height": 64, "length": 5},
     "WanImageToVideo": {"width": 64, "height": 64, "length": 5},
     "EmptySD3LatentImage": {"width": 64, "height": 64},
+    "TesseraCompareLoras": {"width": 64, "height": 64, "steps": 2},
     "EmptyFlux2LatentImage": {"width": 64, "height": 64},
     "Flux2Scheduler": {"steps": 2, "width": 64, "height": 64},
 }

@@ -1,0 +1,1 @@
+"""Targets that the frozen model predicts itself, for sliders and erasures."""
