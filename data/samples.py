@@ -33,8 +33,10 @@ class SampleVariant:
 
 FIRST_VARIANT = SampleVariant()
 
-SLIDER, ERASURE, PICTURE_SLIDER = "a slider", "an erasure", "a slider from pictures"
-"""What a sample teaches in place of its picture, see `data.concepts`, as messages name it."""
+# Concepts, by their names in messages: they are taught in place of a sample's picture, see `data.concepts`.
+SLIDER = "a slider"
+ERASURE = "an erasure"
+PICTURE_SLIDER = "a slider from pictures"
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class SampleTensors:
     weights: (tokens,) fp32, weight of each kept token in the loss; None for equal weights.
     class_prompt: the class caption, if the requested variant asks for it.
     empty_prompt: the empty caption, if the requested variant asks for it.
-    targets: terms of the target that takes the place of the picture's; empty for the picture's own.
+    targets: terms of the target, in place of the picture's; empty for the picture's own.
     opposite: latent of the picture at the other end of a slider, in the shape of `latent`; None without one.
     """
 

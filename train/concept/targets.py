@@ -59,7 +59,7 @@ class PromptTarget:
     """Target that is a sum of the frozen model's predictions for other prompts.
 
     terms: of the sum.
-    is_odd: train at a strength of −1 too, where the directions are negated.
+    is_odd: train at a strength of −1 too, with negated directions.
     """
 
     terms: tuple[PromptTerm, ...]

@@ -33,7 +33,7 @@ class Batch:
     preserved: inputs of the preservation loss; None without preservation.
     signal: noise and signal at each level; None in flow matching, whose level determines both.
     unconditional: inputs with the empty caption; None without the guidance-preserving loss.
-    concept: takes the place of `target` for a slider or an erasure; None without one.
+    concept: target of a slider or an erasure, in place of `target`; None without one.
     """
 
     inputs: ModelInputs

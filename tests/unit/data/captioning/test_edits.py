@@ -1,4 +1,4 @@
-"""Search and replace over the captions of a folder, and taking it back, also where the disk refuses."""
+"""Search and replace over the captions of a folder, and taking it back, also if the disk refuses."""
 
 import pytest
 from PIL import Image
