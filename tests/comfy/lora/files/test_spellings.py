@@ -112,12 +112,20 @@ def test_blocks_of_another_model_are_not_taken_for_a_wrapper(models):
     assert (read.modules, read.other_layers) == ({}, (name,))
 
 
-def test_one_layer_that_is_fused_in_the_file_is_cut(models):
-    model = models("wan")
+@pytest.mark.parametrize(
+    ("family", "names", "fused"),
+    [
+        ("wan", ("q", "k", "v"), "qkv"),
+        ("anima", ("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+        ("anima", ("q_proj", "k_proj", "v_proj"), "qkv"),
+    ],
+)
+def test_one_layer_that_is_fused_in_the_file_is_cut(models, family, names, fused):
+    model = models(family)
     shapes = layer_shapes(model.model)
-    parts = [f"blocks.0.self_attn.{part}" for part in "qkv"]
+    parts = [f"blocks.0.self_attn.{name}" for name in names]
     update = random_update(sum(shapes[part][0] for part in parts), shapes[parts[0]][1], 2)
-    row = Spelling("wan", "", "blocks.0.self_attn.qkv", KOHYA, "")
+    row = Spelling(family, "", f"blocks.0.self_attn.{fused}", KOHYA, "")
     read = read_lora(tensors_of(row, update), family_of(model), model.model)
     assert list(read.modules) == parts and not read.other_layers
     together = torch.cat([change(read.modules[part]) for part in parts])
@@ -148,6 +156,18 @@ def test_two_updates_of_one_layer_are_added_and_named(tiny_flux):
     )
     read = read_lora(tensors, family_of(tiny_flux), tiny_flux.model)
     assert read.doubled == (f"{layer}.weight",) and low_rank(read.modules[layer]).rank == 8
+
+
+@pytest.mark.parametrize(
+    "name", ["transformer.norm_out.linear", "lora_transformer_norm_out_linear", "base_model.model.norm_out.linear"]
+)
+def test_scale_and_shift_of_diffusers_are_swapped_under_every_name(name, tiny_flux):
+    layer = "final_layer.adaLN_modulation.1"
+    rows, columns = layer_shapes(tiny_flux.model)[layer]
+    update = random_update(rows, columns, 1)
+    read = read_lora(tensors_of(Spelling("", "", name, KOHYA, ""), update), family_of(tiny_flux), tiny_flux.model)
+    scale, shift = delta(update).chunk(2)
+    assert (change(read.modules[layer]) - torch.cat([shift, scale])).norm() <= 1e-6 * delta(update).norm()
 
 
 def test_two_updates_of_other_rows_are_no_doubles(tiny_flux):
