@@ -1,7 +1,7 @@
 // The form New LoRA: opens the workflow of a model with folder, trigger word, name and preset filled in, and queues it.
 import { app } from '../../../../scripts/app.js'
 import { api } from '../../../../scripts/api.js'
-import { button, part } from '../common/elements.js'
+import { button, enable, part } from '../common/elements.js'
 import { inFront, ourNodes } from '../common/nodes.js'
 import { t, translations } from '../common/words.js'
 import { widgetOf } from '../common/widgets.js'
@@ -13,6 +13,7 @@ const SEVERAL = /(kontext|edit|i2v|two_experts)_lora$/ // these take a second fo
 const CLIPS = /(wan|ltx|video|minimax)/
 const FOLDERS = { TesseraImageFolder: 'input/my_pictures', TesseraVideoFolder: 'input/my_clips' }
 const TRAIN = 'TesseraTrainLora'
+const OFF = [2, 4] // modes of nodes that don't run: muted, bypassed
 const LOADER = /Loader|LoadDiffusionModel/
 
 /** Makes the form, closed. `attempt` runs what may fail, and shows why it did; `tell` shows a sentence. */
@@ -28,15 +29,27 @@ export function makeNewRun(root, { attempt, tell }) {
     preset: field(form, WORDS.preset, 'select'),
   }
   const row = part(form, 'tessera-new-run-row')
-  const run = (isQueued) => attempt(async () => tell(await start(fields, isQueued)))
-  button(row, t(WORDS.start), t(WORDS.startTitle), () => run(true))
-  button(row, t(WORDS.openOnly), t(WORDS.openOnlyTitle), () => run(false))
+  const run = (isQueued) => attempt(() => whileOff(buttons, async () => tell(await start(fields, isQueued))))
+  const buttons = [
+    button(row, t(WORDS.start), t(WORDS.startTitle), () => run(true)),
+    button(row, t(WORDS.openOnly), t(WORDS.openOnlyTitle), () => run(false)),
+  ]
   form.addEventListener('submit', (event) => { // Enter in a field
     event.preventDefault()
-    run(true)
+    buttons[0].click()
   })
   fields.model.addEventListener('change', () => attempt(() => listFolders(fields)))
   box.addEventListener('toggle', () => box.open && attempt(() => fill(fields)))
+}
+
+/** Does something while buttons take no presses: a second one would queue a second run. */
+async function whileOff(buttons, does) {
+  for (const each of buttons) enable(each, false)
+  try {
+    await does()
+  } finally {
+    for (const each of buttons) enable(each, true)
+  }
 }
 
 /**
@@ -114,7 +127,7 @@ function showTrigger(place, word, model) {
 
 /** Files of the loaders in the open workflow that ComfyUI doesn't have. */
 function missingFiles() {
-  const loaders = (app.rootGraph ?? app.graph).nodes.filter(({ type }) => LOADER.test(type))
+  const loaders = (app.rootGraph ?? app.graph).nodes.filter(({ type, mode }) => LOADER.test(type) && !OFF.includes(mode))
   const widgets = /** @type {any[]} */ (loaders.flatMap((node) => node.widgets ?? []))
   const missing = widgets.filter(({ value, options }) => Array.isArray(options?.values) && !options.values.includes(value))
   return [...new Set(missing.map(({ value }) => value))]
