@@ -30,8 +30,9 @@ Tokens = dict[str, list[list[tuple[Any, float]]]]
 
 @dataclass(frozen=True)
 class CaptionTokens:
-    """A caption as token and weight pairs, in the form that ComfyUI's `CLIP.encode_from_tokens` takes.
+    """A tokenised caption.
 
+    tokens: (token, weight) pairs by tokenizer, in the form that ComfyUI's `CLIP.encode_from_tokens` takes.
     length: tokens of the encoded sequence; None if unknown before encoding.
     dropped: number of tokens cut at the caption's end, because it exceeds the longest length.
     """

@@ -20,7 +20,8 @@ class AdapterSpec:
     """Hyperparameters of one layer's adapter.
 
     algorithm: a key of the registry.
-    rank, alpha: the update is scaled by alpha / rank.
+    rank: of the update's two matrices, or the algorithm's counterpart of it.
+    alpha: the update is scaled by alpha / rank.
     factor: target factor of LoKr's factorisation; -1 factorises near the square root.
     constraint: OFT's norm limit; 0 for none.
     init: initialisation of the weights, one of the class's `inits`.

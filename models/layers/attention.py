@@ -121,9 +121,10 @@ def _check_cudnn(device: torch.device, dtype: torch.dtype) -> None:
 class RaggedAttention(NamedTuple):
     """Attention among the first tokens of each sample.
 
-    bounds(lengths, size, device): lengths (B,), int64 on the CPU, and T → the `bounds` of `attend`, once per batch.
-    attend(q, k, v, bounds): q, k, v (B, T, H, D) → (B, T, H·D). Its output beyond a sample's length is finite and does
-    not affect the output before it.
+    bounds: (lengths, size, device) → the `bounds` of `attend`, once per batch, from lengths (B,), int64 on the CPU, and
+        size T.
+    attend: (q, k, v, bounds) → (B, T, H·D) from q, k, v (B, T, H, D). Its output beyond a sample's length is finite and
+        does not affect the output before it.
     """
 
     bounds: Callable[[Tensor, int, torch.device], Tensor]
