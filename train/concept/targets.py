@@ -42,7 +42,8 @@ class PromptTerm:
     """Prediction of the frozen model that counts in a target.
 
     inputs: the batch's, with this prompt in each sample.
-    weight, direction: factors of each sample, (B,), see `data.samples.TargetPrompt`.
+    weight: (B,) fp32, factor of the prediction in each sample, see `data.samples.TargetPrompt`.
+    direction: (B,) fp32, further factor, negated at a strength of −1.
     """
 
     inputs: ModelInputs
