@@ -42,7 +42,10 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Ten
 
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
-    """Run `sdpa` on cuDNN's kernel, by its own op: SDPA would fall back to another if this one refuses."""
+    """Run `sdpa` on cuDNN's kernel: q (B, T, H, D), k, v (B, S, H, D) → (B, T, H·D).
+
+    By its own op: SDPA would fall back to another if this one refuses. With a mask, or in fp32, it is `sdpa` itself.
+    """
     if key_mask is not None or not _in_16_bits(q):
         return sdpa(q, k, v, key_mask)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
