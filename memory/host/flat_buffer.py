@@ -96,7 +96,7 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
 
 
 def empty_bytes(size: int, device: torch.device, pinned: bool = False, later: bool = False) -> Tensor:
-    """Allocate a flat buffer that starts at a multiple of ALIGNMENT.
+    """Allocate a flat buffer, (size,) uint8, that starts at a multiple of ALIGNMENT.
 
     pinned: page-locked if possible. later: `page_locked.lock` is to lock it once it is filled.
     """

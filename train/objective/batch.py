@@ -112,6 +112,8 @@ def fixed_batch(
 ) -> Batch:
     """Make a batch of samples at given sigmas.
 
+    rows: sample, its tensors, and its sigma.
+
     The noise depends on the seed and the sample's name only, so that losses of different steps are comparable.
     """
     noised: list[_NoisedSample] = []
