@@ -103,7 +103,7 @@ class TextPolicy:
         return {"cond": (1, length, None)}
 
     def collect(self, encoded: Mapping[str, Any], length: int | None) -> dict[str, Tensor]:
-        """Select the outputs of an encoded caption to store, by name."""
+        """Select the outputs of an encoded caption to store, by name: `cond` is (1, L, D)."""
         outputs = self.outputs(length)
         assert outputs is not None
         assert encoded.get("attention_mask") is None or "attention_mask" in outputs

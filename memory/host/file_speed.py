@@ -55,6 +55,8 @@ def pieces_of(tensors: Sequence[Tensor], count: int = PIECES, size: int = PIECE)
 def read_speeds(pieces: Sequence[Tensor]) -> tuple[float, float]:
     """Measure (disk, cache) of a `FileBandwidth`, in bytes per second.
 
+    pieces: as cut by `pieces_of`.
+
     Each piece is read twice: first from the disk unless it is in the cache, then from the cache. If all pieces are in
     the cache, the disk's rate is unknown and the first reading is used in its place.
     """

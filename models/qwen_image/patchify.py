@@ -71,8 +71,10 @@ def own_conditioning(sample: NoisySample) -> dict[str, Any]:
 
 
 def own_text(sample: NoisySample) -> Tensor:
-    """Return the caption without the tokens that an attention mask excludes at its end. Raises ValueError for any other
-    mask."""
+    """Return the caption, (1, L, D), without the tokens that an attention mask excludes at its end.
+
+    Raises ValueError for any other mask.
+    """
     mask = sample.conditioning.get("attention_mask")
     if mask is None:
         return sample.text
