@@ -137,7 +137,12 @@ def _sum(events: Sequence[CompileEvent], name: str) -> int:
 
 @dataclass(frozen=True)
 class CompileReport:
-    """Report of all regions of one compiled model, or of one training run, with notes for the user."""
+    """Report of all regions of one compiled model, or of one training run.
+
+    heading: first line, which names the settings.
+    regions: report of each region.
+    notes: sentences for the user.
+    """
 
     heading: str
     regions: list[RegionReport]

@@ -35,7 +35,10 @@ _KNOWN_FIRST = ("inductor", "cudagraphs", "aot_eager", "eager")
 class CompileOptions:
     """Arguments of `torch.compile` for one region.
 
+    backend: name of a backend of torch.compile.
+    mode: one of MODES.
     dynamic: auto, true or false.
+    fullgraph: a graph break is an error.
     limit: the most graphs that the region may hold.
     """
 
@@ -82,7 +85,16 @@ class Override:
 
 @dataclass(frozen=True)
 class CompileSettings:
-    """Settings of a Compile Model node."""
+    """Settings of a Compile Model node.
+
+    backend: name of a backend of torch.compile.
+    mode: one of MODES.
+    dynamic: auto, true or false.
+    fullgraph: a graph break is an error.
+    cache_size_limit: the most graphs that a region may hold.
+    scope: one of SCOPES.
+    overrides: settings of some blocks; the last that matches a block wins.
+    """
 
     backend: str = "inductor"
     mode: str = "default"

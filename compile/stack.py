@@ -39,7 +39,12 @@ def run_stack(blocks: tuple[nn.Module, ...], wiring: BlockWiring, args: tuple[An
 
 @dataclass(frozen=True)
 class BlockCall:
-    """Arguments and result of one block's call."""
+    """Arguments and result of one block's call.
+
+    args: positional arguments.
+    kwargs: keyword arguments.
+    out: result; None until the call has returned.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

@@ -55,6 +55,7 @@ class Prompt:
 class TargetPrompt:
     """Prompt whose prediction by the frozen model is a term of a target.
 
+    prompt: the encoded prompt.
     weight: factor of the prediction.
     direction: further factor, negated at a strength of −1.
     """

@@ -31,22 +31,30 @@ class NetworkOptions:
     algorithm: one of `models.adapters`.
     rank: of the update's two matrices, or the algorithm's counterpart of it.
     alpha: the update is scaled by alpha / rank.
-    include, exclude: glob patterns over module names such as `double_blocks.0.img_attn.qkv`; an empty `include` selects
-        the default targets of the model family.
+    include: glob patterns over module names such as `double_blocks.0.img_attn.qkv`, the layers to train; if empty, the
+        default targets of the model family.
+    exclude: glob patterns of layers that are left out of these.
     dropout: probability that an element of the rank activations (after the down projection) is dropped.
     lora_plus_ratio: learning rate of up over that of down, see `param_groups.parameter_groups`.
     scale_weight_norms: above 0, the largest norm of a module's update, see `max_norm.MaxNorm`.
-    start_from: a LoRA that training begins from, see `warm_start`.
-    base_lora, base_strength: a LoRA that stays frozen under the trained one, and its strength.
+    start_from: a LoRA that training begins from, see `warm_start`; None for new weights.
+    base_lora: a LoRA that stays frozen under the trained one; None without one.
+    base_strength: strength of base_lora.
     rank_dropout: probability that a rank is dropped for a sample.
     module_dropout: probability that a layer skips its adapter for a sample.
     rank_patterns: ranks and alphas of some layers, see `patterns.parse_rank_patterns`.
-    factor: of LoKr. constraint: of OFT.
+    factor: target factor of LoKr's factorisation; -1 factorises near the square root.
+    constraint: OFT's norm limit; 0 for none.
     init: the initial weights of a LoRA.
-    start_from_low_noise, base_lora_low_noise, base_strength_low_noise: for the low noise expert of Wan 2.2: a LoRA,
-        NONE, or SAME as the high noise expert (and `base_strength` with it).
-    training_adapter, training_adapter_strength: a LoRA that is active only during training, and its strength.
-    training_adapter_low_noise, training_adapter_strength_low_noise: the same for the low noise expert.
+    start_from_low_noise: start_from of the low noise expert of Wan 2.2: a LoRA, NONE, or SAME as the high noise expert.
+    base_lora_low_noise: base_lora of the low noise expert: a LoRA, NONE, or SAME as the high noise expert, with its
+        strength.
+    base_strength_low_noise: strength of base_lora_low_noise, if that is a LoRA.
+    training_adapter: a LoRA that is active only during training; None without one.
+    training_adapter_strength: strength of training_adapter.
+    training_adapter_low_noise: training_adapter of the low noise expert: a LoRA, NONE, or SAME as the high noise
+        expert, with its strength.
+    training_adapter_strength_low_noise: strength of training_adapter_low_noise, if that is a LoRA.
 
     Raises ValueError, naming the input, for values out of range and combinations without effect.
     """

@@ -88,7 +88,12 @@ def examples(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class RankPattern:
-    """A line of rank_patterns: the rank, the alpha, or both of the layers that `pattern` matches."""
+    """A line of rank_patterns.
+
+    pattern: glob pattern of the names of its layers.
+    rank: rank of these layers; None leaves theirs.
+    alpha: alpha of these layers; None leaves their alpha / rank.
+    """
 
     pattern: str
     rank: int | None = None

@@ -35,8 +35,12 @@ NOTICEABLE = 1e-3  # fraction of an update that may be lost without a note
 
 @dataclass(frozen=True)
 class Fitted:
-    """An update at another rank: down (rank, in), up (out, rank), and its error relative to delta W, both Frobenius
-    norms."""
+    """An update at another rank.
+
+    down: (rank, in) fp32.
+    up: (out, rank) fp32.
+    relative_error: Frobenius norm of its error over that of delta W.
+    """
 
     down: Tensor
     up: Tensor

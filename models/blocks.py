@@ -11,8 +11,12 @@ from torch import nn
 
 @dataclass(frozen=True)
 class BlockOfModel:
-    """A block of a diffusion model: its module name, such as double_blocks.3, and its kind; blocks of one kind share a
-    graph."""
+    """A block of a diffusion model.
+
+    name: its module name, such as double_blocks.3.
+    kind: label of its structure; blocks of one kind share a graph.
+    module: ComfyUI's module.
+    """
 
     name: str
     kind: str
@@ -75,6 +79,13 @@ _LISTS = (nn.ModuleList, nn.Sequential)
 
 
 class _Entry(NamedTuple):
+    """Entry of a list that could be a block.
+
+    name: its module name.
+    module: ComfyUI's module.
+    uniform: all entries of its list, a ModuleList, are of one class.
+    """
+
     name: str
     module: nn.Module
     uniform: bool

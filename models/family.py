@@ -170,8 +170,10 @@ class SampleFacts:
 class Origin:
     """The base model in the metadata of a LoRA file.
 
-    architecture, implementation: the fields of ModelSpec.
-    kohya_version, kohya_module: the version and module in kohya's and musubi's keys, empty if they have none.
+    architecture: field of ModelSpec.
+    implementation: field of ModelSpec, the address or name of its code.
+    kohya_version: version of the base model in kohya's and musubi's keys, empty if they have none.
+    kohya_module: network module in kohya's and musubi's keys, empty if they have none.
     """
 
     architecture: str
@@ -182,7 +184,11 @@ class Origin:
 
 @dataclass(frozen=True)
 class Patches:
-    """A patchified latent: tokens (N, C·patch), frame after frame in row order; positions (N, axes)."""
+    """A patchified latent.
+
+    tokens: (N, C·patch), frame after frame in row order.
+    positions: (N, axes).
+    """
 
     tokens: Tensor
     positions: Tensor

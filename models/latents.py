@@ -15,7 +15,8 @@ class LatentPolicy:
     pixels_per_latent: pixels along a side that become one latent cell.
     patch: latent cells along a side that become one token.
     frames_per_latent: frames of a video that become one latent frame; the first frame has its own. 0 for an image VAE.
-    frames_to_latent, latent_to_frames: ComfyUI's formulas for a VAE with another frame count, and the inverse.
+    frames_to_latent: ComfyUI's formula from frames to latent frames; None if `frames_per_latent` gives them.
+    latent_to_frames: its inverse; None if `frames_per_latent` gives them.
     stills_only: the latents have a frame axis, but the VAE takes one image at a time.
     whole_grids: the models run ComfyUI's own forward, which takes no ragged edge.
     tells_frame_rate: the models take a clip's frames per second, as `LTXVConditioning` sets them.

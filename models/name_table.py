@@ -76,8 +76,10 @@ class NameTable:
     by_rule: True if the table was derived from one model's modules, so that a file of the model has to record it.
     unet: True if the model is a U-Net in diffusers.
     kohya_by_diffusers: True if kohya's keys are diffusers' names with underscores, for modules that are not split
-    there.
+        there.
     cut: native names that every format stores as their diffusers modules, since other files of the model do so.
+    _flat: pattern of a flat name in kohya's keys -> native name, with "{}" for each number.
+    _dotted: pattern of a native name -> that name, with "{}" for each number.
     """
 
     to_diffusers: Mapping[str, tuple[str, ...]]

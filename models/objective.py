@@ -24,11 +24,11 @@ class Objective(Protocol):
         ...
 
     def add_noise(self, latent: Tensor, noise: Tensor, sigma: float) -> Tensor:
-        """Compute x_t in fp32."""
+        """Compute x_t in fp32, (C, …)."""
         ...
 
     def target(self, latent: Tensor, noise: Tensor, sigma: float) -> Tensor:
-        """Compute the output in fp32 from which a sampler recovers `latent`, at the x_t of this noise."""
+        """Compute the output in fp32, (C, …), from which a sampler recovers `latent`, at the x_t of this noise."""
         ...
 
     def noise_ratio(self, sigma: float) -> float:
@@ -49,13 +49,13 @@ class FlowMatching:
         return level
 
     def add_noise(self, latent: Tensor, noise: Tensor, sigma: float) -> Tensor:
-        """Compute x_t = (1 − sigma)·x0 + sigma·noise in fp32."""
+        """Compute x_t = (1 − sigma)·x0 + sigma·noise in fp32, all (C, …)."""
         # As a tensor: 1 − sigma has to be rounded in fp32, like the model's timestep.
         level = torch.tensor(sigma, dtype=torch.float32)
         return (1.0 - level) * latent.float() + level * noise.float()
 
     def target(self, latent: Tensor, noise: Tensor, sigma: float) -> Tensor:
-        """Compute the velocity noise − x0 in fp32: the derivative of x_t with respect to sigma."""
+        """Compute the velocity noise − x0 in fp32, all (C, …): the derivative of x_t with respect to sigma."""
         return noise.float() - latent.float()
 
     def noise_ratio(self, sigma: float) -> float:

@@ -30,8 +30,9 @@ Tokens = dict[str, list[list[tuple[Any, float]]]]
 
 @dataclass(frozen=True)
 class CaptionTokens:
-    """A caption as token and weight pairs, in the form that ComfyUI's `CLIP.encode_from_tokens` takes.
+    """A tokenised caption.
 
+    tokens: (token, weight) pairs by tokenizer, in the form that ComfyUI's `CLIP.encode_from_tokens` takes.
     length: tokens of the encoded sequence; None if unknown before encoding.
     dropped: number of tokens cut at the caption's end, because it exceeds the longest length.
     """
@@ -102,7 +103,7 @@ class TextPolicy:
         return {"cond": (1, length, None)}
 
     def collect(self, encoded: Mapping[str, Any], length: int | None) -> dict[str, Tensor]:
-        """Select the outputs of an encoded caption to store, by name."""
+        """Select the outputs of an encoded caption to store, by name: `cond` is (1, L, D)."""
         outputs = self.outputs(length)
         assert outputs is not None
         assert encoded.get("attention_mask") is None or "attention_mask" in outputs

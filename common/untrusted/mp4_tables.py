@@ -22,7 +22,12 @@ _OUTER = frozenset(
 
 @dataclass
 class _Track:
-    """Table of the samples of a track: how many, and whether they are sound stored without an index of each."""
+    """Table of the samples of a track.
+
+    samples: number of samples.
+    sound: the track is sound.
+    even: all samples last one unit of time; FFmpeg makes no index of such sound.
+    """
 
     samples: int = 0
     sound: bool = False

@@ -48,10 +48,17 @@ class Recompile:
 class CompileEvent:
     """Compilations of one recorded call. A value is None if the installed torch does not report it.
 
+    region: label of the recorded region.
+    graphs: made by dynamo, from a cache or not.
     seconds: total compile time.
     tracing_seconds: the part of it that no cache saves (dynamo and guards).
-    graphs: made by dynamo, from a cache or not.
+    fx_hits: graphs that inductor's cache had.
+    fx_misses: graphs that inductor's cache lacked.
+    aot_hits: graphs that AOTAutograd's cache had.
+    aot_misses: graphs that AOTAutograd's cache lacked.
     bypassed: compilations that could not be cached.
+    breaks: graph breaks, each place once.
+    recompiles: recompilations with the guards that failed.
     dynamic: whether any graph has symbolic sizes.
     limit_reached: the limit of graphs was reached, and calls that did not fit run uncompiled.
     error: torch's message if a compilation failed other than by a graph break.

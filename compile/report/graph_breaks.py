@@ -15,6 +15,10 @@ import torch
 class Break:
     """Place where a graph ended early. Equal for the same place and message: a set of them has each once.
 
+    file: source file; empty if torch does not record it.
+    line: number of the line, 0 without one.
+    source: text of the line, without indentation.
+    function: name of the function around it.
     cause: torch's short name of the kind.
     detail: torch's message, which `explain.explain_break` turns into plain words.
     skipped: no graph was made around it, all of `function` runs uncompiled.

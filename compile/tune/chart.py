@@ -25,7 +25,13 @@ _TEXT = 30  # pixels: on a node of 400 the chart is a third as large
 
 @dataclass(frozen=True)
 class _Row:
-    """One line of the chart. step: milliseconds, None if not measured, as `note` says."""
+    """One line of the chart.
+
+    name: label on the left.
+    step: milliseconds of a step; None if not measured, as `note` says.
+    colour: colour of the bar.
+    note: text beside the bar.
+    """
 
     name: str
     step: Quartiles | None

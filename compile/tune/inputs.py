@@ -18,7 +18,8 @@ Conditioning = list[list[Any]]
 class StepSize:
     """Size of a sampled step.
 
-    width, height: pixels.
+    width: pixels.
+    height: pixels.
     batch: images at a time.
     frames: of a video.
     text_length: tokens of the prompt; 0 for the usual number of the model.
@@ -57,6 +58,11 @@ _TEXT_KEYS = ("attn2.to_k", "cross_attn.k_proj", "cross_attn.k")
 class StepInputs:
     """Arguments of `comfy.sample.sample`.
 
+    noise: random noise in the shape of `latent`.
+    latent: empty latent, (B, C, H, W) or (B, C, T, H, W).
+    positive: conditioning of the prompt.
+    negative: conditioning of the negative prompt.
+    cfg: guidance scale.
     size: description for the user.
     prompt: the shapes of a connected prompt, else empty.
     """

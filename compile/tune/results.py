@@ -29,7 +29,12 @@ LEAST_GAIN = 0.01  # a smaller gain is not worth a compile
 
 @dataclass(frozen=True)
 class Quartiles:
-    """Median of some values, between their quartiles."""
+    """Median of some values, between their quartiles.
+
+    low: first quartile.
+    median: second quartile.
+    high: third quartile.
+    """
 
     low: float
     median: float
@@ -51,8 +56,13 @@ class Quartiles:
 class MeasuredSettings:
     """Timing of one set of settings.
 
+    settings: values of Compile Model.
     step: milliseconds.
     gain: eager time over compiled time of alternating steps.
+    compile_seconds: time of the first steps beyond the median of a step.
+    memory_mib: growth of the device memory in use over compiling and timing.
+    graphs: graphs that they compile.
+    notes: sentences for the user.
     """
 
     settings: CompileSettings
@@ -75,7 +85,12 @@ class MeasuredSettings:
 
 @dataclass(frozen=True)
 class UnmeasuredSettings:
-    """Settings that failed, or were left out. reason: the cause as a sentence."""
+    """Settings that failed, or were left out.
+
+    settings: values of Compile Model.
+    reason: the cause as a sentence.
+    failed: True after an error, False if they were left out.
+    """
 
     settings: CompileSettings
     reason: str
@@ -92,6 +107,9 @@ class TuneResult:
 
     key: see `result_key`.
     eager: milliseconds of a step of the uncompiled MODEL.
+    measured: settings that were timed.
+    unmeasured: settings that failed or were left out.
+    time_budget: seconds that the tuning was allowed to take.
     measured_at: local date and time.
     """
 

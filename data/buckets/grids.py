@@ -23,7 +23,8 @@ Floats = NDArray[np.float64]
 class Grid:
     """Grid of tokens in row-major order, frame after frame.
 
-    height, width: sides in tokens.
+    height: rows of tokens.
+    width: tokens in a row.
     frames: latent frames.
     """
 

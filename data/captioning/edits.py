@@ -50,7 +50,12 @@ class EditableCaption:
 
 @dataclass(frozen=True)
 class Change:
-    """A caption before and after an edit; before is None if there was no file."""
+    """A caption before and after an edit.
+
+    file: caption file that is written.
+    before: text before the edit; None if there was no file.
+    after: text after it.
+    """
 
     file: Path
     before: str | None

@@ -42,7 +42,11 @@ class CaptionVariants:
 
 @dataclass(frozen=True)
 class _Caption:
-    """One caption of a file: its text, and the same text with parsed wildcards."""
+    """One caption of a file.
+
+    text: its text.
+    read: the same text with parsed wildcards, or as plain text if wildcards are off.
+    """
 
     text: str
     read: Wildcards

@@ -24,7 +24,12 @@ MOST_TERMS = 200
 
 @dataclass(frozen=True)
 class WeightedPrompt:
-    """Text with the factors of its prediction, see `TargetPrompt`."""
+    """Text with the factors of its prediction, see `TargetPrompt`.
+
+    text: the prompt.
+    weight: factor of the prediction.
+    direction: further factor, negated at a strength of −1.
+    """
 
     text: str
     weight: float

@@ -30,7 +30,12 @@ class ControlPlan:
 
 @dataclass(frozen=True)
 class _Control:
-    """One control image with its item and the placement of the item's target image."""
+    """One control image of an item.
+
+    item: image or video that it belongs to.
+    pixels: the control image.
+    result: placement of the item.
+    """
 
     item: Item
     pixels: Pixels

@@ -17,7 +17,11 @@ from .text import caption_job, encoder_key
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt, and its key in the cache, which changes with its numbers."""
+    """Prompt with its place in the cache.
+
+    key: key in the cache, which changes with the prompt's numbers.
+    prompt: the encoded prompt.
+    """
 
     key: str
     prompt: Prompt

@@ -54,10 +54,15 @@ class ImageEntry:
 class VideoEntry:
     """One video file and its caption; it gives one or more clips.
 
+    path: video file.
+    caption: its caption, the first of `variants`.
+    repeats: showings per epoch.
+    name: name in messages, its path below the chosen folder.
     extraction: method by which clips are taken out of it.
     mask: mask image of all frames.
-
-    The other fields are those of an ImageEntry.
+    options: options of its folder.
+    variants: caption variants; None for a single caption.
+    folder: index of its folder among the chained ones.
     """
 
     path: Path
@@ -130,7 +135,8 @@ class _Options:
 
     repeats: showings of each file per epoch.
     trigger_words: prepended to each caption.
-    treatment, captions: options of the files and of their captions.
+    treatment: options of the files.
+    captions: options of their captions.
     extraction: method for clips; None for images.
     """
 

@@ -37,7 +37,8 @@ class FolderPage:
     count: files in the folder.
     missing: those of them without a caption file.
     unread: names of files of kinds that are not read, as text; empty without any.
-    page, pages: index of this page, and number of pages.
+    page: index of this page.
+    pages: number of pages.
     entries: files on this page.
     notes: kind of the folder, and the files that are not read.
     waiting: files whose caption waits for review.

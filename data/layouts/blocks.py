@@ -91,7 +91,11 @@ class _Reader:
 
 @dataclass
 class _Words:
-    """Fields of a block that were understood: the name of the input for each."""
+    """Fields of a block, with a record of those that were understood.
+
+    block: the block; `narrow` leaves one of several values in it.
+    used: meaning of each understood field in words, by its name.
+    """
 
     block: DatasetBlock
     used: dict[str, str] = field(default_factory=dict)

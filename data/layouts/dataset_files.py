@@ -29,7 +29,6 @@ class DatasetBlock:
 
     trainer: the trainer whose words they are.
     values: fields by name.
-    shared: names of fields that were inherited.
     """
 
     trainer: str

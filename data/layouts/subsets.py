@@ -33,10 +33,14 @@ class Subset:
     """Examples that share their options.
 
     name: its folder in messages.
+    examples: pictures or clips with their captions, masks and control images.
     repeats: factor of the folder node's repeats.
     trigger: words of the layout that replace `[trigger]` in captions, or come first in those without them.
-    prefix, suffix: text around each caption.
-    treatment, captions, extraction: values of the layout by field of FolderOptions, CaptionOptions and Extraction.
+    prefix: text in front of each caption.
+    suffix: text after each caption.
+    treatment: values of the layout by field of FolderOptions.
+    captions: values of the layout by field of CaptionOptions.
+    extraction: values of the layout by field of Extraction.
     """
 
     name: str
@@ -64,7 +68,8 @@ class Pictures:
     """Files of a folder that are trained on, with the files beside them.
 
     files: pictures or clips, in order.
-    masks, controls: images that belong to them, by file.
+    masks: mask image by file.
+    controls: control images in their order, by file.
     """
 
     files: tuple[Path, ...]

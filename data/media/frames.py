@@ -113,7 +113,8 @@ class Crop:
 
     pixels: frames of the file.
     box: (left, top, right, bottom) in pixels of the file.
-    height, width: size after scaling, in pixels.
+    height: height after scaling, in pixels.
+    width: width after scaling, in pixels.
     flip: mirrored left to right.
     """
 

@@ -25,7 +25,12 @@ ON_THE_GRID = ("concat_latent_image", "concat_mask")
 
 @dataclass(frozen=True)
 class _Latent:
-    """One image latent (C, H, W) or video latent (C, T, H, W) with its noise mask: (1, T, h, w), (1, H, W) or None."""
+    """Latent of one image or video.
+
+    name: name in messages.
+    tensor: (C, H, W) of an image, (C, T, H, W) of a video.
+    mask: noise mask, (1, T, h, w) or (1, H, W); None without one.
+    """
 
     name: str
     tensor: Tensor

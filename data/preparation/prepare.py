@@ -73,8 +73,9 @@ class PreparedData:
 class PrepareOptions:
     """Options of Prepare Dataset.
 
-    megapixels, max_graphs, fit: see `plan_buckets`.
-    more_megapixels: further sizes that each image and video is trained at, see `plan_sizes`.
+    megapixels: area of an image or of a video's frame; 1 is 1024 · 1024 pixels, see `plan_buckets`.
+    max_graphs: the most token counts, unless the data needs more, see `plan_buckets`.
+    fit: one of FITS, see `plan_buckets`.
     max_text_length: tokens at which captions are cut, of families that let the user choose it; None for ComfyUI's own
         lengths.
     image_to_video: use each video's first frame as its start image, as the Wan model of this VAE does; with a CLIP
@@ -82,6 +83,7 @@ class PrepareOptions:
     control_megapixels: area of control images, see `place_controls`.
     edit_prompt: prompt template of Qwen-Image-Edit's text encoder for control images, one of EDIT_PROMPTS.
     encode_empty_caption: encode the empty prompt too, for the guidance-preserving loss.
+    more_megapixels: further sizes that each image and video is trained at, see `plan_sizes`.
     """
 
     megapixels: float

@@ -60,7 +60,11 @@ class Measures:
 
 @dataclass(frozen=True)
 class Measured:
-    """Result for one picture: its measures, or the error of a broken one."""
+    """Result for one picture.
+
+    measures: its measures; None for a broken picture.
+    error: sentence on why a broken picture can't be read, else empty.
+    """
 
     measures: Measures | None = None
     error: str = ""

@@ -26,7 +26,9 @@ _AGAIN = "train or load it again"
 class LowRank:
     """One module's update: delta W = alpha / rank · up @ down.
 
-    down: (rank, in). up: (out, rank).
+    down: (rank, in).
+    up: (out, rank).
+    alpha: numerator of the scale alpha / rank.
     """
 
     down: Tensor

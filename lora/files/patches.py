@@ -274,8 +274,11 @@ def delta_of(
 
 
 def truncate_to_rank(delta: Tensor, rank: int, scale: float, source: torch.Generator) -> tuple[Tensor, Tensor, float]:
-    """Truncate delta W by SVD to (down, up, ‖lost‖ / ‖delta W‖): scale·up·down is the sum of its `rank` largest
-    singular components, or of as many as there are."""
+    """Truncate delta W by SVD to (down, up, ‖lost‖ / ‖delta W‖): scale·up·down is the sum of its r largest singular
+    components, `rank` of them or as many as there are.
+
+    delta: (out, in) → down (r, in), up (out, r).
+    """
     u, singular_values, vh = largest_parts(delta, rank, source)
     effective_rank = int((singular_values > EMPTY * singular_values[0]).sum())
     u = u[:, :effective_rank]

@@ -13,8 +13,11 @@ from ..files.patches import EMPTY
 
 @dataclass(frozen=True)
 class Components:
-    """Singular components of delta W, the largest first: left (out, r), sizes (r,), right (r, in), fp32.
+    """Singular components of delta W, the largest first.
 
+    left: (out, r) fp32, left singular vectors.
+    sizes: (r,) fp32, singular values.
+    right: (r, in) fp32, right singular vectors.
     total: squared Frobenius norm of delta W, which may hold more than these components.
     """
 

@@ -27,7 +27,8 @@ class KernelWork:
     """Work of a set of kernels.
 
     products: FLOP of large matmuls; 8-bit ones count as the FLOP of 16-bit matmuls of the same duration.
-    attention, attention_backward: FLOP of attention, forward and backward.
+    attention: FLOP of attention's forward.
+    attention_backward: FLOP of attention's backward.
     bytes: read and written by all other kernels, including the thin matmuls of adapters.
     """
 
@@ -49,7 +50,9 @@ class KernelWork:
 class KernelRates:
     """Achieved rates of a device.
 
-    products, attention, attention_backward: FLOP per second.
+    products: FLOP per second of large matmuls.
+    attention: FLOP per second of attention's forward.
+    attention_backward: FLOP per second of attention's backward.
     bandwidth: bytes per second of its memory.
     """
 
@@ -79,6 +82,9 @@ H100_RATES = KernelRates(740e12, 632e12, 513e12, 3.0e12)
 @dataclass(frozen=True)
 class BlockWork:
     """Work of a compiled block in a step without recompute.
+
+    forward: work of the forward.
+    backward: work of the backward.
 
     For a plan: `block_work` makes it from counted FLOP, and `rates.seconds` of `forward` and of
     `recompute_work(...) + backward` are a block's forward and backward seconds. With rates `scaled` to match a timed

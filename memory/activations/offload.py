@@ -54,7 +54,7 @@ class HostPool:
         self.warned = False
 
     def take(self, size: int, pinned: bool) -> Tensor:
-        """Return a buffer of `size` bytes. pinned: page-lock a new one."""
+        """Return a buffer, (size,) uint8. pinned: page-lock a new one."""
         if self.free[size]:
             return self.free[size].pop()
         self.buffers += 1

@@ -36,7 +36,7 @@ def measure_file_bandwidth(
 
 
 def pieces_of(tensors: Sequence[Tensor], count: int = PIECES, size: int = PIECE) -> list[Tensor]:
-    """Cut at most `count` pieces of at most `size` bytes out of these tensors, at equal distances."""
+    """Cut at most `count` pieces, (n,) uint8 with n up to `size`, out of these tensors, at equal distances."""
     flats = [tensor.detach().flatten().view(torch.uint8) for tensor in tensors]
     total = sum(flat.numel() for flat in flats)
     starts = [i * total // count for i in range(count)]
@@ -54,6 +54,8 @@ def pieces_of(tensors: Sequence[Tensor], count: int = PIECES, size: int = PIECE)
 
 def read_speeds(pieces: Sequence[Tensor]) -> tuple[float, float]:
     """Measure (disk, cache) of a `FileBandwidth`, in bytes per second.
+
+    pieces: as cut by `pieces_of`.
 
     Each piece is read twice: first from the disk unless it is in the cache, then from the cache. If all pieces are in
     the cache, the disk's rate is unknown and the first reading is used in its place.

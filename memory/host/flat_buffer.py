@@ -21,6 +21,9 @@ class Field:
 
     name: chosen by the owner of the layout.
     offset: bytes from the start of the buffer.
+    shape: shape of the tensor.
+    stride: its strides in elements.
+    dtype: its dtype.
     """
 
     name: str
@@ -39,7 +42,11 @@ class Field:
 
 @dataclass(frozen=True)
 class Layout:
-    """Positions of tensors in one flat buffer of `size` bytes."""
+    """Positions of tensors in one flat buffer.
+
+    fields: position of each tensor, by ascending offset.
+    size: bytes of the buffer, a multiple of ALIGNMENT.
+    """
 
     fields: tuple[Field, ...]
     size: int
@@ -56,7 +63,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class ScatteredBuffer:
-    """Substitute for a flat buffer whose tensors are separate, as in a mapped file; the copy makes them contiguous."""
+    """Substitute for a flat buffer whose tensors are separate, as in a mapped file; the copy makes them contiguous.
+
+    layout: positions of the tensors in the flat buffer.
+    tensors: the tensors, in the order of the layout's fields.
+    """
 
     layout: Layout
     tensors: tuple[Tensor, ...]
@@ -85,7 +96,7 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
 
 
 def empty_bytes(size: int, device: torch.device, pinned: bool = False, later: bool = False) -> Tensor:
-    """Allocate a flat buffer that starts at a multiple of ALIGNMENT.
+    """Allocate a flat buffer, (size,) uint8, that starts at a multiple of ALIGNMENT.
 
     pinned: page-locked if possible. later: `page_locked.lock` is to lock it once it is filled.
     """

@@ -26,7 +26,7 @@ PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices
 
 
 def page_locked(size: int) -> Tensor:
-    """Allocate `size` page-locked bytes on the host. Raises RuntimeError or OSError on failure."""
+    """Allocate page-locked bytes on the host, (size,) uint8. Raises RuntimeError or OSError on failure."""
     if not torch.cuda.is_available():
         raise RuntimeError("there is no CUDA device")
     if sys.platform != "linux":
@@ -41,7 +41,7 @@ def page_locked(size: int) -> Tensor:
 
 
 def lockable(size: int) -> Tensor:
-    """Allocate `size` bytes on the host that `lock` can page-lock later, contents included.
+    """Allocate bytes on the host, (size,) uint8, that `lock` can page-lock later, contents included.
 
     Uses huge pages if the system has them: five hundred times fewer pages to fault in and to lock.
     """
@@ -81,7 +81,7 @@ def count_newly_locked(buffers: Iterable[Tensor]) -> None:
 
 
 def host_bytes(size: int, pinned: bool, later: bool = False) -> Tensor:
-    """Allocate `size` bytes on the host, page-locked if requested and possible.
+    """Allocate bytes on the host, (size,) uint8, page-locked if requested and possible.
 
     They may be written in inference mode and outside it, whichever the caller is in.
     later: `lock` is to lock them, if the system supports it.

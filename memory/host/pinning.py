@@ -67,7 +67,11 @@ def place_on_host(mode: str, device: str, weights: HostWeights, available: int) 
 
 @dataclass(frozen=True)
 class Pinning:
-    """pinned: page-lock the weights; reason: one sentence for the user."""
+    """Decision whether weights are page-locked.
+
+    pinned: page-lock the weights.
+    reason: one sentence for the user.
+    """
 
     pinned: bool
     reason: str

@@ -30,7 +30,10 @@ class Link(Protocol):
         ...
 
     def send(self, slot: Tensor, source: Tensor, mark: Any, after_copy: Callable[[], None] | None) -> Any:
-        """Copy after the work before `mark`, then call `after_copy`; returns an event without waiting for the copy."""
+        """Copy after the work before `mark`, then call `after_copy`; returns an event without waiting for the copy.
+
+        slot, source: (n,) uint8.
+        """
         ...
 
     def finished(self, event: Any) -> None:
@@ -117,7 +120,10 @@ class StagedStream:
     def copy(
         self, slot: Tensor, host: Tensor | ScatteredBuffer, after_copy: Callable[[], None] | None
     ) -> "Future[Any]":
-        """Copy after all work queued so far, then call `after_copy`; returns the argument for `wait`."""
+        """Copy after all work queued so far, then call `after_copy`; returns the argument for `wait`.
+
+        slot: (n,) uint8.
+        """
         assert not self._ended
         mode = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         if not self.stages and not host.is_pinned():

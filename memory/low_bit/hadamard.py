@@ -19,5 +19,5 @@ def hadamard_matrix(size: int, device: torch.device, dtype: torch.dtype) -> Tens
 
 
 def rotate(x: Tensor, size: int) -> Tensor:
-    """Rotate groups of `size` elements of the last axis, or rotate them back."""
+    """Rotate groups of `size` elements of the last axis of x, (…, n), or rotate them back."""
     return (x.unflatten(-1, (-1, size)) @ hadamard_matrix(size, x.device, x.dtype)).flatten(-2)

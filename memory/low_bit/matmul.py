@@ -105,7 +105,11 @@ def _int8_matmul(
 def torch_int8_matmul(
     x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, hadamard_size: int, dtype: torch.dtype
 ) -> Tensor:
-    """Multiply as `comfy_kitchen.int8_linear` does, by torch._int_mm, for a comfy-kitchen without that op."""
+    """Multiply as `comfy_kitchen.int8_linear` does, by torch._int_mm, for a comfy-kitchen without that op.
+
+    x: (…, k), codes: (n, k) int8, bias: (n,) or None → (…, n) in `dtype`.
+    scale: fp32, one or one for each of the n.
+    """
     rows = x.reshape(-1, x.shape[-1])
     rows = (rotate(rows, hadamard_size) if hadamard_size else rows).float()
     steps = (rows.abs().amax(-1, keepdim=True) / 127).clamp(min=_LEAST_SCALE)

@@ -45,8 +45,10 @@ def quantize_of(patcher: ModelPatcher) -> str:
 class QuantizeResult:
     """Statistics of weights quantised to 8 bit.
 
-    count, unrotated: numbers of weights quantised, and of int8 ones whose width no Hadamard matrix divides.
-    bytes_before, bytes_after: bytes of the quantised weights before and after.
+    count: number of weights quantised.
+    unrotated: number of int8 ones whose width no Hadamard matrix divides.
+    bytes_before: bytes of the quantised weights before.
+    bytes_after: bytes of the quantised weights after.
     skipped: names of weights that are unchanged, by reason.
     """
 

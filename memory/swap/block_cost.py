@@ -19,7 +19,8 @@ class BlockCost:
     inputs: bytes saved by full checkpointing.
     saved: bytes saved without checkpointing.
     working: peak bytes besides those while it runs forward or backward.
-    forward, backward: seconds of computing, 0 if unknown.
+    forward: seconds of computing the forward, 0 if unknown.
+    backward: seconds of computing the backward, 0 if unknown.
     in_file: bytes of its weights in the mapped file.
     attention: bytes of attention's results, which selective checkpointing saves at every budget but 0.
     budgeted: bytes of the other activations to which the selective budget applies; None for all the rest.

@@ -40,8 +40,10 @@ def prefetches(least: int) -> tuple[int, ...]:
 class Hardware:
     """Hardware limits of a plan.
 
-    free: bytes of device memory that may be used; link: bytes per second from the host.
-    host: free bytes of RAM, not counting weights already in it; file: rates of the file that contains the weights.
+    free: bytes of device memory that may be used.
+    link: bytes per second from the host.
+    host: free bytes of RAM, not counting weights already in it.
+    file: rates of the file that contains the weights; None if no weights are read from a file.
     place: location of the `free` memory, in words.
     shards: number of devices that share the swapped blocks and gather them over the link; 1 keeps them on the host.
     """
@@ -65,7 +67,11 @@ def memory_place(device_type: str) -> str:
 
 
 class Way(NamedTuple):
-    """Checkpointing mode, None in inference, and the fraction of activations that selective mode saves, else 0."""
+    """Way to save activations.
+
+    checkpointing: mode, None in inference.
+    budget: fraction of activations that selective checkpointing saves, else 0.
+    """
 
     checkpointing: str | None
     budget: float
@@ -75,8 +81,10 @@ class Way(NamedTuple):
 class SearchSpace:
     """Search space of a plan.
 
-    counts, prefetch: numbers of blocks to swap, and to prefetch.
-    checkpointing: modes, () in inference; budgets: fractions that selective checkpointing may save.
+    counts: numbers of blocks to swap.
+    prefetch: numbers of blocks to prefetch.
+    checkpointing: modes, () in inference.
+    budgets: fractions that selective checkpointing may save.
     offload: activations saved by full checkpointing are offloaded to the host.
     """
 
@@ -98,6 +106,7 @@ class SwapPlan:
     """Chosen plan.
 
     swapped: names of blocks.
+    prefetch: number of blocks to prefetch.
     checkpointing: None in inference.
     budget: fraction that selective checkpointing saves, else 0.
     device_bytes: peak bytes in use.
@@ -127,6 +136,19 @@ class SwapPlan:
 
 @dataclass(frozen=True)
 class _Candidate:
+    """Plan to compare with others.
+
+    swapped: names of blocks.
+    prefetch: number of blocks to prefetch.
+    way: checkpointing and its budget.
+    device: peak bytes on the device.
+    host: bytes of activations offloaded to the host.
+    seconds: of one pass or step, copies that are waited for included.
+    computing: seconds of computing alone, 0 if no block's time is known.
+    speed: bytes per second at which the blocks are copied.
+    from_file: the blocks are read from the file that contains the weights.
+    """
+
     swapped: frozenset[str]
     prefetch: int
     way: Way

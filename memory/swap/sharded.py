@@ -58,7 +58,11 @@ class OutOfMemoryElsewhere(torch.OutOfMemoryError):
 
 @dataclass(frozen=True)
 class ShardedBuffer:
-    """Substitute for a flat buffer of which this rank has a piece. count: number of equally sized pieces."""
+    """Substitute for a flat buffer of which this rank has a piece.
+
+    piece: (n,) uint8 on the device, bytes of the buffer.
+    count: number of equally sized pieces.
+    """
 
     piece: Tensor
     count: int

@@ -27,6 +27,8 @@ class CopyStream:
     def copy(self, slot: Tensor, host: Any, after_copy: Callable[[], None] | None) -> Any:
         """Copy after all work queued so far, then call `after_copy` on the same stream; returns the argument of `wait`.
 
+        slot: (n,) uint8, of at least as many bytes as the weights.
+
         No `record_stream` is needed. All readers of a slot are queued before it is written here, and the copy waits for
         them; later readers wait for the event; it is freed after `settle`. Memory that `after_copy` allocates belongs
         to this stream, and is reused only by work queued later on this stream.
@@ -44,7 +46,7 @@ class CopyStream:
             return self.stream.record_event()
 
     def fill(self, slot: Tensor, host: Any) -> None:
-        """Queue the copy itself on the current stream. slot: of the same number of bytes as the weights."""
+        """Queue the copy itself on the current stream. slot: (n,) uint8, of as many bytes as the weights."""
         slot.copy_(host, non_blocking=self.stream is not None)
 
     def wait(self, copied: Any) -> None:

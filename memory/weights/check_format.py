@@ -39,8 +39,9 @@ LOADING = (
 
 
 class FormatMismatch(NamedTuple):
-    """A layer, by its name in the diffusion model, that training reads differently from ComfyUI.
+    """A layer that training reads differently from ComfyUI.
 
+    name: its name in the diffusion model.
     difference: relative difference of the outputs.
     """
 

@@ -10,8 +10,10 @@ class FrozenConv(NamedTuple):
     """Weights of one frozen convolution, in the MODEL's dtype.
 
     weight: (out, in, height, width).
-    bias: (out,).
-    stride, padding, dilation: as in torch.nn.Conv2d.
+    bias: (out,), or None.
+    stride: as in torch.nn.Conv2d.
+    padding: as in torch.nn.Conv2d.
+    dilation: as in torch.nn.Conv2d.
     """
 
     weight: Tensor

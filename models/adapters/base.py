@@ -20,7 +20,8 @@ class AdapterSpec:
     """Hyperparameters of one layer's adapter.
 
     algorithm: a key of the registry.
-    rank, alpha: the update is scaled by alpha / rank.
+    rank: of the update's two matrices, or the algorithm's counterpart of it.
+    alpha: the update is scaled by alpha / rank.
     factor: target factor of LoKr's factorisation; -1 factorises near the square root.
     constraint: OFT's norm limit; 0 for none.
     init: initialisation of the weights, one of the class's `inits`.
@@ -213,7 +214,7 @@ def above_rank(layers: Layers) -> list[str]:
 
 
 def kaiming_uniform(weight: Tensor, source: torch.Generator) -> None:
-    """Initialise like torch's Linear: uniform within 1 / √columns."""
+    """Initialise a weight, (rows, columns), like torch's Linear: uniform within 1 / √columns."""
     bound = weight.shape[-1] ** -0.5
     with torch.no_grad():
         weight.uniform_(-bound, bound, generator=source)
@@ -221,7 +222,7 @@ def kaiming_uniform(weight: Tensor, source: torch.Generator) -> None:
 
 def norm_of_product(up: Tensor, down: Tensor) -> Tensor:
     """Compute ‖up·down‖ (Frobenius) from the Gram matrices, ‖up·down‖² = ⟨upᵀ·up, down·downᵀ⟩, without the product
-    itself."""
+    itself. up: (out, r), down: (r, in) → an fp32 scalar."""
     return ((up.T @ up).double() * (down @ down.T)).sum().clamp(min=0).sqrt().float()
 
 

@@ -52,7 +52,7 @@ class PissaAdapter(LoraAdapter):
         return down.to(dtype), torch.cat((self.up_start, self.up), dim=1).to(dtype)
 
     def expand_mask(self, mask: Tensor) -> Tensor:
-        """Repeat the mask: a rank is dropped from both halves."""
+        """Repeat a mask, (B, rows, rank or 1), to (B, rows, 2·rank or 1): a rank is dropped from both halves."""
         return mask if mask.shape[-1] == 1 else torch.cat((mask, mask), dim=-1)
 
     def tensors(self) -> dict[str, Tensor]:

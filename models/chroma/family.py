@@ -46,8 +46,11 @@ class ChromaForward(FluxForward):
     def inputs(
         self, patcher: ModelPatcher, samples: Sequence[NoisySample], sigma: Tensor, guidance: float
     ) -> ChromaInputs:
-        """Collate the batch. A sample's guidance is that of its conditioning, or 0, as in ComfyUI's sampling;
-        `guidance` is for distilled models."""
+        """Collate the batch. A sample's guidance is that of its conditioning, or 0, as in ComfyUI's sampling.
+
+        sigma: (B,) fp32.
+        guidance: not used, it is for distilled models.
+        """
         device, dtype = sigma.device, patcher.model.get_dtype_inference()
         length = samples[0].text_length
         patches = []

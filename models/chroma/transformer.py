@@ -28,8 +28,12 @@ VECTORS = 344  # for 38 single blocks, 19 double blocks and the final layer; cor
 
 @dataclass(frozen=True, kw_only=True)
 class ChromaInputs(ModelInputs):
-    """positions: (B, N + L, 3); lengths: (B,), int64 on the CPU, the tokens of each sample without its caption's pads;
-    guidance: (B,)."""
+    """One batch for Chroma's transformer.
+
+    positions: (B, N + L, 3), zero for the text.
+    lengths: (B,), int64 on the CPU, the tokens of each sample without its caption's pads.
+    guidance: (B,).
+    """
 
     on_host = ("lengths",)
 

@@ -21,10 +21,14 @@ from .layers import Embedder
 
 @dataclass(frozen=True, kw_only=True)
 class FluxInputs(ModelInputs):
-    """positions: (B, N + R, axes) ids of the sample's tokens and of the references'; pooled: (B, P) or None; guidance:
-    (B,) or None; reference_timestep: (B,) fp32, the timestep of reference tokens, or None if it is that of all
-    others; text_mask: (B, L), False for the pads of captions, or None if no text has pads that the model leaves
-    out."""
+    """One batch for the transformers of FLUX.
+
+    positions: (B, N + R, axes) ids of the sample's tokens and of the references'.
+    pooled: (B, P) pooled text, or None.
+    guidance: (B,) or None.
+    reference_timestep: (B,) fp32, the timestep of reference tokens, or None if it is that of all others.
+    text_mask: (B, L), False for the pads of captions, or None if no text has pads that the model leaves out.
+    """
 
     positions: Tensor
     pooled: Tensor | None

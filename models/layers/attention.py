@@ -42,7 +42,10 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Ten
 
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
-    """Run `sdpa` on cuDNN's kernel, by its own op: SDPA would fall back to another if this one refuses."""
+    """Run `sdpa` on cuDNN's kernel: q (B, T, H, D), k, v (B, S, H, D) → (B, T, H·D).
+
+    By its own op: SDPA would fall back to another if this one refuses. With a mask, or in fp32, it is `sdpa` itself.
+    """
     if key_mask is not None or not _in_16_bits(q):
         return sdpa(q, k, v, key_mask)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -121,9 +124,10 @@ def _check_cudnn(device: torch.device, dtype: torch.dtype) -> None:
 class RaggedAttention(NamedTuple):
     """Attention among the first tokens of each sample.
 
-    bounds(lengths, size, device): lengths (B,), int64 on the CPU, and T → the `bounds` of `attend`, once per batch.
-    attend(q, k, v, bounds): q, k, v (B, T, H, D) → (B, T, H·D). Its output beyond a sample's length is finite and does
-    not affect the output before it.
+    bounds: (lengths, size, device) → the `bounds` of `attend`, once per batch, from lengths (B,), int64 on the CPU, and
+        size T.
+    attend: (q, k, v, bounds) → (B, T, H·D) from q, k, v (B, T, H, D). Its output beyond a sample's length is finite and
+        does not affect the output before it.
     """
 
     bounds: Callable[[Tensor, int, torch.device], Tensor]

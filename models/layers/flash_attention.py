@@ -141,8 +141,8 @@ class Package(NamedTuple):
 
     title: name for the user.
     generations: NVIDIA compute capabilities (major) that it has specialised kernels for.
-    forward(module, q, k, v, sequences) → result, log-sum-exp.
-    backward(module, grad, q, k, v, result, log-sum-exp, sequences) → three gradients.
+    forward: (module, q, k, v, sequences) → result, log-sum-exp.
+    backward: (module, grad, q, k, v, result, log-sum-exp, sequences) → three gradients.
     """
 
     title: str

@@ -79,5 +79,5 @@ def gate_parts(x: Tensor, y: Tensor, gate: Tensor, split_at: int) -> Tensor:
 
 
 def finite_in_fp16(x: Tensor) -> Tensor:
-    """Clamp overflow in fp16 as core does, so that training sees the same values."""
+    """Clamp overflow in fp16, of a tensor of any shape, as core does, so that training sees the same values."""
     return torch.nan_to_num(x, nan=0.0, posinf=65504, neginf=-65504) if x.dtype == torch.float16 else x

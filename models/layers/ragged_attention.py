@@ -140,8 +140,11 @@ register_flop_formula(torch.ops.tessera.ragged_attention_backward)(_backward_flo
 
 
 class _Kernel(NamedTuple):
-    """forward(q, k, v) → out, log-sum-exp (B, H, T or `_lse_width`); backward(grad, q, k, v, out, log-sum-exp) →
-    three gradients; its log-sum-exp may have more rows than q."""
+    """Forward and backward of one of torch's kernels, over q, k and v (B, H, T, D).
+
+    forward: (q, k, v) → out, log-sum-exp (B, H, T or `_lse_width`).
+    backward: (grad, q, k, v, out, log-sum-exp) → three gradients; its log-sum-exp may have more rows than q.
+    """
 
     forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]

@@ -65,6 +65,8 @@ class NativeConditioning(ConditioningFacts):
 class NativeForward(TrainingForward):
     """ComfyUI's own forward, with hooks around its blocks.
 
+    facts: facts of the model.
+    conditioning: inputs that the model takes besides text.
     record: what the forwards of the run have shown.
     """
 

@@ -18,9 +18,14 @@ PATCH = WAN21.patch
 
 @dataclass(frozen=True)
 class SampleParts:
-    """tokens: (N, C·patch); references: (R, C·patch) or None; text: (L, D), padded; positions: (N + R + L, 3).
+    """Inputs of one sample; N tokens, R of references, L of text, D features.
 
-    length: tokens in all, without pads. clean_at_zero: whether the references see timestep 0.
+    tokens: (N, C·patch).
+    references: (R, C·patch) or None.
+    text: (L, D), padded.
+    positions: (N + R + L, 3).
+    length: tokens in all, without pads.
+    clean_at_zero: whether the references see timestep 0.
     """
 
     tokens: Tensor
@@ -66,8 +71,10 @@ def own_conditioning(sample: NoisySample) -> dict[str, Any]:
 
 
 def own_text(sample: NoisySample) -> Tensor:
-    """Return the caption without the tokens that an attention mask excludes at its end. Raises ValueError for any other
-    mask."""
+    """Return the caption, (1, L, D), without the tokens that an attention mask excludes at its end.
+
+    Raises ValueError for any other mask.
+    """
     mask = sample.conditioning.get("attention_mask")
     if mask is None:
         return sample.text

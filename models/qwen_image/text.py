@@ -44,7 +44,10 @@ class QwenImageText(TextPolicy):
     def tokenize_edit(
         self, clip: Any, caption: str, count: int, style: str, pictures: Sequence[Tensor] = ()
     ) -> CaptionTokens:
-        """Tokenise like core's TextEncodeQwenImageEditPlus (PLUS) or TextEncodeQwenImageEdit (FIRST_EDIT)."""
+        """Tokenise like core's TextEncodeQwenImageEditPlus (PLUS) or TextEncodeQwenImageEdit (FIRST_EDIT).
+
+        pictures: (1, H, W, 3) each, as returned by `resize_control`; without them their placeholder tokens stay.
+        """
         template = clip.tokenizer.llama_template_images
         assert count and template.count(self._picture) == 1, (count, template)
         if style == PLUS:

@@ -23,8 +23,12 @@ Modulation = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class QwenInputs(ModelInputs):
-    """positions: (B, N + R + L, 3); lengths: (B,), int64 on the CPU, the tokens of each sample without its text's pads;
-    reference_timestep: (B,) fp32, the timestep of reference tokens, or None if there are none."""
+    """One batch for Qwen-Image's transformer.
+
+    positions: (B, N + R + L, 3).
+    lengths: (B,), int64 on the CPU, the tokens of each sample without its text's pads.
+    reference_timestep: (B,) fp32, the timestep of reference tokens, or None if there are none.
+    """
 
     on_host = ("lengths",)
 

@@ -20,11 +20,13 @@ from .layers import Modulation, PatchEmbedding, modulate_frames, sinusoid
 
 @dataclass(frozen=True, kw_only=True)
 class WanInputs(ModelInputs):
-    """positions: (B, N, 3) frame, row and column of the tokens; image: (B, I, 1280) of CLIP vision, or None.
+    """One batch for Wan's transformer.
 
-    timestep is (B, 1), or (B, 2) if the model takes clean frames: that of the noisy frames, and 0. clean: (B, N, 1),
-    true for the tokens of clean frames, or None if the model takes none. text_mask: (B, L), False for the pads of
-    captions, or None if no text has pads that the model leaves out.
+    timestep: (B, 1), or (B, 2) if the model takes clean frames: that of the noisy frames, and 0.
+    positions: (B, N, 3) frame, row and column of the tokens.
+    image: (B, I, 1280) of CLIP vision, or None.
+    clean: (B, N, 1), true for the tokens of clean frames, or None if the model takes none.
+    text_mask: (B, L), False for the pads of captions, or None if no text has pads that the model leaves out.
     """
 
     positions: Tensor

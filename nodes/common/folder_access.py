@@ -120,6 +120,12 @@ def list_video_folders() -> list[str]:
 
 @dataclass(frozen=True)
 class _Lists:
+    """Folders that the nodes list, as `resolve_folder` accepts them.
+
+    images: folders with image files.
+    videos: folders with video files.
+    """
+
     images: list[str]
     videos: list[str]
 

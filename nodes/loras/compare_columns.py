@@ -22,7 +22,11 @@ Strengths = tuple[float, float]
 
 @dataclass(frozen=True)
 class Source:
-    """LoRA that is read lazily. name: its name in messages."""
+    """LoRA that is read lazily.
+
+    name: name in messages.
+    read: reads its tensors, by key.
+    """
 
     name: str
     read: Callable[[], Lora]
@@ -30,7 +34,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Compared:
-    """LoRA or pair to compare at several strengths. low: LoRA of the low noise expert."""
+    """LoRA or pair to compare at several strengths.
+
+    title: title of its columns, to which a strength is added.
+    high: the LoRA, or that of the high noise expert; None in a pair for the low noise expert only.
+    low: LoRA of the low noise expert; None for a single LoRA, and in a pair for the high noise expert only.
+    """
 
     title: str
     high: Source | None

@@ -37,7 +37,11 @@ _OF_ONE_EXPERT = ("min_sigma", "max_sigma", "start_from", "base_lora", "base_str
 
 @dataclass(frozen=True)
 class Pair:
-    """LoRA for each expert, by its listed name; None leaves that expert unchanged."""
+    """LoRA for each expert, by its listed name.
+
+    high: LoRA of the high noise expert; None leaves that expert unchanged.
+    low: LoRA of the low noise expert; None leaves that expert unchanged.
+    """
 
     high: str | None
     low: str | None

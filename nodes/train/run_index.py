@@ -23,8 +23,10 @@ MOST_TEXT = 300  # letters of a text from a file
 class IndexedRun:
     """Run in the index.
 
-    place: its folder relative to the folder of all runs, with forward slashes.
+    folder: its folder.
+    place: path of its folder relative to the folder of all runs, with forward slashes.
     changed: time of the last change of its record, in seconds since 1970.
+    stamp: names, times and sizes of the files of its record, which show if it has changed.
     facts: facts from its record.
     words: searchable text.
     """

@@ -50,7 +50,11 @@ NO_RUN = "There is no such run; list the runs first."
 
 @dataclass
 class SharedReader:
-    """Reader of a run, used by one request at a time."""
+    """Reader of a run, used by one request at a time.
+
+    reader: the reader, which keeps the curve that it has read.
+    lock: held by the request that uses it.
+    """
 
     reader: RunReader
     lock: threading.Lock = field(default_factory=threading.Lock)

@@ -29,9 +29,11 @@ Place = tuple[str, str]
 class _Choice(NamedTuple):
     """Matmul precision of a layer.
 
-    block, layer: kind of its block, and its name inside it.
-    forward, backward: FULL, INT8 or FP8.
-    reason: for full precision in one direction or both.
+    block: kind of its block.
+    layer: its name inside the block.
+    forward: FULL, INT8 or FP8 in the forward.
+    backward: FULL, INT8 or FP8 in the backward.
+    reason: for full precision in one direction or both; empty if both are low.
     """
 
     block: str

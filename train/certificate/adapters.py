@@ -83,7 +83,7 @@ class CorePatch(nn.Module):
         return nn.functional.linear(x, weight.view(layer.shape), bias)
 
     def weight(self, device: torch.device) -> Tensor:
-        """Read the patched weight, in fp32."""
+        """Read the patched weight in fp32: (out, in), or (out, in, height, width) of a convolution."""
         if self.patcher is None:
             plain = self.layer[0].read_on_device()._replace(pre_quant_scale=None).full().to(device)
             kernel = self.layer[0].kernel

@@ -68,11 +68,15 @@ class Certificate:
     """Results of the checks, all passed; None for a check that could not be made.
 
     title: title of the model.
+    gradients: gradients of some layers against central differences.
+    blocks: largest relative difference between blocks as the run computes them and plain ones.
     unreached: targets without an effect on the output, which get no gradient.
+    file: LoRA file as ComfyUI's loader reads it.
     effect: relative difference between the effects of LoRA and file on the output.
     unchecked: checks that could not be made, each with the reason.
     is_transient: True if a reason was want of memory or disk.
-    seconds: that the checks took; peak_mib: the largest memory of the process, or of the GPU, up to their end.
+    seconds: that the checks took.
+    peak_mib: the largest memory of the process, or of the GPU, up to their end.
     """
 
     title: str

@@ -32,7 +32,11 @@ UNMEASURABLE = 0.1
 
 @dataclass(frozen=True)
 class GradientCheck:
-    """Relative errors of gradients by layer, and the noise of the differences that they were compared with."""
+    """Comparison of gradients with central differences.
+
+    errors: relative error of each layer's gradient, by name.
+    noise: relative noise of each layer's central difference, by name; above UNMEASURABLE the error says nothing.
+    """
 
     errors: Mapping[str, float]
     noise: Mapping[str, float]

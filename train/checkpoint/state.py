@@ -66,6 +66,7 @@ class TrainingState:
     validation: points (`validation.Validation`) and the validation key, empty without validation.
     low_bit_matmul: layers that run full-precision matmuls because int8/fp8 would lose too much
         (`blocks.low_bit_policy.LowBitPolicy.decision`); empty if nothing was decided.
+    pictures: losses by picture (`watch.picture_losses.PictureLosses`) and their key, empty without them.
     """
 
     step: int

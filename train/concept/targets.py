@@ -42,7 +42,8 @@ class PromptTerm:
     """Prediction of the frozen model that counts in a target.
 
     inputs: the batch's, with this prompt in each sample.
-    weight, direction: factors of each sample, (B,), see `data.samples.TargetPrompt`.
+    weight: (B,) fp32, factor of the prediction in each sample, see `data.samples.TargetPrompt`.
+    direction: (B,) fp32, further factor, negated at a strength of −1.
     """
 
     inputs: ModelInputs
@@ -70,7 +71,11 @@ class PromptTarget:
         return replace(self, terms=tuple(term.to(device) for term in self.terms))
 
     def passes(self, inputs: ModelInputs, target: Tensor, frozen_output: FrozenOutput) -> list[Pass]:
-        """Compute the targets. inputs: with the prompts that are trained. target: not used, the pictures' own."""
+        """Compute the targets, (B, N, C·patch) fp32.
+
+        inputs: with the prompts that are trained.
+        target: (B, N, C·patch), not used, the pictures' own.
+        """
         anchor, direction = torch.zeros_like(target), torch.zeros_like(target)
         for term in self.terms:
             output = frozen_output(term.inputs).float()
@@ -97,7 +102,11 @@ class PictureTarget:
         return PictureTarget(self.inputs.to(device), to_device(self.target, device))
 
     def passes(self, inputs: ModelInputs, target: Tensor, frozen_output: FrozenOutput) -> list[Pass]:
-        """Compute the targets. inputs, target: of the pictures at the positive end."""
+        """Compute the targets, (B, N, C·patch) fp32.
+
+        inputs: of the pictures at the positive end.
+        target: (B, N, C·patch) fp32, of the same pictures.
+        """
         positive, negative = frozen_output(inputs).float(), frozen_output(self.inputs).float()
         half = ((target - self.target) - (positive - negative)) / 2
         return [Pass(inputs, positive + half), Pass(self.inputs, negative - half, is_negated=True)]

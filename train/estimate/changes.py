@@ -19,7 +19,8 @@ class Alternative:
     """Another value of one setting.
 
     name: the input.
-    before, after: its values.
+    before: its value now.
+    after: its other value.
     bytes: what the memory peak changes by.
     seconds: seconds of a step, as a multiple of the seconds now.
     fits: into the free memory.
@@ -37,6 +38,16 @@ class Alternative:
 
 @dataclass(frozen=True)
 class _Variant:
+    """Another value of one setting, before its plan is made.
+
+    name: the input.
+    before: its value now.
+    after: its other value.
+    memory: memory options with that value.
+    cost: cost of a step with that value.
+    keeps_result: the LoRA stays the same except for rounding.
+    """
+
     name: str
     before: float | str
     after: float | str

@@ -39,12 +39,14 @@ class Trial:
     """Measurements of the first steps of a run.
 
     seconds: of a step that compiled nothing; None if every step did.
-    graphs, compile_seconds: of these steps.
+    graphs: graphs that these steps compiled.
+    compile_seconds: seconds that they took to compile.
     planned_graphs: graphs that the whole run compiles.
     memory: peak in MiB, see `memory_peak` and `driver_memory`.
     placement: swapped blocks, copies of blocks in a step, checkpointing.
     optimizer_bytes: the optimizer's state.
-    lora_bytes, state_bytes: files of a save.
+    lora_bytes: one LoRA file.
+    state_bytes: one state file.
     """
 
     seconds: float | None
@@ -67,8 +69,10 @@ class Estimate:
     step_seconds: mean over the sizes of the data, calculated from the trial's step of the largest; None if unknown.
     shapes: sizes and caption lengths of the data, each of which is compiled.
     parameters: trained parameters.
-    lora_bytes, state_bytes: files of a save; without a trial the least that they take.
-    loras, states: files at the end of the run.
+    lora_bytes: one LoRA file; without a trial the least that it takes.
+    state_bytes: one state file; without a trial the least that it takes.
+    loras: LoRA files at the end of the run.
+    states: state files at the end of the run.
     free_disk: free bytes of the disk that they are written to; None if unknown.
     preparation: encoding of the data.
     changes: what other settings would take, calculated.

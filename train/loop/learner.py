@@ -72,7 +72,7 @@ class Learner:
         self.network.flat.zero_grad()
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradients of a loss, scaled in fp16."""
+        """Accumulate the gradients of a loss, a scalar on the device, scaled in fp16."""
         self.scaler.scale(loss).backward()
         self.network.flat.gather()
 

@@ -91,6 +91,7 @@ class TrainStep:
         """Run one of a step's micro-batches forward and backward; adds its part of the mean loss to `total`.
 
         count: micro-batches of the step on all ranks.
+        total: fp32 scalar on the device.
         """
         batch = self.batches.make(requests, rng_key)
         self.placed.check_forward(batch.inputs)
@@ -102,7 +103,7 @@ class TrainStep:
                 total += loss.detach() / count
 
     def finite(self, total: Tensor) -> float:
-        """Clip the gradients and return the loss as a number.
+        """Clip the gradients and return the loss `total`, a scalar on the device, as a number.
 
         Raises CannotContinue if the loss or the gradient norm is not finite, before the weights are updated.
         """

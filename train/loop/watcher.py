@@ -26,6 +26,9 @@ class Retry(Protocol):
 class RunView:
     """View of a run between two steps, for its watchers.
 
+    settings: settings of the run.
+    observer: receives phases and notes for the user.
+    world: ranks of the run.
     progress: `progress.step` steps are done.
     placed: the model; a watcher may unload its weights.
     learner: the LoRA, which a watcher must not change.

@@ -112,6 +112,8 @@ def fixed_batch(
 ) -> Batch:
     """Make a batch of samples at given sigmas.
 
+    rows: sample, its tensors, and its sigma.
+
     The noise depends on the seed and the sample's name only, so that losses of different steps are comparable.
     """
     noised: list[_NoisedSample] = []
@@ -136,8 +138,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 class _NoisedSample(NamedTuple):
     """Sample with its random noise and noise level.
 
-    latent: clean latent in the model's space.
-    noise: noise of the target.
+    sample: its grid, text length and clean frames, among other things.
+    tensors: its tensors, those of one variant.
+    latent: (C, H, W) or (C, T, H, W) fp32, clean latent in the model's space.
+    noise: noise of the target, in the shape of `latent`.
     input_noise: noise mixed into the input; differs from `noise` under input perturbation.
     level: noise level in 0 to 1.
     """

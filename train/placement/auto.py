@@ -58,8 +58,8 @@ class StepCost:
     machine: free memory and bandwidths.
     structures: the structure of each block.
     shapes: shape of the first input at which each structure was measured.
-    lora_bytes, batch_bytes: the parts of `other_bytes` that the LoRA with its gradient and optimizer state takes, and
-        the batch with all that is saved outside the blocks.
+    lora_bytes: part of `other_bytes` that the LoRA takes with its gradient and optimizer state.
+    batch_bytes: part of `other_bytes` that the batch takes with all that is saved outside the blocks.
     """
 
     blocks: tuple[BlockCost, ...]

@@ -189,7 +189,7 @@ def check_text(sampling: Sampling, width: int, number: int) -> None:
 
 
 def sample_latent(stages: Stages, sampling: Sampling, seed: int, tell: Callable[[], None]) -> Tensor:
-    """Sample a latent like KSampler, or like two KSampler (Advanced) that share the steps.
+    """Sample a latent, (1, C, …), like KSampler, or like two KSampler (Advanced) that share the steps.
 
     tell: called after each step; may raise.
 
@@ -201,7 +201,7 @@ def sample_latent(stages: Stages, sampling: Sampling, seed: int, tell: Callable[
 def sample_latents(
     stages: Stages, rows: Sequence[tuple[Sampling, int]], tell: Callable[[], None], check: Callable[[], None] = _nothing
 ) -> list[Tensor]:
-    """Sample a latent for each (prompt, seed); for a model that also makes sound, that of the video.
+    """Sample a latent, (1, C, …), for each (prompt, seed); for a model that also makes sound, that of the video.
 
     The high noise expert makes its steps for all rows before the low noise expert is loaded, so that each is loaded
     once.

@@ -127,9 +127,11 @@ class RunCurve:
     validation: (step, loss) by ascending step.
     saves: (step, file name) by ascending step.
     previews: steps of previews, ascending.
+    notes: notes of the last session, each once, in the order of their first appearance.
     status: `finished`, `stopped`, `cancelled`, `failed` or `unsaved`; empty while it trains, or if it was killed.
     text: the sentence that it ended with.
     seconds: duration of the sessions after step `timed_from`, loading included; None if it is not known.
+    timed_from: steps done before the time that `seconds` counts.
     first_steps: number of steps requested at first: the steps trained until the run first finished, 0 before that.
     first_begin: step after which it began, above 0 if it continued another run.
     """

@@ -25,7 +25,11 @@ _DAY = re.compile(r"(\d{4}-\d\d-\d\d)(?: \((\d+)\))?")
 
 @dataclass(frozen=True)
 class FolderBelow:
-    """Folder below a root. Links are followed on the path to the root, but not below it."""
+    """Folder below a root.
+
+    root: root; links are followed on the path to it.
+    relative_path: path below the root, on which no link is followed.
+    """
 
     root: Path
     relative_path: Path

@@ -25,7 +25,11 @@ SUMMARY = "loss_by_picture"
 
 @dataclass(frozen=True)
 class _Losses:
-    """Losses of one picture, one at each noise level: those of the base model, and those with the LoRA by step."""
+    """Losses of one picture, one at each noise level.
+
+    base: losses of the base model.
+    points: losses with the LoRA, by step.
+    """
 
     base: tuple[float, ...]
     points: dict[int, tuple[float, ...]]

@@ -32,7 +32,11 @@ _fresh_by_config: dict[Any, dict[str, Fresh] | None] = {}
 
 
 class Inner(NamedTuple):
-    """Attributes of an object that a model or a module holds: the fresh ones, or those to reset."""
+    """Attributes of an object that a model or a module holds.
+
+    table: values by name: the fresh ones, or those to reset.
+    kind: class of the object.
+    """
 
     table: Mapping[str, Any]
     kind: type

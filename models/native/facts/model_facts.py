@@ -10,7 +10,13 @@ from ...latents import LatentPolicy
 
 @dataclass(frozen=True)
 class PreviewDefaults:
-    """KSampler settings for a preview, from ComfyUI's template of the model."""
+    """KSampler settings for a preview, from ComfyUI's template of the model.
+
+    steps: sampling steps.
+    cfg: guidance scale.
+    sampler: value of sampler_name.
+    scheduler: value of scheduler.
+    """
 
     steps: int
     cfg: float

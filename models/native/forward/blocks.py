@@ -27,6 +27,8 @@ class _At(NamedTuple):
 class Call(NamedTuple):
     """The arguments of a call, with each tensor replaced by its index.
 
+    args: positional arguments.
+    kwargs: keyword arguments.
     samples: b, the batch size of the tensors.
     method: name of the called method of the block.
     """

@@ -81,6 +81,8 @@ def training_kernels(attention: Attention) -> Iterator[None]:
 class _Place(NamedTuple):
     """One name bound to a kernel.
 
+    namespace: globals of a module, or ComfyUI's table of attentions.
+    name: key in the namespace.
     rope: its replacement; None for an attention.
     """
 

@@ -30,12 +30,12 @@ def apply_rope_split_half1(x: Tensor, freqs_cis: Tensor) -> Tensor:
 
 
 def apply_rope(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply `apply_rope1` to queries and keys."""
+    """Apply `apply_rope1` to queries and keys, (B, H, T, D) or (B, T, H, D)."""
     return apply_rope1(xq, freqs_cis), apply_rope1(xk, freqs_cis)
 
 
 def apply_rope_split_half(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply `apply_rope_split_half1` to queries and keys."""
+    """Apply `apply_rope_split_half1` to queries and keys, (B, H, T, D) or (B, T, H, D)."""
     return apply_rope_split_half1(xq, freqs_cis), apply_rope_split_half1(xk, freqs_cis)
 
 
@@ -52,7 +52,7 @@ def rms_rope_split_half1(x: Tensor, freqs_cis: Tensor, scale: Tensor, epsilon: f
 def rms_rope(
     q: Tensor, k: Tensor, freqs_cis: Tensor, q_scale: Tensor, k_scale: Tensor | None = None, epsilon: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """Apply `rms_rope1` to queries and keys, with `q_scale` for both if there is no `k_scale`."""
+    """Apply `rms_rope1` to queries and keys, with `q_scale`, (D,), for both if there is no `k_scale`, (D,)."""
     k_scale = q_scale if k_scale is None else k_scale
     return rms_rope1(q, freqs_cis, q_scale, epsilon), rms_rope1(k, freqs_cis, k_scale, epsilon)
 
@@ -66,7 +66,7 @@ def rms_rope_split_half(
     epsilon: float = 1e-6,
     rot_dim: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Apply `rms_rope_split_half1` to queries and keys.
+    """Apply `rms_rope_split_half1` to queries and keys, with `q_scale`, (D,), for both if there is no `k_scale`, (D,).
 
     rot_dim: the number of leading entries of the last dimension to rotate; 0 for all. The norm is over all.
     """

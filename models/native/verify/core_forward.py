@@ -44,7 +44,7 @@ class CoreForward:
     def own_velocity(
         self, transformer: Transformer, sample: NoisySample, sigma: Tensor, guidance: float, dtype: torch.dtype
     ) -> Tensor:
-        """Run the same sample by our own forward. The adapters have to be disabled."""
+        """Run the same sample by our own forward: sigma (1,) → (1, N, C·patch). The adapters have to be disabled."""
         inputs = self.family.forward.inputs(self.patcher, [sample], sigma, guidance).to(self.device)
         if dtype == self.dtype:
             return transformer.forward(lambda block, *args: self._on_device(_run, block, *args, {}), inputs)
