@@ -52,14 +52,11 @@ class RegionReport:
         self.compiled_calls = 0
         self.eager_calls = 0
 
-    def count_compiled_call(self) -> None:
-        self.compiled_calls += 1
-
     def count_eager_call(self) -> None:
         self.eager_calls += 1
 
     def drop_failed_call(self) -> None:
-        """Count a compiled call no longer, since it failed and is made eagerly."""
+        """Count a compiled call no longer, since it failed."""
         self.compiled_calls -= 1
 
     def change_options(self, options: CompileOptions) -> None:
@@ -67,7 +64,11 @@ class RegionReport:
         self.options = options
 
     def watch(self, device: torch.device | None = None) -> AbstractContextManager[recording]:
-        """Record one call of the compiled callable. device: for measuring the memory that compiling takes."""
+        """Count and record one call of the compiled callable; `drop_failed_call` counts it no longer.
+
+        device: for measuring the memory that compiling takes.
+        """
+        self.compiled_calls += 1  # here: a call for each block, as a method for it would be, takes the host's time
         record = recording(self.name, self.events)
         return record if device is None or self.events else self._weigh(record, device)
 

@@ -196,12 +196,12 @@ class Region:
             with self.report.watch(self.device) as record, self._pieces_fall_back_alone():
                 out = self._run(*args)
         except Exception as error:
+            self.report.drop_failed_call()
             if comfy.model_management.is_oom(error):
                 raise
             if self._drops_cuda_graphs(error):
                 return self._repeat_eager(error, args)
             return self._handle_failure(error, record.event, args)
-        self.report.count_compiled_call()
         if record.event is not None:
             self._to_measure = self._to_measure or record.event.graphs > 0
             self._check_limit(record.event)

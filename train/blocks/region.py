@@ -100,7 +100,6 @@ def _watched(compiled: Callable[..., Any], report: RegionReport, device: torch.d
     counts = not limits_each_region()
 
     def run(*args: Any) -> Any:
-        report.count_compiled_call()  # first: a recompute stops as soon as it has the tensors that it needs
         with report.watch(device) as record:
             out = compiled(*args)
         if counts and record.event is not None and sum(e.graphs for e in report.events) > report.options.limit:
