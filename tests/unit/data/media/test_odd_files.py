@@ -76,6 +76,12 @@ def test_a_file_of_one_picture_and_a_sound_profile_gives_no_note(tmp_path):
         (tmp_path / name).unlink()
 
 
+def test_a_profile_that_16_bit_grey_does_not_use_gives_no_note(tmp_path):
+    image = Image.fromarray(np.full((32, 32), 40_000, np.uint16))
+    image.save(tmp_path / "a.png", icc_profile=b"no profile at all")
+    assert not picture_notes(tmp_path / "a.png")
+
+
 def test_previews_beside_the_picture_of_a_jpeg_give_no_note(tmp_path):
     pictures = [Image.new("RGB", (32, 32), colour) for colour in (COLOUR, (0, 0, 255))]
     pictures[0].save(tmp_path / "a.jpg", "MPO", save_all=True, append_images=pictures[1:])
@@ -253,6 +259,12 @@ def test_frames_of_avi_that_a_codec_reordered_are_in_the_order_of_time(tmp_path)
         clip = load_frames(path, facts, stamps, (0, 0, 64, 48), 48, 64)[:, 24, 32, 0] * 255
         assert np.abs(clip.numpy() - [grey(first + index) for index in range(len(stamps))]).max() <= 3
     assert facts.fps == pytest.approx(10)
+
+
+def test_frames_that_avi_shows_longer_stay_so(tmp_path):
+    stamps = [0, 1, 4, 5]
+    path = write_film(tmp_path / "a.avi", 4, fps=10, codec=("mpeg4", "yuv420p"), stamps=stamps)
+    assert list(inspect_video(path).stamps) == stamps
 
 
 def transparent_film(path, codec):
