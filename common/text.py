@@ -36,6 +36,15 @@ def joined(names: Sequence[str]) -> str:
     return f"{', '.join(rest)} and {last}" if rest else last
 
 
+def quantity(count: int, noun: str, plural: str = "") -> str:
+    """Format a count with its noun: `1 folder`, `2 folders`.
+
+    noun: in the singular; a verb may follow it, as in `quantity(count, "file is", "files are")`.
+    plural: the same in the plural; empty for the noun with an s.
+    """
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
 def plain_phrase(words: str) -> str:
     """Return words without spaces around them and without commas at their end."""
     return words.strip().rstrip(",").rstrip()

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..common.notes import Notes
+from ..common.text import quantity
 from ..memory.comfy_compiler import without_comfy_compiler
 from .code_placement import CodePlacement
 from .compile_report import CompileReport
@@ -114,9 +115,10 @@ class CompiledModel:
 
     def report(self) -> CompileReport:
         settings, blocks = self.settings, self.layout.blocks
+        kinds = {block.kind for block in blocks}
         heading = (
             f"Compile Model: backend {settings.backend}, mode {settings.mode}, dynamic {settings.dynamic}, "
-            f"scope {settings.scope}, {len(blocks)} blocks of {len({block.kind for block in blocks})} kinds"
+            f"scope {settings.scope}, {quantity(len(blocks), 'block')} of {quantity(len(kinds), 'kind')}"
         )
         return CompileReport(heading, [region.report for region in self.regions.values()], list(self.notes))
 

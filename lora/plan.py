@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
+from ..common.text import quantity
 from ..models.adapters.base import AdapterSpec, Layers
 from ..models.adapters.registry import ADAPTERS, CONVOLUTIONS, adapter_kind
 from ..models.blocks import linear_shapes
@@ -32,7 +33,7 @@ def choose_targets(family: Family, model: Any, options: NetworkOptions) -> list[
         algorithms = [repr(name) for name, kind in ADAPTERS.items() if kind in CONVOLUTIONS]
         raise ValueError(
             f"algorithm is {options.algorithm}, which has no form for convolutions such as {unsupported[0]}; set it to "
-            f"{' or '.join(algorithms)}, or leave the {len(unsupported)} convolutions out in targets."
+            f"{' or '.join(algorithms)}, or leave the {quantity(len(unsupported), 'convolution')} out in targets."
         )
     options.kind.check_layers(_layers(adapter_specs(options, targets), shapes))
     return targets
@@ -76,7 +77,8 @@ def network_notes(options: NetworkOptions, family: Family, model: Any, targets: 
     if kinds and outside:
         works = "works" if len(kinds) == 1 else "work"
         notes.append(
-            f"{' and '.join(kinds)} {works} only inside the blocks, so {len(outside)} trained layers outside have none."
+            f"{' and '.join(kinds)} {works} only inside the blocks, so "
+            f"{quantity(len(outside), 'trained layer outside has', 'trained layers outside have')} none."
         )
     notes += options.kind.layer_notes(_layers(specs, shapes))
     if options.rank_patterns.strip():

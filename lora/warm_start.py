@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from ..common.rng import generator
+from ..common.text import quantity
 from ..models.adapters.base import Adapter, AdapterSpec
 from ..models.adapters.lora import LoraAdapter
 from ..models.adapters.registry import ADAPTERS, adapter_kind, algorithms_with
 from ..models.convolutions import WeightShape, as_matrix, weight_shapes
 from ..models.family import Family
-from .files.coverage import check_finite, no_layer_met
+from .files.coverage import check_finite, encoder_note, no_layer_met
 from .files.lora_model import LowRank, low_rank
 from .files.patches import EMPTY, DoesNotFit, Patch, delta_of, truncate_to_rank
 from .files.reader import Parts, ReadLora, read_lora
@@ -125,8 +126,8 @@ class WarmStart:
         worst = max(losses, key=lambda name: losses[name])
         mean = sum(losses.values()) / len(losses)
         return [
-            f"{self.source.input(OWN)} has a higher rank than the network in {len(losses)} layers, so {mean:.1%} of "
-            f"their update is lost (most in {worst}: {losses[worst]:.1%}). Raise rank to keep all of it."
+            f"{self.source.input(OWN)} has a higher rank than the network in {quantity(len(losses), 'layer')}, so "
+            f"{mean:.1%} of their update is lost (most in {worst}: {losses[worst]:.1%}). Raise rank to keep all of it."
         ]
 
     def _take_dense(
@@ -233,7 +234,7 @@ def _start_notes(
 ) -> Iterator[str]:
     if dense:
         forms = Counter(_form(patches) for patches in dense.values())
-        contents = ", ".join(f"{form} in {count} layer{'s' if count > 1 else ''}" for form, count in forms.items())
+        contents = ", ".join(f"{form} in {quantity(count, 'layer')}" for form, count in forms.items())
         (first, *rest) = forms
         whole = first in ADAPTERS and not rest and dense.keys() == trained.keys() <= lora.modules.keys()
         yield (
@@ -242,8 +243,9 @@ def _start_notes(
         )
     dropped = [layer for layer in lora.patches if layer not in trained]
     if dropped:
+        layers = quantity(len(dropped), "layer that is", "layers that are")
         yield (
-            f"{input_name} also has updates for {len(dropped)} layers that are not trained, and these are dropped: "
+            f"{input_name} also has updates for {layers} not trained, and these are dropped: "
             f"{_first_names(dropped)}. To keep them, add them to targets."
         )
     if lora.other_weights:
@@ -252,15 +254,16 @@ def _start_notes(
             f"{_first_names(lora.other_weights)}."
         )
     if lora.text_encoder:
-        yield f"{input_name} also has {lora.text_encoder} keys for the text encoder, which are ignored."
+        yield encoder_note(input_name, lora.text_encoder)
     if lora.unknown:
         yield f"{input_name} has keys that match no layer of this model and are ignored: {_first_names(lora.unknown)}."
     if lora.doubled:
         yield f"{input_name} has several updates of one layer, which are added up: {_first_names(lora.doubled)}."
     if fresh := [layer for layer in targets if layer not in trained]:
+        trained_layers = f"of the {quantity(len(targets), 'trained layer')}"
         yield (
-            f"{len(fresh)} of the {len(targets)} trained layers are not in {input_name} and start from zero: "
-            f"{_first_names(fresh)}."
+            f"{quantity(len(fresh), f'{trained_layers} is', f'{trained_layers} are')} not in {input_name} and "
+            f"{'starts' if len(fresh) == 1 else 'start'} from zero: {_first_names(fresh)}."
         )
 
 

@@ -11,6 +11,7 @@ from comfy.patcher_extension import WrappersMP
 from comfy.weight_adapter.bypass import BypassInjectionManager
 
 from ..common.core import bypass_managers
+from ..common.text import quantity
 
 # Wrappers around sampling that do not affect the model's computation.
 _HARMLESS_WRAPPERS = {WrappersMP.OUTER_SAMPLE, WrappersMP.PREPARE_SAMPLING, WrappersMP.SAMPLER_SAMPLE}
@@ -40,7 +41,9 @@ def trainable_model(patcher: ModelPatcher, own_forward: bool = True) -> tuple[Mo
                 converted += len(clone.add_patches({f"{module}.weight": adapter}, strength))
         clone.remove_injections(name)
     if converted:
-        notes.append(f"{converted} bypass LoRA weights on the MODEL are applied as ordinary ones while it trains.")
+        singular = "bypass LoRA weight on the MODEL is applied as an ordinary one"
+        plural = "bypass LoRA weights on the MODEL are applied as ordinary ones"
+        notes.append(f"{quantity(converted, singular, plural)} while it trains.")
     for key, patches in clone.patches.items():
         shape = tuple(comfy.utils.get_attr(clone.model, key).shape)
         if (new_shape := tuple(comfy.lora.calculate_shape(patches, torch.empty(shape, device="meta"), key))) != shape:

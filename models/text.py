@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from ..common.text import quantity
 from .latents import POLICIES, LatentPolicy
 
 # An identifier that no caption contains (NUL is removed from captions): core's tokenizer then finds no embeddings.
@@ -160,8 +161,9 @@ def cut_to(pairs: list[Any], length: int, suffix: int = 1) -> list[Any]:
 def uncut_note(count: int, length: int, title: str) -> str:
     """Say that captions are longer than the model was trained with."""
     return (
-        f"{count} captions have more than {length} tokens, the length that {title} was trained with; ComfyUI samples "
-        f"them whole, and so they are trained. To cut them, set max_text_length to {length} on Prepare Dataset."
+        f"{quantity(count, 'caption has', 'captions have')} more than {length} tokens, the length that {title} was "
+        f"trained with; ComfyUI samples them whole, and so they are trained. To cut them, set max_text_length to "
+        f"{length} on Prepare Dataset."
     )
 
 

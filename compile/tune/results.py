@@ -17,6 +17,7 @@ from comfy.quant_ops import QuantizedTensor
 from torch import Tensor
 
 from ...common.core import quantised_layout
+from ...common.text import quantity
 from ...common.untrusted.budgets import TUNE_RESULT
 from ...common.untrusted.json_text import read_json
 from ..cuda_graphs import memory_allocator, no_cuda_graphs
@@ -221,7 +222,7 @@ def _number_format(weight: Tensor) -> str:
 
 def _processor(device: torch.device) -> str:
     name = platform.processor() or platform.machine()
-    return f"{name}, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type
+    return f"{name}, {quantity(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else device.type
 
 
 def file_name(key: dict[str, str]) -> str:

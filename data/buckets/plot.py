@@ -7,6 +7,7 @@ from math import log
 from PIL import Image
 
 from ...common.canvas import FAINT, INK, SOFT, Canvas, Colour
+from ...common.text import quantity
 from .equal_area import MEGAPIXEL
 from .grids import Grid
 from .planner import BucketPlan
@@ -28,7 +29,7 @@ def describe_plan(plan: BucketPlan) -> str:
     lines.append(describe_cropping(plan))
     lines.append(
         f"Ordinary buckets would crop {plan.equal_area_crop:.2%} on average, with "
-        f"{_count(plan.equal_area_counts, 'token count')} to compile for instead of {len(plan.token_counts)}."
+        f"{quantity(plan.equal_area_counts, 'token count')} to compile for instead of {len(plan.token_counts)}."
     )
     if plan.upscaled:
         lines.append(f"{_enlarged(plan)} smaller than the training size and will be enlarged.")
@@ -44,14 +45,15 @@ def _describe_count(plan: BucketPlan, tokens: int) -> str:
     megapixels = " and ".join(f"{_megapixels(plan, tokens, t):.2f}" for t in frames)
     return (
         f"{tokens} tokens{f', as {shapes}' if clips else ''} ({megapixels} megapixels; {plan.wanted_tokens} tokens "
-        f"{'a frame ' if clips else ''}asked for): {_contents(grids)} on {_count(len(set(grids)), 'grid')}."
+        f"{'a frame ' if clips else ''}asked for): {_contents(grids)} on {quantity(len(set(grids)), 'grid')}."
     )
 
 
 def _enlarged(plan: BucketPlan) -> str:
     """Count the images below the training size, with their verb."""
-    noun = "picture" if all(placement.grid.frames == 1 for placement in plan.placements) else "picture or clip"
-    return f"1 {noun} is" if plan.upscaled == 1 else f"{plan.upscaled:,} {noun.replace(' or ', 's or ')}s are"
+    if all(placement.grid.frames == 1 for placement in plan.placements):
+        return quantity(plan.upscaled, "picture is", "pictures are")
+    return quantity(plan.upscaled, "picture or clip is", "pictures or clips are")
 
 
 def describe_cropping(plan: BucketPlan) -> str:
@@ -68,7 +70,7 @@ def plot_plan(plan: BucketPlan, sizes: Sequence[tuple[int, int]]) -> Image.Image
     canvas = Canvas(WIDTH, HEIGHT)
     counts = " / ".join(str(tokens) for tokens in plan.token_counts)
     grids = [placement.grid for placement in plan.placements]
-    title = f"{counts} tokens: {_contents(grids)} on {_count(len(set(grids)), 'grid')}"
+    title = f"{counts} tokens: {_contents(grids)} on {quantity(len(set(grids)), 'grid')}"
     canvas.text(40, 12, title, 36, room=WIDTH - 80)
     _plot_histogram(canvas, plan, sizes)
     _plot_crops(canvas, plan)
@@ -199,8 +201,4 @@ def _contents(grids: Sequence[Grid]) -> str:
     """Count the images and videos on these grids."""
     pictures = sum(grid.frames == 1 for grid in grids)
     counts = {"picture": pictures, "clip": len(grids) - pictures}
-    return " and ".join(_count(number, noun) for noun, number in counts.items() if number)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return " and ".join(quantity(number, noun) for noun, number in counts.items() if number)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from ...common.text import joined, quoted, shortlist
+from ...common.text import joined, quantity, quoted, shortlist
 from .options import MOST_VARIANTS, CaptionOptions
 from .tags import split_tags
 from .variants import CaptionVariants
@@ -83,6 +83,6 @@ def encoding_notes(variants: Sequence[CaptionVariants], sizes: Mapping[str, int]
     empty = f" The empty prompt takes a caption's place in {dropped} % of showings." if rates[-1] else ""
     max_forms = max(len(forms.texts) for forms in variants)
     yield (
-        f"The {len(variants)} captions have up to {max_forms} form{'s' * (max_forms > 1)} each: {len(sizes)} texts, "
-        f"each encoded once, about {sum(sizes.values()) / 1e9:.2g} GB on disk.{empty}"
+        f"The {quantity(len(variants), 'caption has', 'captions have')} up to {quantity(max_forms, 'form')} each: "
+        f"{quantity(len(sizes), 'text')}, each encoded once, about {sum(sizes.values()) / 1e9:.2g} GB on disk.{empty}"
     )

@@ -15,7 +15,7 @@ prompt; with g = 0 it is the model-based ablation of Kumari et al. 2023 (arXiv 2
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...common.text import quoted
+from ...common.text import quantity, quoted
 from ...common.untrusted.budgets import SETTINGS, check_size
 from ..samples import ERASURE, SLIDER
 
@@ -112,15 +112,15 @@ def slider(
             raise ValueError(f"{name} is empty; a slider needs a pair of prompts, so write one such as {example!r}.")
     if len(positives) != len(negatives):
         raise ValueError(
-            f"positive has {len(positives)} prompts and negative {len(negatives)}; write one line in negative for each "
-            "line of positive."
+            f"positive has {quantity(len(positives), 'prompt')} and negative {len(negatives)}; write one line in "
+            "negative for each line of positive."
         )
     if len(neutrals) == 1:
         neutrals *= len(positives)
     if len(neutrals) != len(positives):
         raise ValueError(
-            f"neutral has {len(neutrals)} prompts and positive {len(positives)}; write one line for all, or one for "
-            "each."
+            f"neutral has {quantity(len(neutrals), 'prompt')} and positive {len(positives)}; write one line for all, "
+            "or one for each."
         )
     if duplicate := next((text for text, other in zip(positives, negatives, strict=True) if text == other), None):
         raise ValueError(f"positive and negative both have {quoted(duplicate)}, which makes no direction; change one.")
@@ -149,7 +149,8 @@ def erasure(erase: str, target: str, keep: str, guidance_scale: float = 1.0) -> 
         targets *= len(erased)
     if len(targets) != len(erased):
         raise ValueError(
-            f"target has {len(targets)} prompts and erase {len(erased)}; write one line for all, or one for each."
+            f"target has {quantity(len(targets), 'prompt')} and erase {len(erased)}; write one line for all, or one "
+            "for each."
         )
     if duplicate := next((text for text, other in zip(erased, targets, strict=True) if text == other), None):
         raise ValueError(f"erase and target both have {quoted(duplicate)}, so nothing would change; change one.")

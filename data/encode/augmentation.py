@@ -9,7 +9,7 @@ import torch
 
 from ...common.fingerprint import fingerprint
 from ...common.rng import generator
-from ...common.text import shortlist
+from ...common.text import quantity, shortlist
 from ..buckets.grids import Placement, crop_box
 from ..folders.items import Item
 from ..folders.options import HORIZONTAL, FolderOptions
@@ -92,8 +92,8 @@ def view_notes(
     several = [len(item_views) for item_views in remaining_views if len(item_views) > 1]
     if several:
         yield (
-            f"{len(several)} pictures or clips are encoded mirrored or in several crops, {sum(several)} versions in "
-            "total."
+            f"{quantity(len(several), 'picture or clip is', 'pictures or clips are')} encoded mirrored or in several "
+            f"crops, {sum(several)} versions in total."
         )
     mirrored = [item for item in items if item.options.flip == HORIZONTAL]
     names = [item.name for item in mirrored if any(map(_SIDES.search, item.caption_variants.texts))]

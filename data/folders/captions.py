@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...common.progress import Interrupted
-from ...common.text import cut
+from ...common.text import cut, quantity
 from ...common.untrusted.budgets import CAPTION_FILE, CAPTION_FORMS, check_size
 from ..captions.options import CaptionOptions
 from ..captions.variants import CaptionVariants, make_caption_variants
@@ -100,10 +100,11 @@ def _missing_captions(folder: Path, count: int, missing: Sequence[Path], extensi
             f"The folder {folder.name!r} holds {noun}s ({len(missing)}) but no {extension} caption files; put a text "
             f"file with the same name next to each {noun}, {example} (an empty file means an empty caption){hint}."
         )
+    place = f"of {count} {noun}s in {folder.name!r}"
     inside = [file for file in missing if file.is_relative_to(folder)]
     names = list_files(folder, inside) if len(inside) == len(missing) else ", ".join(file.name for file in missing[:5])
     return (
-        f"{len(missing)} of {count} {noun}s in {folder.name!r} have no {extension} caption file: "
+        f"{quantity(len(missing), f'{place} has', f'{place} have')} no {extension} caption file: "
         f"{names}; add one next to each, {example} (an empty file means an empty caption), or "
         f"take the {noun} out of the folder{hint}."
     )

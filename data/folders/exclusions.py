@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ...common.text import shortlist
+from ...common.text import quantity, shortlist
 from ...common.untrusted.budgets import LEAVE_OUT, check_size
 from ..layouts.layout import FolderLayout
 
@@ -39,7 +39,9 @@ def without(layout: FolderLayout, text: str, folder: str, noun: str) -> FolderLa
             f"leave_out names every {noun} of the folder {folder!r}, so there is nothing to train on; take some out."
         )
     count = len(names & present)
-    notes = [f"{count} {noun}s of {len(present)} are left out by leave_out."] if count else []
+    total = len(present)
+    left_out = quantity(count, f"{noun} of {total} is", f"{noun}s of {total} are")
+    notes = [f"{left_out} left out by leave_out."] if count else []
     absent = sorted(names - present)
     if absent:
         notes.append(f"leave_out names files that the folder {folder!r} doesn't hold: {shortlist(absent)}.")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...common.progress import Interrupted, Progress
-from ...common.text import shortlist
+from ...common.text import quantity, shortlist
 from ..captions.variants import CaptionVariants
 from ..media.clip_windows import Extraction, round_down_frames
 from ..media.frames import ImagePixels, Pixels, VideoPixels
@@ -84,7 +84,7 @@ def find_items(
         if not windows:
             short.append((entry, len(stamps)))
         for count in entry.extraction.too_long(len(stamps)) if windows else ():
-            lacking.setdefault(count, []).append(f"{entry.name} ({len(stamps)} frames)")
+            lacking.setdefault(count, []).append(f"{entry.name} ({quantity(len(stamps), 'frame')})")
         # Five percent below still counts as equal, such as 23.976 for 24.
         if facts.fps < entry.extraction.fps * 0.95:
             slow.append(f"{entry.name} ({facts.fps:.4g})")
@@ -162,10 +162,11 @@ def _too_short(short: list[tuple[VideoEntry, int]]) -> str:
 
 
 def _too_short_for(extraction: Extraction, films: list[tuple[VideoEntry, int]]) -> str:
-    rate = f" at {extraction.fps:g} frames per second" if extraction.fps else ""
+    rate = f" at {extraction.fps:g} frame{'s' if extraction.fps != 1 else ''} per second" if extraction.fps else ""
+    names = [f"{film.name} ({quantity(frames, 'frame')})" for film, frames in films]
     return (
         f"Shorter than the {min(extraction.target_frames)} frames asked for{rate}: "
-        f"{shortlist([f'{film.name} ({frames} frames)' for film, frames in films])}; put "
+        f"{shortlist(names)}; put "
         f"{round_down_frames(min(frames for _, frames in films))} into target_frames (such as 1, 25), or take what is "
         f"too short out of the folder."
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.progress import Interrupted
-from ...common.text import quoted, shortlist, within
+from ...common.text import quantity, quoted, shortlist, within
 from ...common.untrusted.budgets import DATASET_PATH, FOLDER, check_size
 from .caption_lists import CaptionRow, ListedCaptions, ListReader, match_lists
 from .captions import CaptionFiles, CaptionSource, checked_extension
@@ -142,9 +142,9 @@ def read_blocks(request: BlockRequest) -> tuple[tuple[Subset, ...], tuple[str, .
         unused |= dict.fromkeys(name for name in block.values if name not in words.used)
     notes = [unused_note(file, used, [name for name in unused if name not in used])] if subsets else []
     if rest:
-        notes.append(
-            f"{rest} folders of {file.path.name!r} hold no {kind.noun}s and are left out; chain {kind.node} for them."
-        )
+        place, nothing = f"of {file.path.name!r}", f"no {kind.noun}s"
+        count = quantity(rest, f"folder {place} holds {nothing} and is", f"folders {place} hold {nothing} and are")
+        notes.append(f"{count} left out; chain {kind.node} for {'it' if rest == 1 else 'them'}.")
     if unrepeated:
         notes.append(f"Left out, because num_repeats is 0 in {file.path.name!r}: {shortlist(unrepeated)}.")
     return tuple(subsets), tuple(notes), tuple(sources)

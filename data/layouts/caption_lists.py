@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.progress import Interrupted
-from ...common.text import cut, shortlist
+from ...common.text import cut, quantity, shortlist
 from ...common.untrusted.budgets import (
     CAPTION_COLUMNS,
     CAPTION_FILE,
@@ -280,6 +280,7 @@ def list_notes(lists: Sequence[CaptionList], listed: ListedCaptions) -> Iterator
         rest = f"; these fields aren't used: {shortlist(list(unused))}" if unused else ""
         several = sum(source.per_line for source in listed.texts.values())
         choice = f"; {several} of them in several versions, one for each showing" if several else ""
-        yield f"{len(listed.texts)} captions come from {shortlist(list(dict.fromkeys(names)))}{choice}{rest}."
+        count = quantity(len(listed.texts), "caption comes", "captions come")
+        yield f"{count} from {shortlist(list(dict.fromkeys(names)))}{choice}{rest}."
     if names and listed.missing:
         yield f"These files of the list are not in the folder: {shortlist(listed.missing)}."

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
-from ...common.text import cut, joined, quoted, shortlist
+from ...common.text import cut, joined, quantity, quoted, shortlist
 from ...common.untrusted.budgets import DATASET_FIELDS, DATASET_FILE, DATASET_PATH, OverBudget, check_size
 from ...common.untrusted.json_text import parse_json
 from ...common.untrusted.regular_files import file_state, read_regular
@@ -227,6 +227,7 @@ def unused_note(file: DatasetFile, used: Mapping[str, str], unused: Sequence[str
     renamed = [f"{field} as {name}" if field != name else field for field, name in used.items()]
     ignored = f" Not used, as inputs of Tessera's nodes decide: {shortlist(unused)}." if unused else ""
     return (
-        f"Read as {file.path.name!r} of {file.trainers} says ({len(file.blocks)} folders): {', '.join(renamed)}."
+        f"Read as {file.path.name!r} of {file.trainers} says ({quantity(len(file.blocks), 'folder')}): "
+        f"{', '.join(renamed)}."
         f"{ignored} Set layout to plain to read the folder without it."
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...common.progress import Interrupted
-from ...common.text import cut
+from ...common.text import cut, quantity
 from .archives import Unpacked, is_archive
 from .blocks import BlockRequest, has_place, read_blocks
 from .caption_lists import CaptionList, ListedCaptions, ListReader, is_list, list_notes, match_lists
@@ -127,7 +127,8 @@ def _read_archive(request: LayoutRequest, archive: Path) -> FolderLayout:
         for subset in inner.subsets
     )
     left_out = f" Left out of it: {unpacked.left_out}." if unpacked.left_out else ""
-    note = f"The archive {name!r} was unpacked into the cache, {sum(len(s.examples) for s in subsets)} files.{left_out}"
+    count = quantity(sum(len(s.examples) for s in subsets), "file")
+    note = f"The archive {name!r} was unpacked into the cache, {count}.{left_out}"
     return FolderLayout(subsets, (note, *inner.notes), (archive,), inner.unread, inner.rest)
 
 
@@ -213,13 +214,14 @@ def _with_texts(subset: Subset, listed: ListedCaptions, forced: bool) -> Subset:
 
 
 def _companion_notes(pictures: Pictures) -> Iterator[str]:
-    masks = list(pictures.masks.values())
+    masks, total = list(pictures.masks.values()), len(pictures.files)
     controls = [file for files in pictures.controls.values() for file in files]
     for noun, count, files in (("masks", len(masks), masks), ("control pictures", len(pictures.controls), controls)):
         if files:
             yield (
-                f"{count} of {len(pictures.files)} have {noun} beside them by name, such as {files[0].name!r}; set "
-                "layout to plain if these are to be learnt."
+                f"{quantity(count, f'of {total} has', f'of {total} have')} {noun} beside "
+                f"{'it' if count == 1 else 'them'} by name, such as {files[0].name!r}; set layout to plain if these "
+                "are to be learnt."
             )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...common.progress import Interrupted
-from ...common.text import shortlist
+from ...common.text import quantity, shortlist
 from .files import image_files, list_files, relative_name, same_folder, stem_of
 
 
@@ -24,9 +24,9 @@ def match_controls(names: Sequence[str], folder: Path) -> tuple[list[tuple[Path,
     matched = _control_stems(stems, files)
     missing = [name for name, control_stems in zip(names, matched, strict=True) if not control_stems]
     if missing:
-        stem = stem_of(missing[0])
+        stem, total = stem_of(missing[0]), quantity(len(names), "picture")
         raise ValueError(
-            f"{len(missing)} of {len(names)} pictures have no control picture in {folder.name!r}: "
+            f"{quantity(len(missing), f'of {total} has', f'of {total} have')} no control picture in {folder.name!r}: "
             f"{shortlist(missing)}; put one of the same name there, such as {stem + '.png'!r} or {stem + '_0.png'!r} "
             f"for {missing[0]!r}, or take the picture out of its folder."
         )

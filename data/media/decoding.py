@@ -14,7 +14,9 @@ from av.filter import Graph
 # Decoders that read alpha, which FFmpeg's own of these codecs leave out.
 _ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
 _INTERLACED_ORDERS = frozenset({2, 3, 4, 5})  # FFmpeg's AVFieldOrder: top or bottom field first
+_TOP_FIRST = frozenset({2, 5})  # those of which the top field is shown first
 _BWDIF = "mode=send_frame:parity=auto:deint=interlaced"  # a frame for each frame; progressive ones pass as they are
+_BWDIF_ALL = "mode=send_frame:parity={}:deint=all"
 
 
 def has_alpha_layer(stream: Any) -> bool:
@@ -45,6 +47,12 @@ def is_interlaced(stream: Any, frame: Any) -> bool:
     return stream.codec_context.field_order in _INTERLACED_ORDERS or bool(frame.interlaced_frame)
 
 
+def is_interlaced_by_file(stream: Any, frame: Any) -> bool:
+    """Return whether a track is interlaced by its file alone: codecs such as FFV1 and PNG mark no frame."""
+    context = stream.codec_context
+    return context.field_order in _INTERLACED_ORDERS and not frame.interlaced_frame and not context.codec.reorder
+
+
 def decoded_frames(container: Any, stream: Any, interlaced: bool = False) -> Iterator[Any]:
     """Yield the frames from the container's position on. With unordered stamps, from the film's start on only.
 
@@ -54,7 +62,7 @@ def decoded_frames(container: Any, stream: Any, interlaced: bool = False) -> Ite
     frames = container.decode(stream) if decoder is None else _by_decoder(decoder, container, stream)
     if has_unordered_stamps(container, stream):
         frames = _numbered(frames)
-    return deinterlaced(frames, stream.time_base) if interlaced else frames
+    return deinterlaced(frames, stream) if interlaced else frames
 
 
 def _by_decoder(decoder: Any, container: Any, stream: Any) -> Iterator[Any]:
@@ -69,13 +77,13 @@ def _numbered(frames: Iterator[Any]) -> Iterator[Any]:
         del frame
 
 
-def deinterlaced(frames: Iterator[Any], time_base: Any) -> Iterator[Any]:
+def deinterlaced(frames: Iterator[Any], stream: Any) -> Iterator[Any]:
     """Deinterlace the frames of two fields by FFmpeg's bwdif; stamps, sizes and order stay."""
     graph: Any = None
     stamps: deque[int] = deque()  # bwdif counts in half units, and some files have none
     for frame in frames:
         if graph is None:
-            graph = _bwdif(frame, time_base)
+            graph = _bwdif(frame, stream)
         stamps.append(frame.pts)
         graph.push(frame)
         del frame
@@ -85,11 +93,16 @@ def deinterlaced(frames: Iterator[Any], time_base: Any) -> Iterator[Any]:
         yield from _pulled(graph, stamps)
 
 
-def _bwdif(frame: Any, time_base: Any) -> Any:
-    """Build the filter graph for frames like this one."""
+def _bwdif(frame: Any, stream: Any) -> Any:
+    """Build the filter graph for a track's frames, of which this is one."""
+    options = _BWDIF
+    if is_interlaced_by_file(stream, frame):
+        options = _BWDIF_ALL.format("tff" if stream.codec_context.field_order in _TOP_FIRST else "bff")
     graph = Graph()
-    source = graph.add_buffer(width=frame.width, height=frame.height, format=frame.format.name, time_base=time_base)
-    bwdif, sink = graph.add("bwdif", _BWDIF), graph.add("buffersink")
+    source = graph.add_buffer(
+        width=frame.width, height=frame.height, format=frame.format.name, time_base=stream.time_base
+    )
+    bwdif, sink = graph.add("bwdif", options), graph.add("buffersink")
     source.link_to(bwdif)
     bwdif.link_to(sink)
     graph.configure()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...common.fingerprint import fingerprint
-from ...common.text import shortlist
+from ...common.text import quantity, shortlist
 from ..buckets.grids import Placement
 from ..cache import EncodeJob
 from .frames import Crop
@@ -138,9 +138,11 @@ def check_alpha(names: Sequence[str], total: int) -> None:
     Raises ValueError if there are such images.
     """
     if names:
+        pictures = quantity(total, "picture")
         raise ValueError(
-            f"alpha_mask is on and {len(names)} of {total} pictures have no alpha channel: {shortlist(names)}; save "
-            "them as PNG with one, or use mask_folder instead."
+            f"alpha_mask is on and {quantity(len(names), f'of {pictures} has', f'of {pictures} have')} no alpha "
+            f"channel: {shortlist(names)}; save {'it' if len(names) == 1 else 'them'} as PNG with one, or use "
+            "mask_folder instead."
         )
 
 
@@ -172,6 +174,6 @@ def mask_notes(counted: Sequence[float]) -> Iterator[str]:
     """
     if counted:
         yield (
-            f"{len(counted)} pictures or clips have masks, and on average {sum(counted) / len(counted):.0%} of them "
-            "counts."
+            f"{quantity(len(counted), 'picture or clip has a mask', 'pictures or clips have masks')}, and on average "
+            f"{sum(counted) / len(counted):.0%} of {'it' if len(counted) == 1 else 'them'} counts."
         )

@@ -99,7 +99,7 @@ def video_thumbnail(path: Path, name: str | None = None, side: int = SIDE) -> by
                 frame = _first_frame(container, stream)
                 if is_interlaced(stream, frame):
                     # Twice: bwdif leaves a lone frame as it is.
-                    frame = next(deinterlaced(iter([frame, frame]), stream.time_base))
+                    frame = next(deinterlaced(iter([frame, frame]), stream))
                 height, width = _fitting(*_upright_size(frame, stream.sample_aspect_ratio), side)
                 pixels = Image.fromarray(np.ascontiguousarray(_upright(frame).clip(0, 255).astype(np.uint8)))
                 scaled = pixels.resize((width, height), Image.Resampling.LANCZOS, reducing_gap=3)

@@ -32,6 +32,7 @@ from .decoding import (
     has_alpha_layer,
     has_unordered_stamps,
     is_interlaced,
+    is_interlaced_by_file,
 )
 from .remarks import ALPHA_LOST, CUT_OFF, HDR_FILM, INTERLACED
 
@@ -160,6 +161,7 @@ def _inspect(path: Path, state: tuple[int, ...]) -> VideoFacts:
         # Latents that were cached before these were read belong to other pixels.
         ways = [f"mirrored {is_mirrored}, track {track}"] * bool(is_mirrored or track)
         ways += ["deinterlaced"] * interlaced + ["alpha"] * alpha
+        ways += ["fields by the file"] * is_interlaced_by_file(stream, first)
         digest = _digest(path, "".join(ways))
         upright, shape = _upright_size(first, stream.sample_aspect_ratio), _upright_size(first, None)
         if stream.codec_context.color_trc in _HDR_CURVES:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...common.text import quoted, shortlist
+from ...common.text import quantity, quoted, shortlist
 from ...models.latents import WAN21, WAN22, LatentPolicy
 from ...models.text import AS_COMFYUI, EDIT_PROMPTS, FIRST_EDIT, PLUS, TextPolicy
 from ..buckets.grids import RAGGED_EDGE, WHOLE_GRIDS
@@ -125,7 +125,7 @@ def cut_notes(items: Sequence[Item], captions: Sequence[ItemCaptions]) -> Iterat
     """Yield a note on truncated captions. captions: one for each item, of its first variant."""
     cut = [(item.name, caption) for item, caption in zip(items, captions, strict=True) if caption.dropped]
     if cut:
-        listed = shortlist([f"{name} ({caption.dropped} tokens)" for name, caption in cut])
+        listed = shortlist([f"{name} ({quantity(caption.dropped, 'token')})" for name, caption in cut])
         yield f"These captions are longer than {cut[0][1].longest} tokens, so their end is cut off: {listed}."
 
 
@@ -195,9 +195,10 @@ def regularisation_notes(samples: Sequence[Sample]) -> Iterator[str]:
         return
     learnt = shown_per_epoch(samples) // 2
     showings = sum(sample.repeats for sample in reg_samples)
+    count = quantity(len(reg_samples), "regularisation picture or clip", "regularisation pictures or clips")
     yield (
-        f"Regularisation: every second showing is one of {len(reg_samples)} regularisation pictures or clips. That is "
-        f"{learnt} per epoch, or {learnt / showings:.3g} times all of them with their repeats."
+        f"Regularisation: every second showing is one of {count}. That is {learnt} per epoch, or "
+        f"{learnt / showings:.3g} times all of them with their repeats."
     )
 
 

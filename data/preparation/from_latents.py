@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ...common.fingerprint import fingerprint
-from ...common.text import shortlist
+from ...common.text import quantity, shortlist
 from ...models.latents import WAN22, LatentPolicy, policy_of_latent
 from ..buckets.grids import Grid, Placement
 from ..buckets.latent_crops import place_latents
@@ -173,8 +173,8 @@ def _match(positive: Sequence[Conditioning], batches: list[int]) -> list[Any]:
     if len(flat) == 1:
         return flat * pictures
     raise ValueError(
-        f"positive has {len(flat)} conditionings and latents has {pictures} pictures; give one for each picture, or "
-        f"one for all."
+        f"positive has {quantity(len(flat), 'conditioning')} and latents has {quantity(pictures, 'picture')}; give one "
+        "for each picture, or one for all."
     )
 
 
@@ -231,7 +231,7 @@ def _tensors(latent: _Latent, entry: Any, grid: Grid, target: Grid, patch: int) 
 
 def _sides(tensor: Tensor) -> str:
     frames = tensor.shape[-3] if tensor.ndim > 3 else 1
-    return f"{tensor.shape[-1]} x {tensor.shape[-2]} cells and {frames} frames"
+    return f"{tensor.shape[-1]} x {tensor.shape[-2]} cells and {quantity(frames, 'frame')}"
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def _faults(picture: tuple[Path, str], result: Measured, options: CheckOptions, 
     factor, sharpness = (pixels / (height * width)) ** 0.5, measures.sharpness
     if factor >= options.factor:
         yield Finding(name, SMALL, f"{width} x {height} pixels, enlarged {factor:.1f} times", True)
-    if sharpness.factor >= options.factor or (sharpness.enlarged and sharpness.factor >= 1.2):
+    if sharpness.factor >= options.factor:
         size = f"{measures.measured[1] / sharpness.factor:.0f} x {measures.measured[0] / sharpness.factor:.0f}"
         if sharpness.enlarged:
             yield Finding(name, ENLARGED, f"{sharpness.factor:.1f} times, from about {size}", True)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ...common.text import cut
+from ...common.text import cut, quantity
 
 BROKEN = "broken"
 DOUBLE = "double"
@@ -55,8 +55,7 @@ class Finding:
 def report(count: int, findings: Sequence[Finding], notes: Iterable[str] = ()) -> str:
     """Write the report: a line on all pictures, then one for each kind of fault with the pictures that have it."""
     names = {finding.name for finding in findings}
-    head = f"{count:,} pictures, nothing found." if not names else f"{count:,} pictures, {len(names)} with a finding."
-    lines = [head]
+    lines = [f"{quantity(count, 'picture')}, {f'{len(names)} with a finding' if names else 'nothing found'}."]
     for fault, title in TITLES.items():
         found = [finding for finding in findings if finding.fault == fault]
         if found:

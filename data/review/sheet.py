@@ -9,6 +9,7 @@ from PIL import Image
 
 from ...common.canvas import INK, SOFT, Canvas
 from ...common.progress import Interrupted
+from ...common.text import quantity
 from ..media.thumbnails import SIDE, image_thumbnail
 from .findings import Finding
 
@@ -35,7 +36,9 @@ def draw_sheet(
     cell = (SIDE + _MARGIN, SIDE + _MARGIN + _LINE * _LINES)
     canvas = Canvas(columns * cell[0] + _MARGIN, _HEAD + rows * cell[1] + _MARGIN, oversampling=1)
     rest = len(pictures) - len(shown)
-    head = f"{count:,} pictures, {len(pictures):,} with a finding" + (f", {rest:,} of them not shown" if rest else "")
+    head = f"{quantity(count, 'picture')}, {len(pictures):,} with a finding" + (
+        f", {rest:,} of them not shown" if rest else ""
+    )
     canvas.text(_MARGIN, 8, head, 15)
     for number, (path, name, findings) in enumerate(shown):
         interrupted()

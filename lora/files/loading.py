@@ -7,7 +7,7 @@ import comfy.lora
 import torch
 from torch import Tensor
 
-from ...common.text import shortlist
+from ...common.text import quantity, shortlist
 from ...models.convolutions import WeightShape, weight_shapes
 from ...models.family import Family
 from ...models.name_table import flat_name
@@ -48,13 +48,18 @@ def load_lora(
     header.pop(PEFT_FIELD, None)  # its alphas are tensors now
     encoder = {key: tensors[key] for key in read.text_encoder if key in tensors}
     lora = LoraModel(writer.tensors | encoder, header, writer.names, {*writer.verbatim, *encoder})
-    notes = [f"{len(writer.layers)} layers of {family.title} read."]
+    notes = [f"{quantity(len(writer.layers), 'layer')} of {family.title} read."]
     if encoder:
-        notes.append(f"{len(encoder)} keys of text encoders are kept under their names.")
+        kept = quantity(
+            len(encoder),
+            "key of text encoders is kept under its name",
+            "keys of text encoders are kept under their names",
+        )
+        notes.append(f"{kept}.")
     if rescaled:
         notes.append(
-            f"The file's header sets an alpha for {rescaled} layers, as diffusers writes it, and it is used here. "
-            "ComfyUI's own loader doesn't read it: sample with the LoRA that this node gives."
+            f"The file's header sets an alpha for {quantity(rescaled, 'layer')}, as diffusers writes it, and it is "
+            "used here. ComfyUI's own loader doesn't read it: sample with the LoRA that this node gives."
         )
     notes += [note for note in reading_notes(name, read) if "text encoder" not in note]
     if missing:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ...common.text import joined, shortlist
+from ...common.text import joined, quantity, shortlist
 from .formats import FORMATS
 from .lora_model import normalised
 from .spellings import ALPHA, DOWN, UP, is_text_encoder
@@ -37,7 +37,8 @@ def reader_notes(lora: Mapping[str, Tensor], format: str) -> list[str]:
     readers = [program for program, by_format in left_out.items() if not by_format[format]]
     notes = [f"{joined(readers)} read{'s' if len(readers) == 1 else ''} this file."] if readers else []
     if encoder := [key for key in model.verbatim if is_text_encoder(key)]:
-        notes.append(f"It also holds {len(encoder)} keys of text encoders, under the names that they had.")
+        names_text = "under the name that it had" if len(encoder) == 1 else "under the names that they had"
+        notes.append(f"It also holds {quantity(len(encoder), 'key')} of text encoders, {names_text}.")
     if len(encoder) < len(model.verbatim):
         notes.append("Parts of layers that no format can join keep names that ComfyUI reads.")
     for program, by_format in left_out.items():

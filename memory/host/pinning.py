@@ -9,6 +9,7 @@ stay in the mapped file they were loaded from.
 import platform
 from dataclasses import dataclass
 
+from ...common.text import quantity
 from .file_bandwidth import worth_streaming
 
 PIN_MEMORY = ("auto", "on", "off")
@@ -110,8 +111,8 @@ def unpinned_message(plain: int, blocks: int) -> str | None:
     if not plain:
         return None
     return (
-        f"{plain} of {blocks} swapped blocks could not be page-locked and go through a page-locked stage; "
-        "free some RAM, or set pin_memory to 'off'."
+        f"{plain} of {quantity(blocks, 'swapped block')} could not be page-locked and "
+        f"{'goes' if plain == 1 else 'go'} through a page-locked stage; free some RAM, or set pin_memory to 'off'."
     )
 
 

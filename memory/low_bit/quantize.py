@@ -16,7 +16,7 @@ from comfy.quant_ops import QuantizedTensor
 from torch import Tensor
 
 from ...common.core import quantised_data, quantised_params
-from ...common.text import shortlist
+from ...common.text import quantity, shortlist
 from .matmul import FP8, INT8
 
 AS_STORED = "as stored"
@@ -73,13 +73,14 @@ class QuantizeResult:
         """Yield sentences for the user. took: the duration, in words."""
         gain = f"{self.bytes_before / 2**30:.2f} GiB became {self.bytes_after / 2**30:.2f} GiB"
         if self.count:
-            yield f"quantize: {self.count} layers of the blocks were converted to {quantize}{took}; {gain}."
+            count = quantity(self.count, "layer of the blocks was", "layers of the blocks were")
+            yield f"quantize: {count} converted to {quantize}{took}; {gain}."
         else:
             yield f"quantize is '{quantize}', but no layer was converted."
         if self.unrotated:
             yield (
-                f"quantize: {self.unrotated} of them have a width that isn't a multiple of 16, "
-                "where int8 is less exact."
+                f"quantize: {quantity(self.unrotated, 'of them has', 'of them have')} a width that isn't a multiple of "
+                "16, where int8 is less exact."
             )
         for reason, layers in self.skipped.items():
             yield f"quantize: {shortlist(layers)} stayed as stored: {reason}."

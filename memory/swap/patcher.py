@@ -14,6 +14,7 @@ from torch import nn
 from ...common.core import PartialPatcher, replaced_keys
 from ...common.gguf_tensor import is_gguf
 from ...common.notes import Notes
+from ...common.text import quantity
 from ..host.flat_weights import restore_inference_mode
 from .forward import install_forwards, remove_forwards
 from .inference import StreamOptions, SwappedBlocks
@@ -144,7 +145,7 @@ class SwapPatcher(PartialPatcher):
 
     def _no_room(self) -> str:
         swap, options = self.swap, self.swap.options
-        sizes = f"{swap.slot_bytes() / 2**30:.2f} GiB for {swap.slot_count()} blocks at a time"
+        sizes = f"{swap.slot_bytes() / 2**30:.2f} GiB for {quantity(swap.slot_count(), 'block')} at a time"
         if options.automatic:
             return (
                 f"blocks_to_swap is -1, but the GPU doesn't even have room for {sizes}; close other programs on this "

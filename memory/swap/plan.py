@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
 
+from ...common.text import quantity
 from ..host.file_bandwidth import FileBandwidth, worth_streaming
 from .block_cost import LEAST_BUDGET, BlockCost, block_seconds, saved_bytes
 from .selection import evenly_spaced
@@ -391,15 +392,16 @@ def _swap_details(candidate: _Candidate, total: int, machine: Hardware) -> list[
     """Say how many of the blocks come from where, and how far ahead; nothing if none is swapped."""
     if not candidate.swapped:
         return []
-    blocks = f"{len(candidate.swapped)} of {total} blocks"
+    number, blocks = len(candidate.swapped), f"of {quantity(total, 'block')}"
     if machine.shards > 1:
         ahead = f"{candidate.prefetch} gathered ahead at {machine.link / 1e9:.1f} GB/s"
-        return [f"{blocks} are shared by {machine.shards} devices", ahead]
+        return [f"{quantity(number, f'{blocks} is', f'{blocks} are')} shared by {machine.shards} devices", ahead]
+    streams = quantity(number, f"{blocks} streams", f"{blocks} stream")
     if candidate.from_file:
-        source = f"{blocks} stream from the model file at {candidate.speed / 1e9:.1f} GB/s"
+        source = f"{streams} from the model file at {candidate.speed / 1e9:.1f} GB/s"
         return [source, f"{candidate.prefetch} ahead"]
     link = f" at {machine.link / 1e9:.0f} GB/s" if machine.link >= 1e9 else ""
-    return [f"{blocks} stream from RAM", f"{candidate.prefetch} ahead{link}"]
+    return [f"{streams} from RAM", f"{candidate.prefetch} ahead{link}"]
 
 
 def _seconds(seconds: float) -> str:

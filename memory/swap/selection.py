@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from ...common.text import quantity
+
 
 def choose_blocks(count: int, lists: Mapping[str, int], order: Sequence[str]) -> frozenset[str]:
     """Choose the names of `count` blocks to swap, such as single_blocks.3.
@@ -17,16 +19,19 @@ def choose_blocks(count: int, lists: Mapping[str, int], order: Sequence[str]) ->
 def check_count(count: int, total: int) -> None:
     """Raise ValueError if `count` exceeds `total` blocks or is negative."""
     if not 0 <= count <= total:
-        raise ValueError(f"blocks_to_swap is {count}; this model has {total} blocks, so choose 0 to {total}.")
+        raise ValueError(
+            f"blocks_to_swap is {count}; this model has {quantity(total, 'block')}, so choose 0 to {total}."
+        )
 
 
 def all_on_device(prefetch: int, swapped: int) -> str | None:
     """Return a sentence if so many blocks are prefetched that every swapped block has a slot."""
     if prefetch + 1 < swapped:
         return None
+    all_text = "it is" if swapped == 1 else "all of them are"
     return (
-        f"prefetch_blocks is {prefetch} with {swapped} swapped blocks, so all of them are on the GPU and nothing is "
-        "saved; choose a smaller prefetch_blocks or more blocks_to_swap."
+        f"prefetch_blocks is {prefetch} with {quantity(swapped, 'swapped block')}, so {all_text} on the GPU and "
+        "nothing is saved; choose a smaller prefetch_blocks or more blocks_to_swap."
     )
 
 

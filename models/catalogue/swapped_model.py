@@ -12,6 +12,7 @@ from torch import nn
 from ...common.core import bytes_to_unload, usable_memory
 from ...common.notes import Notes
 from ...common.processes import processes_here
+from ...common.text import quantity
 from ...memory.host.file_speed import measure_file_bandwidth
 from ...memory.host.flat_weights import parts_of
 from ...memory.host.mapped_file import bytes_in_file
@@ -110,9 +111,10 @@ def swap(patcher: ModelPatcher, settings: SwapSettings) -> tuple[ModelPatcher, N
         notes.add(note)
     swapped = swap_model(clone, streamed, prefetch, placement.pinned, placement.from_file, automatic)
     full_size, swapped_size = clone.model_size(), swapped.model_size()
+    total = quantity(len(blocks), "block")
     notes.add(
-        f"Block swap: {len(streamed)} of {len(blocks)} blocks stream; the model takes {swapped_size / 2**30:.2f} GiB "
-        f"on the GPU instead of {full_size / 2**30:.2f} GiB."
+        f"Block swap: {quantity(len(streamed), f'of {total} streams', f'of {total} stream')}; the model takes "
+        f"{swapped_size / 2**30:.2f} GiB on the GPU instead of {full_size / 2**30:.2f} GiB."
     )
     shared_notes = swapped.notes  # only the list: a clone may be based on another model, and outlive this one
     shared_notes[:0] = notes

@@ -11,6 +11,7 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...common.text import quantity
 from ...memory.weights.frozen import FrozenWeights
 from ..conditioning import model_conditioning
 from ..family import NoisySample, Origin, SampleFacts, SamplingFacts, UsualSettings
@@ -114,7 +115,8 @@ class Chroma(FluxFamily):
         long = sum(sample.text_length > TEXT_LENGTH for sample in samples)
         if not long:
             return []
-        return [f"{long} captions have more than {TEXT_LENGTH} tokens, the most that Chroma is made for; shorten them."]
+        captions = quantity(long, "caption has", "captions have")
+        return [f"{captions} more than {TEXT_LENGTH} tokens, the most that Chroma is made for; shorten them."]
 
 
 FAMILIES = (Chroma(),)

@@ -11,6 +11,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
+from ...common.text import quantity
 from ...memory.weights.frozen import FrozenWeights
 from ..conditioning import model_conditioning, padded_texts
 from ..family import (
@@ -260,8 +261,9 @@ class Flux(FluxFamily):
         if is_dev:
             return [uncut_note(long, DEV_TEXT_LENGTH, "FLUX.1 dev")]
         return [
-            f"{long} captions have more than {SCHNELL_TEXT_LENGTH} tokens, the length that FLUX.1 schnell was "
-            f"trained with; set max_text_length to {SCHNELL_TEXT_LENGTH} on Prepare Dataset if this is schnell."
+            f"{quantity(long, 'caption has', 'captions have')} more than {SCHNELL_TEXT_LENGTH} tokens, the length that "
+            f"FLUX.1 schnell was trained with; set max_text_length to {SCHNELL_TEXT_LENGTH} on Prepare Dataset if this "
+            "is schnell."
         ]
 
     def distillation_notes(self, model: Any) -> list[str]:

@@ -15,6 +15,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
+from ...common.text import quantity
 from ...memory.weights.frozen import FrozenWeights
 from ..family import (
     ConditioningFacts,
@@ -131,9 +132,11 @@ class QwenImage(Family):
         alone = sum(not sample.references for sample in samples)
         if self.variant(model) == "qwen-image" or not alone:
             return []
+        total = quantity(len(samples), "sample")
         return [
-            f"{alone} of {len(samples)} samples have no reference picture, and the model is Qwen-Image-Edit-2511, "
-            "which was trained to edit; give control pictures, or connect Qwen-Image to train on pictures alone."
+            f"{quantity(alone, f'of {total} has', f'of {total} have')} no reference picture, and the model is "
+            "Qwen-Image-Edit-2511, which was trained to edit; give control pictures, or connect Qwen-Image to train on "
+            "pictures alone."
         ]
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from comfy.model_management import throw_exception_if_processing_interrupted
 from comfy_api.latest import io
 
+from ...common.text import quantity
 from ...data.concepts.picture_pairs import pair_pictures
 from ...data.concepts.prompt_data import with_concept
 from ...data.concepts.prompts import Concept, erasure, slider
@@ -173,7 +174,8 @@ class TesseraPictureSlider(io.ComfyNode):
     @classmethod
     def execute(cls, positive: TrainingData, negative: TrainingData) -> io.NodeOutput:
         data = pair_pictures(positive, negative)
-        return io.NodeOutput(data, ui={"tessera": [{"notes": [f"{len(data.samples)} pairs of pictures."]}]})
+        note = f"{quantity(len(data.samples), 'pair of pictures', 'pairs of pictures')}."
+        return io.NodeOutput(data, ui={"tessera": [{"notes": [note]}]})
 
 
 class TesseraEraseConcept(io.ComfyNode):

@@ -7,7 +7,7 @@ from typing import Any
 from comfy_api.latest import io, ui
 from PIL import Image
 
-from ...common.text import shortlist
+from ...common.text import quantity, shortlist
 from ...train.watch.picture_sheet import draw_sheet
 from ...train.watch.verdicts import PULLS_AWAY, RESISTS, is_report
 from ..common.images import image_tensor
@@ -72,8 +72,8 @@ def describe(report: Mapping[str, Any]) -> str:
     """Describe the report of `judge` in a few lines."""
     pictures = report["pictures"]
     lines = [
-        f"{len(pictures)} of {report['of']} pictures, measured at step {report['step']} against the base model at the "
-        f"same noise. Half of them changed by {_change(report['median'])} or less."
+        f"{len(pictures)} of {quantity(report['of'], 'picture')}, measured at step {report['step']} against the base "
+        f"model at the same noise. Half of them changed by {_change(report['median'])} or less."
     ]
     if report["held_out"] is not None:
         lines.append(f"Pictures set aside changed by {_change(report['held_out'])}.")

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from ...common.core import end_of_node
+from ...common.text import quantity
 from ...data.layouts.kinds import IMAGES
 from ...data.layouts.layout import AUTO, read_layout
 from ...data.media.images import inspect_image, load_image
@@ -182,7 +183,7 @@ def _png(levels: np.ndarray) -> bytes:
 
 
 def _report(count: int, masked: list[str], empty: list[str]) -> str:
-    lines = [f"{len(masked)} of {count} pictures got a mask; {count - len(masked) - len(empty)} had one."]
+    lines = [f"{len(masked)} of {quantity(count, 'picture')} got a mask; {count - len(masked) - len(empty)} had one."]
     if empty:
         rest = len(empty) - _MOST_NAMED
         listed = ", ".join(empty[:_MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")

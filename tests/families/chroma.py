@@ -67,7 +67,7 @@ class ChromaCase(FluxCase):
 
     def captions(self) -> Captions:
         samples = [chroma_sample(f"{n}", 2, 2, n) for n in (1, 128, 200, 513)]
-        return Captions(samples, 3, "1 captions have more than 512 tokens")
+        return Captions(samples, 3, "1 caption has more than 512 tokens")
 
     def learning(self, folder: Path) -> Learning:
         """One picture of one colour, with the guidance that it is sampled with, on a model of quiet blocks."""

@@ -73,7 +73,7 @@ class Flux2Case(FluxCase):
 
     def captions(self) -> Captions:
         samples = [flux_sample(f"{n}", 2, 2, n) for n in (1, 200, 512, 513)]
-        return Captions(samples, 2, "1 captions have more than 512 tokens")
+        return Captions(samples, 2, "1 caption has more than 512 tokens")
 
     def learning(self, folder: Path) -> Learning:
         """One edit of one colour, on a model that carries its input through to its output past quiet blocks."""

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import comfy.model_management
 from comfy.model_management import InterruptProcessingException
 
-from ...common.text import cut, joined, shortlist
+from ...common.text import cut, joined, quantity, shortlist
 from ...data.samples import Sample
 from ...lora.files.formats import save_lora
 from ...memory.swap.sharded import ShardedSwap
@@ -100,10 +100,12 @@ class Certificate:
             parts.append("blocks equal to plain ones")
         if self.file is not None:
             loaded = self.file.layers - len(self.file.missing)
-            parts.append(f"{loaded} of {self.file.layers} layers load in ComfyUI")
+            layers = quantity(self.file.layers, "layer")
+            parts.append(f"{quantity(loaded, f'of {layers} loads', f'of {layers} load')} in ComfyUI")
         text = f"{self.title}: {', '.join(parts)}."
         if self.unreached:
-            text += f" {len(self.unreached)} layers have no effect on the output ({shortlist(self.unreached)})."
+            count = quantity(len(self.unreached), "layer has", "layers have")
+            text += f" {count} no effect on the output ({shortlist(self.unreached)})."
         if self.unchecked:
             checks: dict[str, list[str]] = {}
             for check, reason in self.unchecked.items():

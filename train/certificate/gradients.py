@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...common.text import quantity
 from ...memory.activations import checkpointing
 from ...models.catalogue.registry import as_fp32, in_fp32, run_in_fp32
 from ...models.family import Block, ModelInputs
@@ -53,7 +54,7 @@ class GradientCheck:
     @property
     def text(self) -> str:
         count, total = len(self.measured), len(self.errors)
-        share = "" if count == total else f" ({count} of {total} layers could be measured)"
+        share = "" if count == total else f" ({count} of {quantity(total, 'layer')} could be measured)"
         return f"gradients within {max(self.worst, 1e-4):.2%}{share}"
 
     @property

@@ -13,7 +13,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from ...common.text import shortlist
+from ...common.text import quantity, shortlist
 from ...lora.files.lora_model import LoraModel
 from ...lora.files.patches import Patch
 from ...lora.network import LoraNetwork
@@ -53,7 +53,7 @@ class FileCheck:
 
     @property
     def text(self) -> str:
-        return f"{self.layers - len(self.missing)} of {self.layers} layers of the LoRA file"
+        return f"{self.layers - len(self.missing)} of {quantity(self.layers, 'layer')} of the LoRA file"
 
     def summary(self) -> dict[str, Any]:
         """Return the entries of summary.json."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from comfy.model_patcher import ModelPatcher
 
+from ...common.text import quantity
 from ...lora.network import OTHER_NETWORK, RESUME_OFF
 from ...lora.options import NetworkOptions
 from ...lora.plan import adapter_specs
@@ -78,8 +79,8 @@ def _check_network(
     layers = dict.fromkeys(name.rpartition(".")[0] for name in saved_shapes)
     if layers.keys() != adapters.keys():
         raise ValueError(
-            f"resume: that state trained {len(layers)} layers and the network here trains {len(adapters)} "
-            f"({'; '.join(_describe_difference(layers, adapters))}); set targets and the model as they "
+            f"resume: that state trained {quantity(len(layers), 'layer')} and the network here trains "
+            f"{len(adapters)} ({'; '.join(_describe_difference(layers, adapters))}); set targets and the model as they "
             f"were, {RESUME_OFF}"
         )
     for name, adapter in adapters.items():

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...common.file_names import plain_name
 from ...common.fingerprint import changed_fields, fingerprint
-from ...common.text import finite, one_of, quoted, within
+from ...common.text import finite, one_of, quantity, quoted, within
 from ...common.untrusted.budgets import SETTINGS, check_size
 from ...data.samples import TrainingData
 from ...lora.options import NetworkOptions
@@ -217,8 +217,8 @@ class TrainSettings:
             raise ValueError(f"save_every_epochs is {self.save_every_epochs}; set it to 0 (off) or more.")
         if self.save_every and self.save_every_epochs:
             raise ValueError(
-                f"save_every is {self.save_every} steps and save_every_epochs is {self.save_every_epochs}; set one of "
-                "them to 0."
+                f"save_every is {quantity(self.save_every, 'step')} and save_every_epochs is {self.save_every_epochs}; "
+                "set one of them to 0."
             )
         if self.keep_last < 0:
             raise ValueError(f"keep_last is {self.keep_last}; set it to 0 (keep all) or more.")

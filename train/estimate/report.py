@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...common.text import clock
+from ...common.text import clock, quantity
 from .changes import Alternative, cheapest_fitting
 from .estimate import Estimate, Trial
 
@@ -52,17 +52,17 @@ def _measured(estimate: Estimate, trial: Trial) -> Iterator[str]:
     elif estimate.shapes == 1:
         yield (
             f"Measured {_seconds(trial.seconds)} s per step: {clock(estimate.steps * trial.seconds)} for "
-            f"{estimate.steps:,} steps."
+            f"{quantity(estimate.steps, 'step')}."
         )
     else:
         yield (
             f"Measured {_seconds(trial.seconds)} s per step of the largest pictures. Calculated for all "
             f"{estimate.shapes} sizes: {_seconds(estimate.step_seconds)} s per step, "
-            f"{clock(estimate.steps * estimate.step_seconds)} for {estimate.steps:,} steps."
+            f"{clock(estimate.steps * estimate.step_seconds)} for {quantity(estimate.steps, 'step')}."
         )
     if trial.graphs:
         rest = f" of the {trial.planned_graphs} that the run compiles" * (trial.planned_graphs != trial.graphs)
-        yield f"Compiling took {_seconds(trial.compile_seconds)} s for {trial.graphs} graphs{rest}."
+        yield f"Compiling took {_seconds(trial.compile_seconds)} s for {quantity(trial.graphs, 'graph')}{rest}."
     if estimate.preparation.seconds:
         yield f"Encoding the data took {_seconds(estimate.preparation.seconds)} s; it's in the cache now."
     yield _memory(trial.memory)
@@ -90,9 +90,10 @@ def _placement(placement: Mapping[str, Any]) -> str:
     checkpointing = f"checkpointing is {placement['checkpointing']}"
     if not placement["blocks_swapped"]:
         return f"No block streams; {checkpointing}."
+    blocks = quantity(placement["blocks"], "block")
     return (
-        f"{placement['blocks_swapped']} of {placement['blocks']} blocks stream, {placement['block_copies_per_step']} "
-        f"copies in a step; {checkpointing}."
+        f"{quantity(placement['blocks_swapped'], f'of {blocks} streams', f'of {blocks} stream')}, "
+        f"{quantity(placement['block_copies_per_step'], 'copy', 'copies')} in a step; {checkpointing}."
     )
 
 

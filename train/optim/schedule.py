@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 
+from ...common.text import quantity
 from .lr_curve import on_curve
 from .options import OptimizerOptions
 
@@ -41,7 +42,8 @@ def lr_factor(options: OptimizerOptions, total_steps: int) -> Callable[[int], fl
     kind = options.lr_scheduler
     if warmup >= total_steps:
         raise ValueError(
-            f"warmup_steps is {warmup} and the run has {total_steps} steps; set warmup_steps below {total_steps}."
+            f"warmup_steps is {warmup} and the run has {quantity(total_steps, 'step')}; set warmup_steps below "
+            f"{total_steps}."
         )
     falling = _falling(options)
     curve = options.curve if kind == "curve" else ()

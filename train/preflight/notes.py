@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...common.text import shortlist
+from ...common.text import quantity, shortlist
 from ...data.samples import Sample, showings_by_key
 from ...memory.swap.selection import all_on_device
 from ...models.family import Family
@@ -32,20 +32,22 @@ def saving_notes(settings: TrainSettings, strata: Strata) -> Iterator[str]:
     # With keep_best, the best LoRA exists before the end.
     best = validation is not None and validation.keep_best and validation.every_n_steps < steps
     if epochs and not saves:
+        run_epochs = steps * strata.step / strata.epoch
         yield (
-            f"save_every_epochs is {epochs} and the run has {steps * strata.step / strata.epoch:.3g} epochs, "
+            f"save_every_epochs is {epochs} and the run has {run_epochs:.3g} epoch{'s' * (run_epochs != 1)}, "
             f"so nothing {'but the best LoRA ' if best else ''}is saved before its end."
         )
     if settings.save_every and not saves:
         subject, consequence = ("its state", "leaves the best LoRA only") if best else ("it", "loses it")
         yield (
-            f"save_every is {settings.save_every} and the run has {steps} steps, so {subject} is saved only at the "
-            f"end, at Cancel and at an error, and a crash {consequence}; lower save_every to save on the way."
+            f"save_every is {settings.save_every} and the run has {quantity(steps, 'step')}, so {subject} is saved "
+            f"only at the end, at Cancel and at an error, and a crash {consequence}; lower save_every to save on the "
+            "way."
         )
     if validation is not None and validation.keep_best and validation.every_n_steps >= steps:
         yield (
             f"keep_best has nothing to compare: every_n_steps of Validation is {validation.every_n_steps} and the run "
-            f"has {steps} steps, so only the finished LoRA is measured; lower every_n_steps."
+            f"has {quantity(steps, 'step')}, so only the finished LoRA is measured; lower every_n_steps."
         )
 
 
@@ -64,9 +66,10 @@ def rare_notes(batch_size: int, samples: Sequence[Sample]) -> Iterator[str]:
     by_caption, by_shape = (any((key[:2] in usual) is is_usual for key in rare) for is_usual in (True, False))
     fixes = ["lower max_graphs or add pictures of their shape"] * by_shape
     fixes += ["make their captions about as long as the others"] * by_caption
+    later = quantity(math.ceil(batch_size / min(rare.values())), "epoch")
     yield (
         f"Few pictures share a shape and caption length with these, so each step with them shows them several times "
-        f"and the next one comes up to {math.ceil(batch_size / min(rare.values()))} epochs later: {shortlist(names)}; "
+        f"and the next one comes up to {later} later: {shortlist(names)}; "
         f"{', '.join(fixes)}, or set batch_size to 1."
     )
 

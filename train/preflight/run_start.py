@@ -7,6 +7,7 @@ from pathlib import Path
 from comfy.model_patcher import ModelPatcher
 
 from ...common.fingerprint import weights_fingerprint
+from ...common.text import quantity
 from ..checkpoint.compatibility import check_state
 from ..checkpoint.resume import (
     continued_lineage,
@@ -95,7 +96,7 @@ def run_start_notes(run_start: RunStart, settings: TrainSettings, root: Path) ->
         )
     yield from run_start.passed_over[:_MOST_NAMED]
     if (rest := len(run_start.passed_over) - _MOST_NAMED) > 0:
-        yield f"{rest} more damaged states are skipped."
+        yield f"{quantity(rest, 'more damaged state is', 'more damaged states are')} skipped."
     if run_start.later_state is not None:
         yield (
             "You already continued this state once; this run starts from it again. To continue where that one "

@@ -8,6 +8,7 @@ import torch
 
 from ...common.fingerprint import fingerprint
 from ...common.rng import generator
+from ...common.text import quantity
 from ...data.samples import Sample, TrainingData
 from ..config.settings import ValidationOptions
 
@@ -27,8 +28,8 @@ def hold_out(data: TrainingData, options: ValidationOptions) -> tuple[TrainingDa
     count = max(1, round(options.part * len(files)))
     if count >= len(files):
         raise ValueError(
-            f"part {options.part:g} of Validation takes {count} of the {len(files)} files of data, so nothing is left "
-            "to train on; lower part, add pictures, or connect data of its own to Validation."
+            f"part {options.part:g} of Validation takes {count} of the {quantity(len(files), 'file')} of data, so "
+            "nothing is left to train on; lower part, add pictures, or connect data of its own to Validation."
         )
     held_files = set(sorted(files, key=lambda name: (_draw(options.seed, name), name))[:count])
     leaves = [_file(sample) in held_files and not sample.regularisation for sample in data.samples]

@@ -8,7 +8,7 @@ from PIL import Image
 from torch import Tensor
 
 from ...common.core import held_models
-from ...common.text import shortlist
+from ...common.text import quantity, shortlist
 from ...lora.files.comfyui_loader import read_otherwise
 from ...lora.files.coverage import check_finite, reading_notes
 from ...lora.files.patches import DoesNotFit
@@ -176,8 +176,8 @@ def _check(stages: Stages, samplings: Sequence[Sampling]) -> None:
             check_text(sampling, family.conditioning.text_width(stages.model.model), number)
         if stages.switch_step >= sampling.steps:
             raise ValueError(
-                f"switch_step is {stages.switch_step}, and prompt {number} has {sampling.steps} steps, which leaves "
-                "no steps for the low noise expert; lower it, or set it to 0."
+                f"switch_step is {stages.switch_step}, and prompt {number} has {quantity(sampling.steps, 'step')}, "
+                "which leaves no steps for the low noise expert; lower it, or set it to 0."
             )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from ...common.text import clock
+from ...common.text import clock, quantity
 from ...common.untrusted.tensor_files import metadata_field, open_tensors
 from ...data.samples import trigger_words
 from ...lora.files.header import without_paths
@@ -36,12 +36,12 @@ _DEFAULTS: dict[str, type[Any]] = {
     "memory": MemoryOptions,
 }
 _ENDINGS = {
-    "finished": "Finished after {step} steps.",
+    "finished": "Finished after {count}.",
     "stopped": "Stopped and kept at step {step} of {steps}.",
     "paused": "Paused at step {step} of {steps}.",
     "cancelled": "Stopped at step {step} of {steps}.",
     "failed": "Ended by an error at step {step} of {steps}.",
-    "unsaved": "Finished after {step} steps, but not saved.",
+    "unsaved": "Finished after {count}, but not saved.",
 }
 _BROKE_OFF = "Broke off at step {step} of {steps}."
 
@@ -161,7 +161,8 @@ def _other_settings(recorded: Mapping[str, Any]) -> tuple[dict[str, str], dict[s
 def _outcome(curve: RunCurve, facts: Mapping[str, Any]) -> str:
     steps = facts.get("steps")
     steps = steps if type(steps) is int else curve.step
-    return _ENDINGS.get(curve.status, _BROKE_OFF).format(step=f"{curve.step:,}", steps=f"{steps:,}")
+    ending = _ENDINGS.get(curve.status, _BROKE_OFF)
+    return ending.format(step=f"{curve.step:,}", steps=f"{steps:,}", count=quantity(curve.step, "step"))
 
 
 def _measures(curve: RunCurve, facts: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, str]:
@@ -174,7 +175,7 @@ def _measures(curve: RunCurve, facts: Mapping[str, Any], summary: Mapping[str, A
     if (seconds := _number(summary.get("seconds_per_step"))) is not None:
         measures["seconds per step"] = f"{seconds:.3g}"
     if (compiling := _number(summary.get("compile_seconds"))) and (graphs := _number(summary.get("graphs_compiled"))):
-        measures["compiling"] = f"{compiling:.3g} s for {graphs:g} graphs"
+        measures["compiling"] = f"{compiling:.3g} s for {quantity(int(graphs), 'graph')}"
     if (peak := _number(summary.get("peak_memory_mib"))) is not None:
         measures["peak memory"] = f"{peak / 1024:.1f} GiB of the {_text(summary.get('peak_memory_of'))}"
     if (swapped := _number(summary.get("blocks_swapped"))) is not None:

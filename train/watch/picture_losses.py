@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ...common.files import write_atomically
+from ...common.text import quantity
 from ...data.samples import SampleTensors, TrainingData
 from ..config.settings import ValidationOptions
 from ..loop.watcher import RunView
@@ -108,7 +109,7 @@ class PictureLosses:
         if not pictures:
             return
         step = run.progress.step
-        run.observer.phase(f"Measuring the loss of {len(pictures)} pictures at step {step}")
+        run.observer.phase(f"Measuring the loss of {quantity(len(pictures), 'picture')} at step {step}")
         self.forwards += self.rotation.cost(pictures, self.levels, self._is_new)
         base = self._losses(run, "base", list(filter(self._is_new, pictures)))
         trained = self._losses(run, "LoRA", pictures)
@@ -172,15 +173,15 @@ class PictureLosses:
         pictures = self.rotation.pictures[: self.rotation.trained]
         if not self.summary(run):
             run.observer.note(
-                f"loss_by_picture measured nothing, because {SHARE:.0%} of {run.progress.step} steps buy no picture; "
-                "train longer, or switch it off."
+                f"loss_by_picture measured nothing, because {SHARE:.0%} of {quantity(run.progress.step, 'step')} "
+                "buy no picture; train longer, or switch it off."
             )
             return
         report = self.report()
         if (count := len(report["pictures"])) < len(pictures):
             run.observer.note(
-                f"loss_by_picture measured {count} of {len(pictures)} pictures, which is what {SHARE:.0%} of the run "
-                "buys; raise steps to measure more."
+                f"loss_by_picture measured {count} of {quantity(len(pictures), 'picture')}, which is what {SHARE:.0%} "
+                "of the run buys; raise steps to measure more."
             )
         sheet = draw_sheet(report, {picture.name: picture.sample.path for picture in pictures})
         with suppress(OSError):  # a full disk: the summary has the numbers

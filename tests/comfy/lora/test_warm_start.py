@@ -234,7 +234,8 @@ def test_loras_that_do_not_fit_are_one_sentence(tiny_flux, tiny_files):
         file_tensors | {"lora_te1_x.lora_up.weight": torch.ones(1)}, targets=("single_blocks.0.linear2", "img_in")
     )
     assert "start_from also has updates for 19 layers that are not trained" in notes[0]
-    assert "1 keys for the text encoder" in notes[1] and "1 of the 2 trained layers are not in start_from" in notes[2]
+    assert "1 key for the text encoder, which is ignored" in notes[1]
+    assert "1 of the 2 trained layers is not in start_from and starts from zero" in notes[2]
 
 
 def test_the_node_takes_files_of_the_lora_folders_only(tiny_flux, lora_folder):

@@ -65,6 +65,25 @@ def test_the_converter_in_the_executor(server, tiny_loaders):
     assert saved["notes"][0].startswith("ComfyUI and diffusers read this file")
 
 
+def test_each_part_that_is_left_out_or_read_otherwise_has_a_note(tiny_flux):
+    tensors = stranger()
+    source = LoraSource.from_lora(tensors)
+    notes = apply_base_lora(tiny_flux.clone(), NetworkOptions(base_lora=source), family_of(tiny_flux))
+    assert "base_lora also has 2 keys for the text encoder, which are ignored." in notes
+    assert "base_lora: 4 of the 5 layers in the file are in this model; the rest is ignored (connectors.x)." in notes
+    assert f"base_lora has several updates of one layer, which are added up: {PROJ}.weight." in notes
+    del tensors["connectors.x.lora_A.weight"]
+    tensors[f"diffusion_model.{PROJ}.novelty"] = torch.ones(1)
+    lora, notes = load_lora(tensors, {}, family_of(tiny_flux), tiny_flux.model, "lora_file: a")
+    assert notes == [
+        "3 layers of FLUX.1 read.",
+        "2 keys of text encoders are kept under their names.",
+        f"lora_file: a has 1 key that means nothing here, such as diffusion_model.{PROJ}.novelty.",
+        f"lora_file: a has several updates of one layer, which are added up: {PROJ}.weight.",
+    ]
+    assert all(torch.equal(lora[key], tensors[key]) for key in tensors if key.startswith(TEXT))
+
+
 @pytest.mark.parametrize("layout", ["kohya", "comfyui", "diffusers"])
 def test_converted_lora_is_loaded_by_comfyui(layout, tiny_flux, tmp_path, caplog):
     """And a base LoRA that ComfyUI reads otherwise is said, until it is converted."""
@@ -123,6 +142,11 @@ def test_the_picture_convolution_of_an_i2v_lora_is_left_out_on_a_t2v_model(tiny_
     assert any(
         "parts that this model doesn't have, such as patch_embedding.weight; they are ignored" in n for n in notes
     )
+    _, notes = load_lora(tensors, {}, family_of(model), model.model, "lora_file: a")
+    assert notes == [
+        "1 layer of Wan 2.1 and 2.2 read.",
+        "lora_file: a also changes parts that this model lacks; they are left out: patch_embedding.weight.",
+    ]
 
 
 def test_a_broken_weight_of_the_model_is_named(tiny_flux):

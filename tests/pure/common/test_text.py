@@ -1,7 +1,7 @@
 """Values of strangers in messages."""
 
 import pytest
-from tessera.common.text import cut, one_of, quoted, shortlist
+from tessera.common.text import cut, one_of, quantity, quoted, shortlist
 
 
 def test_a_short_value_is_quoted_as_it_is():
@@ -25,3 +25,9 @@ def test_names_in_a_list_and_unknown_choices_are_cut():
     with pytest.raises(ValueError, match="flip is 'aaa.*…a*'; choose one of off, on") as error:
         one_of("flip", "a" * 10**6, ("off", "on"))
     assert len(str(error.value)) < 200
+
+
+def test_a_count_agrees_with_its_noun_and_verb():
+    assert [quantity(count, "folder") for count in (0, 1, 2000)] == ["0 folders", "1 folder", "2,000 folders"]
+    counts = [quantity(count, "copy is", "copies are") for count in (0, 1, 2)]
+    assert counts == ["0 copies are", "1 copy is", "2 copies are"]

@@ -226,7 +226,7 @@ def test_films_come_with_their_captions_as_pictures_do(folder):
         "Left out, because these file types can't be read: old.ogv; save them as MP4 (H.264).",
     )
     (path / "b.txt").unlink()
-    with pytest.raises(ValueError, match=r"1 of 5 clips in 'photos' have no .txt caption file: b.mp4; add one next to"):
+    with pytest.raises(ValueError, match=r"1 of 5 clips in 'photos' has no .txt caption file: b.mp4; add one next to"):
         scan_videos(path, extraction)
     with pytest.raises(ValueError, match=r"The folder 'sub2' holds no clips; put clips \(.3gp, .apng, .asf, .avi"):
         (path / "sub2").mkdir()

@@ -1,5 +1,6 @@
 """Every spelling that a known trainer writes is read as the same update of the same layer."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -85,6 +86,7 @@ NESTED = Spelling(
         ("pipe.dit2.double_blocks.0.img_attn.qkv", False),
         ("transformer_2.double_blocks.0.img_attn.qkv", False),
         ("model." * 300 + "double_blocks.0.img_attn.qkv", False),
+        ("double_blocks.0." + "_fsdp_wrapped_module." * 60 + "img_attn.qkv", False),
     ],
 )
 def test_wrappers_nest_and_another_prefix_is_another_module(name, is_same, tiny_flux):
@@ -132,6 +134,36 @@ def test_one_layer_that_is_fused_in_the_file_is_cut(models, family, names, fused
     assert (together - delta(update)).norm() <= 1e-6 * together.norm()
 
 
+def test_one_layer_in_the_file_of_layers_of_several_widths_is_another_module(models):
+    """Queries of a picture are as wide as the model, and keys of a caption as wide as the text."""
+    model = models("anima")
+    shapes = layer_shapes(model.model)
+    (rows, width), (_, text_width) = (shapes[f"blocks.0.cross_attn.{name}_proj"] for name in "qk")
+    name = "blocks.0.cross_attn.qkv_proj"
+    assert width != text_width
+    tensors = tensors_of(Spelling("", "", name, KOHYA, ""), random_update(3 * rows, width, 1))
+    read = read_lora(tensors, family_of(model), model.model)
+    assert (read.modules, read.other_layers) == ({}, (name,))
+
+
+def test_parts_are_no_names_of_a_fused_layer_with_fewer_heads_of_keys():
+    row = ROW_BY_NAME["lumina-2"]
+    model = build(replace(row, unet={**row.unet, "n_kv_heads": 1}))
+    assert layer_shapes(model.model)["layers.0.attention.qkv"] == (128, 64)
+    name = "layers.0.attention.k"
+    tensors = tensors_of(Spelling("", "", name, KOHYA, ""), random_update(64, 64, 1))
+    read = read_lora(tensors, family_of(model), model.model)
+    assert (read.modules, read.other_layers) == ({}, (name,))
+
+
+def test_parts_of_other_rows_than_the_layer_s_do_not_fit(tiny_flux):
+    layer, tensors = "transformer.transformer_blocks.0.attn.to_", {}
+    for part, rows in (("q", 64), ("k", 128)):
+        tensors |= tensors_of(Spelling("", "", f"{layer}{part}", KOHYA, ""), random_update(rows, 128, rows))
+    with pytest.raises(DoesNotFit, match="img_attn.qkv"):
+        read_lora(tensors, family_of(tiny_flux), tiny_flux.model)
+
+
 def test_two_updates_of_one_layer_are_added_and_named(tiny_flux):
     """Under two names, by two adapters, and a whole difference beside a pair."""
     layer, other = "double_blocks.0.img_attn.qkv", "double_blocks.0.img_attn.proj"
@@ -161,11 +193,12 @@ def test_two_updates_of_one_layer_are_added_and_named(tiny_flux):
 @pytest.mark.parametrize(
     "name", ["transformer.norm_out.linear", "lora_transformer_norm_out_linear", "base_model.model.norm_out.linear"]
 )
-def test_scale_and_shift_of_diffusers_are_swapped_under_every_name(name, tiny_flux):
-    layer = "final_layer.adaLN_modulation.1"
-    rows, columns = layer_shapes(tiny_flux.model)[layer]
+@pytest.mark.parametrize("family", ["flux", "hunyuan-video"])  # the names of the latter are in our table alone
+def test_scale_and_shift_of_diffusers_are_swapped_under_every_name(family, name, models):
+    layer, model = "final_layer.adaLN_modulation.1", models(family)
+    rows, columns = layer_shapes(model.model)[layer]
     update = random_update(rows, columns, 1)
-    read = read_lora(tensors_of(Spelling("", "", name, KOHYA, ""), update), family_of(tiny_flux), tiny_flux.model)
+    read = read_lora(tensors_of(Spelling("", "", name, KOHYA, ""), update), family_of(model), model.model)
     scale, shift = delta(update).chunk(2)
     assert (change(read.modules[layer]) - torch.cat([shift, scale])).norm() <= 1e-6 * delta(update).norm()
 

@@ -60,7 +60,7 @@ def test_clips_and_reference_pictures_are_refused(model):
 def test_captions_of_more_than_512_tokens_are_told(model):
     assert FAMILY.notes(model.model, [facts(text_length=512)]) == []
     (note,) = FAMILY.notes(model.model, [facts(text_length=512), facts(text_length=513)])
-    assert note.startswith("1 captions have more than 512 tokens")
+    assert note.startswith("1 caption has more than 512 tokens")
 
 
 def inputs(model, *conditionings):

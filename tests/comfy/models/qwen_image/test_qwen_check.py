@@ -48,7 +48,7 @@ def test_an_edit_2511_without_reference_pictures_is_noted(model, tmp_path):
     edit = tiny.load_qwen_image(tiny.write_qwen_image(tmp_path / "2511.safetensors", timestep_zero=True)).model
     with_one = facts(references=(24,))
     (note,) = FAMILY.notes(edit, [facts(), with_one])
-    assert note.startswith("1 of 2 samples have no reference picture")
+    assert note.startswith("1 of 2 samples has no reference picture")
     assert FAMILY.notes(edit, [with_one]) == FAMILY.notes(model.model, [facts()]) == []
 
 

@@ -40,12 +40,12 @@ def test_a_checked_folder_trains_without_what_is_listed(photos, tiny_clip):
     assert "002.jpg (600 tokens, 512 are read)" in report
     (payload,) = output.ui["tessera"]
     assert payload == {"report": report, "leave_out": leave_out, "folder": "input/photos"}
-    with pytest.raises(ValueError, match="1 of 4 pictures in 'photos' have no .txt caption"):
+    with pytest.raises(ValueError, match="1 of 4 pictures in 'photos' has no .txt caption"):
         run(TesseraImageFolder, folder="input/photos")
     dataset = run(TesseraImageFolder, folder="input/photos", leave_out=f"{leave_out}\n gone.png ").result[0]
     assert [entry.name for entry in dataset.entries] == ["000.jpg", "001.jpg", "002.jpg"]
     assert dataset.notes[:2] == (
-        "1 pictures of 4 are left out by leave_out.",
+        "1 picture of 4 is left out by leave_out.",
         "leave_out names files that the folder 'photos' doesn't hold: gone.png.",
     )
     with pytest.raises(ValueError, match="leave_out names every picture of the folder 'photos'"):

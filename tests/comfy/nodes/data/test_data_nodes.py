@@ -393,7 +393,7 @@ def test_the_real_server_prepares_a_folder_and_refuses_others_at_the_door(server
         and "The empty prompt takes a caption's place in 10 % of showings." in summary
     )
     (server.base / "input" / "served" / "1.txt").unlink()
-    with pytest.raises(ServerFailure, match=r"1 of 2 pictures in 'served' have no .txt caption file: 1.png; add one"):
+    with pytest.raises(ServerFailure, match=r"1 of 2 pictures in 'served' has no .txt caption file: 1.png; add one"):
         server.run(prompt)
     for choice in ("/etc", "input/../user", "input/nowhere"):
         prompt["folder"]["inputs"]["folder"] = choice

@@ -1,5 +1,6 @@
 """Loss by picture: what hurts ranks last, the run's bits stay, the work stays in its budget, and resume continues."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -90,10 +91,12 @@ def test_the_random_state_is_restored_and_the_work_is_within_its_budget(tiny_flu
 
 def test_turns_between_the_steps_are_spent_evenly_and_within_the_budget(tiny_flux, tmp_path, monkeypatch):
     steps: list[int] = []
+    seeds: set[int] = set()
 
-    def spy(run, *arguments, **options):
+    def spy(run, inputs, seed, **options):
         steps.append(run.progress.step)
-        return row_losses(run, *arguments, **options)
+        seeds.add(seed)
+        return row_losses(run, inputs, seed, **options)
 
     monkeypatch.setattr(picture_losses, "row_losses", spy)
     validation = OPTIONS | {"data": held_out(), "every_n_steps": 10, "sigmas": "0.5"}
@@ -101,7 +104,23 @@ def test_turns_between_the_steps_are_spent_evenly_and_within_the_budget(tiny_flu
     train(tiny_flux, pictures, tmp_path, steps=80, batch_size=1, save_every=0, validation=validation)
     # Of 12 forwards the end takes 8: three pictures and a held-out one, with the LoRA and without it. Half of the rest
     # buys a picture at half of the run, whose base model is then known: one forward less is left for the end.
+    assert len(seeds) == 1, "the noise of a picture is the same at every step"
     assert steps == [40] * 2 + [80] * 7 and len(steps) <= budget(run_settings(steps=80), 80) == 12
+
+
+def test_a_picture_whose_loss_is_not_finite_is_not_ranked(tiny_flux, tmp_path, monkeypatch):
+    """As in fp16, where one picture may overflow at one noise."""
+
+    def overflow(run, inputs, seed, *, trained):
+        losses = row_losses(run, inputs, seed, trained=trained)
+        rows = zip(inputs, losses, strict=True)
+        return [math.nan if trained and item.name == "1.png" else loss for (item, _, _), loss in rows]
+
+    monkeypatch.setattr(picture_losses, "row_losses", overflow)
+    data = training_data(*foxes().samples[:2])
+    validation = OPTIONS | {"data": held_out(), "sigmas": "0.5"}
+    report = train(tiny_flux, data, tmp_path, steps=60, batch_size=1, save_every=0, validation=validation).pictures
+    assert [picture["file"] for picture in report["pictures"]] == ["0.png"] and math.isfinite(report["median"])
 
 
 def test_a_cancelled_run_goes_on_to_the_same_ranking(tiny_flux, tmp_path):

@@ -228,7 +228,7 @@ def test_after_each_measurement_the_progress_says_what_comes_next(tiny_flux, tmp
 
 def test_validation_that_cannot_be_measured_ends_in_one_sentence(tiny_flux, tmp_path):
     data = training_data(sample("only one", 4, 4))
-    with pytest.raises(ValueError, match="takes 1 of the 1 files of data, so nothing is left to train on"):
+    with pytest.raises(ValueError, match="takes 1 of the 1 file of data, so nothing is left to train on"):
         train(tiny_flux, data, tmp_path, validation={"part": 0.5})
     with pytest.raises(ValueError, match="takes 4 of the 4 files"):
         train(tiny_flux, training_data(*mixed_data().samples[:4]), tmp_path, validation={"part": 0.9})

@@ -50,7 +50,7 @@ def test_columns_go_by_the_names_of_other_tools(tmp_path, field, text):
     photos(tmp_path, "a.png")
     (tmp_path / "metadata.jsonl").write_text(json.dumps({field: "a.png", text: "a fox", "rating": 3}))
     assert captions(tmp_path) == {"a.png": "a fox"}
-    assert scan_images(tmp_path).notes == ("1 captions come from metadata.jsonl; these fields aren't used: rating.",)
+    assert scan_images(tmp_path).notes == ("1 caption comes from metadata.jsonl; these fields aren't used: rating.",)
 
 
 def test_the_first_of_the_known_names_is_the_caption(tmp_path):
@@ -63,7 +63,7 @@ def test_a_line_is_found_by_its_path_then_by_a_name_that_one_file_has(tmp_path):
     photos(tmp_path, "x/a.png", "y/a.png", "y/c.png")
     rows = ["x\\a.png,by path", "elsewhere/c.png,by name", "a.png,of two"]
     (tmp_path / "metadata.csv").write_text("\n".join(["file_name,text", *rows]))
-    with pytest.raises(ValueError, match=r"1 of 3 pictures .* have no .txt caption file: y/a.png"):
+    with pytest.raises(ValueError, match=r"1 of 3 pictures .* has no .txt caption file: y/a.png"):
         scan_images(tmp_path)
     (tmp_path / "y" / "a.txt").write_text("beside")
     assert captions(tmp_path) == {"x/a.png": "by path", "y/a.png": "beside", "y/c.png": "by name"}
@@ -78,7 +78,7 @@ def test_a_text_for_all_is_for_the_files_beside_and_below(tmp_path):
     variants = [entry.variants.texts for entry in scan_images(tmp_path).entries]
     assert variants == [("an owl",), ("a fox",), ("a fox",)]
     (tmp_path / "c.txt").unlink()
-    with pytest.raises(ValueError, match="1 of 3 pictures .* have no .txt caption file: c.png;"):
+    with pytest.raises(ValueError, match="1 of 3 pictures .* has no .txt caption file: c.png;"):
         scan_images(tmp_path)
 
 

@@ -234,7 +234,7 @@ def test_fields_are_told_by_what_they_are_here(tmp_path):
     folder = kohya(tmp_path, "num_repeats = 2\nis_reg = false\ncolor_aug = true")
     (note,) = scan_images(folder).notes
     assert note == (
-        "Read as 'd.toml' of kohya's scripts says (1 folders): num_repeats as repeats, image_dir as folder, is_reg as "
+        "Read as 'd.toml' of kohya's scripts says (1 folder): num_repeats as repeats, image_dir as folder, is_reg as "
         "regularisation. Not used, as inputs of Tessera's nodes decide: color_aug. Set layout to plain to "
         "read the folder without it."
     )
@@ -259,10 +259,10 @@ def test_a_block_of_ai_toolkit_without_pictures_here_is_left_to_the_other_node(t
     (folder / "films" / "x.png").unlink()
     dataset = scan_images(folder)
     assert [entry.path.stem for entry in dataset.entries] == ["a", "b"]
-    assert "1 folders of 'd.yaml' hold no pictures and are left out; chain Training Clips for them." in dataset.notes
+    assert "1 folder of 'd.yaml' holds no pictures and is left out; chain Training Clips for it." in dataset.notes
     films = scan_videos(folder, Extraction())
     assert [entry.path.stem for entry in films.entries] == ["c"]
-    assert "1 folders of 'd.yaml' hold no clips and are left out; chain Training Images for them." in films.notes
+    assert "1 folder of 'd.yaml' holds no clips and is left out; chain Training Images for it." in films.notes
 
 
 def test_the_extraction_of_clips_is_that_of_the_block(tmp_path):

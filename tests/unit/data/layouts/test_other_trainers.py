@@ -272,7 +272,7 @@ CASES = {
                 {"0001": "x", "2": "y"}, masks={"0001": "0001-masklabel.png"}, controls={"0001": ["0001-condlabel.png"]}
             ),
         ),
-        ("1 of 2 have masks beside them", "1 of 2 have control pictures beside them"),
+        ("1 of 2 has masks beside it", "1 of 2 has control pictures beside it"),
     ),
     "masks and control pictures by folder and end": Case(
         "kohya-ss/musubi-tuner docs/dataset_config.md: numbered control images; masks/ of AnimaLoraStudio",
@@ -382,9 +382,7 @@ def test_clips_of_musubi_tuner_equal_a_folder_made_by_hand(make):
         Part({"b": "y"}, extraction=Extraction((25,), 16, "full", max_frames=45)),
     )
     assert [*map(facts, dataset.entries)] == [e for n, part in enumerate(parts) for e in by_hand(make, part, f"h{n}")]
-    assert any(
-        "1 folders of 'x.toml' hold no clips and are left out; chain Training Images" in n for n in dataset.notes
-    )
+    assert any("1 folder of 'x.toml' holds no clips and is left out; chain Training Images" in n for n in dataset.notes)
     assert [e.path.name for e in scan_images(folder).entries] == ["c.png"]
 
 

@@ -226,6 +226,14 @@ def test_a_picture_that_is_marked_as_srgb_keeps_its_values(tmp_path):
     assert corners(whole(tmp_path / "a.png")) == [RED, GREEN, BLUE, WHITE]
 
 
+def test_a_profile_by_the_name_of_srgb_s_standard_changes_no_level(tmp_path):
+    """Files of sRGB have slightly different curves, whose conversion would only round."""
+    levels = np.repeat(np.arange(256, dtype=np.uint8)[None, :, None], 3, axis=2)
+    profile = rgb_profile("sRGB IEC61966-2.1", np.linalg.inv(XYZ_TO_SRGB), 2.2)
+    Image.fromarray(levels).save(tmp_path / "a.png", icc_profile=profile)
+    assert np.array_equal((whole(tmp_path / "a.png").numpy() * 255).round().astype(np.uint8), levels)
+
+
 @pytest.mark.parametrize("ending", ["webp", "png"])
 def test_an_animation_gives_its_first_frame(tmp_path, ending):
     frames = [Image.new("RGB", (16, 16), colour) for colour in (GREEN, RED)]

@@ -76,6 +76,12 @@ def test_a_file_of_one_picture_and_a_sound_profile_gives_no_note(tmp_path):
         (tmp_path / name).unlink()
 
 
+def test_a_profile_that_16_bit_grey_does_not_use_gives_no_note(tmp_path):
+    image = Image.fromarray(np.full((32, 32), 40_000, np.uint16))
+    image.save(tmp_path / "a.png", icc_profile=b"no profile at all")
+    assert not picture_notes(tmp_path / "a.png")
+
+
 def test_previews_beside_the_picture_of_a_jpeg_give_no_note(tmp_path):
     pictures = [Image.new("RGB", (32, 32), colour) for colour in (COLOUR, (0, 0, 255))]
     pictures[0].save(tmp_path / "a.jpg", "MPO", save_all=True, append_images=pictures[1:])
@@ -214,6 +220,9 @@ def fields(index, height, width):
         ("a.avi", "libx264", {"x264-params": "interlaced=1:tff=1", "crf": "4"}),
         ("b.avi", "mpeg4", {"flags": "+ildct+ilme", "qmin": "1"}),
         ("a.mkv", "mpeg2video", {"flags": "+ildct+ilme", "qmin": "1"}),
+        ("a.mkv", "rawvideo", {"field_order": "bb"}),
+        # FFV1 marks no frame: the file alone has the order, of the fields as they are stored and shown.
+        *(("a.mkv", "ffv1", {"field_order": order}) for order in ("tt", "bb", "tb", "bt")),
     ],
 )
 def test_interlaced_films_are_deinterlaced_in_the_order_of_time(tmp_path, name, codec, options):
@@ -230,11 +239,12 @@ def test_interlaced_films_are_deinterlaced_in_the_order_of_time(tmp_path, name, 
             frame = frame.reformat(format="yuv420p")
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
-    clip = load(path)
+    clip, second = load(path), options.get("field_order") in ("bb", "tb")
     assert len(clip) == 12
     for index, frame in enumerate(clip):
         middle = frame[16:32, 32, 0]
-        assert np.ptp(middle) <= 3 and abs(middle.mean() - grey(2 * index)) <= 10, (index, middle)
+        tolerance = 3 if "field_order" in options else 10
+        assert np.ptp(middle) <= 3 and abs(middle.mean() - grey(2 * index + second)) <= tolerance, (index, middle)
     facts = inspect_video(path)
     height, width = facts.size
     late = load_frames(path, facts, facts.stamps[9:], (0, 0, width, height), height, width).numpy() * 255
@@ -244,6 +254,19 @@ def test_interlaced_films_are_deinterlaced_in_the_order_of_time(tmp_path, name, 
     (note,) = remark_notes([(name, facts.remarks), (name, facts.remarks)])
     assert note.startswith(f"Interlaced clips are deinterlaced: {name};")
     assert facts.digest != plain_digest(path), "latents that were cached before belong to other pixels"
+    marked = blake2b(b"deinterlaced" + path.read_bytes(), digest_size=20).hexdigest()
+    assert (facts.digest == marked) is (codec != "ffv1"), "as those of frames that no codec marks"
+
+
+def test_frames_that_their_codec_marks_as_whole_stay_so_whatever_the_file_says(tmp_path):
+    def set_up(stream):
+        stream.codec_context.options = {"crf": "1", "field_order": "bb"}
+
+    path = write_film(tmp_path / "a.mkv", 5, draw=fields, set_up=set_up)
+    with av.open(str(path)) as container:
+        assert container.streams.video[0].codec_context.field_order == 3  # AV_FIELD_BB
+    middle = load(path)[2, 16:32, 32, 0]
+    assert np.abs(middle[::2] - grey(4)).max() <= 3 and np.abs(middle[1::2] - grey(5)).max() <= 3
 
 
 def test_frames_of_avi_that_a_codec_reordered_are_in_the_order_of_time(tmp_path):
@@ -253,6 +276,30 @@ def test_frames_of_avi_that_a_codec_reordered_are_in_the_order_of_time(tmp_path)
         clip = load_frames(path, facts, stamps, (0, 0, 64, 48), 48, 64)[:, 24, 32, 0] * 255
         assert np.abs(clip.numpy() - [grey(first + index) for index in range(len(stamps))]).max() <= 3
     assert facts.fps == pytest.approx(10)
+
+
+def test_frames_that_avi_shows_longer_stay_so(tmp_path):
+    stamps = [0, 1, 4, 5]
+    path = write_film(tmp_path / "a.avi", 4, fps=10, codec=("mpeg4", "yuv420p"), stamps=stamps)
+    assert list(inspect_video(path).stamps) == stamps
+
+
+def test_hidden_frames_of_vp8_have_no_stamp(tmp_path):
+    """An encoder predicts others from them; a bit of the first byte says whether to show one (RFC 6386, 9.1)."""
+    film = write_film(tmp_path / "film.webm", [plain(3, 48, 64)] * 5, fps=10, codec=("libvpx", "yuv420p"))
+    path = tmp_path / "a.webm"
+    with av.open(str(film)) as source, av.open(str(path), "w") as container:
+        track = container.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(video=0):
+            data, pts = bytes(packet), packet.pts
+            for content, stamp in ((data, pts), (bytes([data[0] & ~0x10, *data[1:]]), pts + 50)) if data else ():
+                copy = av.Packet(content)
+                copy.pts = copy.dts = stamp
+                copy.time_base, copy.stream = packet.time_base, track
+                container.mux(copy)
+    with av.open(str(path)) as container:
+        assert sum(packet.size > 0 for packet in container.demux(video=0)) == 10
+    assert inspect_video(path).stamps == inspect_video(film).stamps
 
 
 def transparent_film(path, codec):

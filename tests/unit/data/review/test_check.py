@@ -3,11 +3,13 @@
 import math
 import re
 import time
+from io import BytesIO
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageCms, ImageFilter, ImageOps
+from PIL import Image, ImageChops, ImageCms, ImageFilter, ImageOps
+from tessera.common.canvas import Canvas
 from tessera.data.cache import Cache
 from tessera.data.layouts.kinds import IMAGES
 from tessera.data.layouts.layout import LayoutRequest, read_layout
@@ -16,6 +18,7 @@ from tessera.data.review import measures
 from tessera.data.review.borders import find_borders
 from tessera.data.review.check import CheckOptions, Encoder, check_folder
 from tessera.data.review.perceptual_hash import near_doubles, near_embeddings, signature_of
+from tessera.data.review.sharpness import measure_sharpness
 from tessera.data.review.sheet import draw_sheet
 from tiny.data.photographs import HEIGHT, WIDTH, make_photograph, write_photographs
 
@@ -240,6 +243,42 @@ def test_pictures_that_were_enlarged_by_half_are_told_from_sharp_ones(tmp_path, 
     names = {finding.name for finding in findings if finding.fault == faults.ENLARGED}
     enlarged_names = {f"{number} enlarged.{ending}" for number in range(1, 5)}
     assert names == enlarged_names if ending == "png" else names and names <= enlarged_names
+
+
+def test_the_blocks_of_a_jpeg_are_no_interpolation():
+    buffer = BytesIO()
+    make_photograph(3, 640, 480).save(buffer, "JPEG", quality=20)
+    with Image.open(buffer) as image:
+        assert not measure_sharpness(np.asarray(image.convert("L"), np.float32)).enlarged
+
+
+@pytest.mark.parametrize(("factor", "is_listed"), [(1.25, True), (1.4, False)])
+def test_an_enlargement_below_the_factor_is_not_listed(factor, is_listed, tmp_path):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for number in range(1, 4):
+        small = make_photograph(number, 480, 360).resize((624, 468), Image.Resampling.BILINEAR)  # 1.3 times
+        small.save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text(f"a photo {number}")
+    findings = check(folder, tmp_path / "cache", CheckOptions(624 * 468 / 1024**2, factor)).findings
+    listed = {(finding.name, finding.fault, finding.detail[:9]) for finding in findings}
+    assert listed == (
+        {(f"{number}.png", faults.ENLARGED, "1.3 times") for number in range(1, 4)} if is_listed else set()
+    )
+
+
+@pytest.mark.parametrize(
+    ("shown", "head"),
+    [(60, "100 pictures, 60 with a finding"), (75, "100 pictures, 75 with a finding, 15 of them not shown")],
+)
+def test_the_head_of_the_sheet_counts_the_pictures_that_it_does_not_show(shown, head, tmp_path):
+    write_photographs(tmp_path, 1)
+    pictures = [(tmp_path / "000.jpg", f"{number}.jpg", [faults.Finding("", faults.SMALL)]) for number in range(shown)]
+    sheet = draw_sheet(pictures, 100, ignore)
+    expected = Canvas(sheet.width, sheet.height, oversampling=1)
+    expected.text(12, 8, head, 15)
+    area = (0, 0, sheet.width, 30)
+    assert ImageChops.difference(sheet.crop(area), expected.finish().crop(area)).getbbox() is None
 
 
 def test_the_sheet_shows_sixty_pictures_at_most(tmp_path):
