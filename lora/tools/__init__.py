@@ -1,1 +1,1 @@
-"""Tools for finished LoRAs: merging, resizing, and the difference of two models."""
+"""Tools for finished LoRAs: merging, resizing, conversion, and the difference of two models."""

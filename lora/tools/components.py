@@ -12,6 +12,18 @@ from ..files.patches import EMPTY
 
 
 @dataclass(frozen=True)
+class Size:
+    """Size of the LoRA that is made.
+
+    rank: the largest rank of a layer; 0 for as many as the update has.
+    energy: share of the squared norm that is enough, above 0 to 1; a layer may need fewer ranks for it.
+    """
+
+    rank: int
+    energy: float = 1.0
+
+
+@dataclass(frozen=True)
 class Components:
     """Singular components of delta W, the largest first.
 
@@ -69,6 +81,11 @@ def largest_components(delta: Tensor, rank: int, source: torch.Generator) -> Com
         left, sizes, right = torch.linalg.svd(delta.float(), full_matrices=False)
         return Components(left[:, :rank], sizes[:rank], right[:rank], _energy(sizes))
     return Components(*largest_parts(delta.float(), rank, source), _energy(delta))
+
+
+def relative_loss(delta: Tensor, update: Tensor) -> float:
+    """Return the share of delta W's norm (Frobenius) that an update leaves out."""
+    return float((delta - update).norm() / delta.norm())
 
 
 def _energy(tensor: Tensor) -> float:

@@ -10,59 +10,64 @@ from ...common.rng import generator
 from ...common.text import quoted
 from ...common.untrusted.budgets import SETTINGS, check_size
 from ...common.untrusted.patterns import name_matcher
+from ...models.adapters.lora import LoraAdapter
 from ..files.lora_model import LowRank
-from .components import Components, components_of, largest_components
+from .components import Components, Size, components_of, largest_components
 from .merge import WEIGHTED, merge
-from .updates import Updates, all_layers
+from .updates import LayerUpdate, Updates, all_layers
 
 Tell = Callable[[int, int], None]
 """Called before each layer with its number and the number of layers; may raise."""
-_NOTHING = 1e-12  # squared norm below which an update is none
-
-
-@dataclass(frozen=True)
-class Size:
-    """Size of the LoRA that is made.
-
-    rank: the largest rank of a layer; 0 for as many as the update has.
-    energy: share of the squared norm that is enough, above 0 to 1; a layer may need fewer ranks for it.
-    """
-
-    rank: int
-    energy: float = 1.0
+NOTHING = 1e-12  # squared norm below which an update is none
+_WORST = 3  # layers that a report names
 
 
 @dataclass
 class NewLora:
     """LoRA in the making.
 
+    algorithm, factor: of the updates; a factor is LoKr's.
     updates: by native name of the layer.
     losses: share of each layer's norm that its rank leaves out.
     norms: Frobenius norm of each layer's delta W.
     """
 
-    updates: dict[str, LowRank] = field(default_factory=dict)
+    algorithm: str = LoraAdapter.algorithm
+    factor: int = -1
+    updates: dict[str, LayerUpdate] = field(default_factory=dict)
     losses: dict[str, float] = field(default_factory=dict)
     norms: dict[str, float] = field(default_factory=dict)
 
     def add(self, layer: str, components: Components, size: Size) -> None:
         """Add the largest components of a layer; none for an update of zeros."""
-        if components.total <= _NOTHING:
+        if components.total <= NOTHING:
             return
         rank = components.rank_for(size.energy)
-        self.updates[layer], self.losses[layer] = components.truncated(min(rank, size.rank) if size.rank else rank)
-        self.norms[layer] = components.total**0.5
+        update, loss = components.truncated(min(rank, size.rank) if size.rank else rank)
+        self.record(layer, update, loss, components.total**0.5)
+
+    def record(self, layer: str, update: LayerUpdate, loss: float, norm: float) -> None:
+        """Add the update of a layer. loss: share of `norm`, of delta W, that it leaves out."""
+        self.updates[layer] = update
+        self.losses[layer], self.norms[layer] = loss, norm
+
+    @property
+    def loss(self) -> float:
+        """Share of the norm of the complete change that is left out. There has to be a layer."""
+        total = sum(norm**2 for norm in self.norms.values())
+        return (sum((self.losses[layer] * norm) ** 2 for layer, norm in self.norms.items()) / total) ** 0.5
 
     def report(self) -> list[str]:
         """Describe ranks and losses, a sentence a line. There has to be a layer."""
         ranks = sorted(update.rank for update in self.updates.values())
-        total = sum(norm**2 for norm in self.norms.values())
-        loss = (sum((self.losses[layer] * norm) ** 2 for layer, norm in self.norms.items()) / total) ** 0.5
         span = f"{ranks[0]}" if ranks[0] == ranks[-1] else f"{ranks[0]} to {ranks[-1]}"
-        worst = max(self.losses, key=lambda layer: self.losses[layer])
-        lines = [f"{len(self.updates)} layers of rank {span}; {loss:.2%} of the change is left out."]
-        if self.losses[worst] > 1e-3:
-            lines.append(f"Most is left out in {worst}: {self.losses[worst]:.1%}.")
+        count = f"{len(ranks)} layer{'s' if len(ranks) > 1 else ''}"
+        kind = "" if self.algorithm == LoraAdapter.algorithm else f" as {self.algorithm}"
+        lines = [f"{count}{kind} of rank {span}; {self.loss:.2%} of the change is left out."]
+        worst = sorted(self.losses, key=lambda layer: -self.losses[layer])[:_WORST]
+        if self.losses[worst[0]] > 1e-3:
+            shares = ", ".join(f"{layer} {self.losses[layer]:.1%}" for layer in worst)
+            lines.append(f"Most is left out in {shares}.")
         return lines
 
 

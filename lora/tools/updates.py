@@ -14,7 +14,11 @@ from ..files.coverage import check_finite, no_layer_met
 from ..files.lora_model import MODULES, LoraModel, LowRank, low_rank
 from ..files.patches import DoesNotFit, delta_of
 from ..files.reader import ReadLora, read_lora
+from ..files.spellings import ALPHA, DOWN, UP
+from .hadamard import HadamardUpdate
+from .kronecker import KroneckerUpdate
 
+LayerUpdate = LowRank | KroneckerUpdate | HadamardUpdate
 ReadWeight = Callable[[str], Tensor]
 """Returns the weight of a layer of the model, fp32."""
 
@@ -57,6 +61,19 @@ class Updates:
         update = low_rank(parts) if parts else None
         return None if update is None else LowRank(update.down.flatten(1), update.up.flatten(1), update.alpha)
 
+    def hadamard(self, layer: str) -> HadamardUpdate | None:
+        """Return a LoHa of matrices as it is; None for another update."""
+        parts = self.read.modules.get(layer) or {}
+        if parts.keys() != {"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", ALPHA}:
+            return None
+        return HadamardUpdate(
+            parts["hada_w1_a"].float(),
+            parts["hada_w1_b"].float(),
+            parts["hada_w2_a"].float(),
+            parts["hada_w2_b"].float(),
+            float(parts[ALPHA]),
+        )
+
     def delta(self, layer: str) -> Tensor:
         """Compute delta W (out, in), fp32; zeros for a layer that the LoRA does not change."""
         shape = self.shapes[layer]
@@ -83,17 +100,22 @@ class Updates:
 
 
 def lora_model_of(
-    updates: Mapping[str, LowRank], shapes: Mapping[str, WeightShape], family: Family, metadata: Mapping[str, str]
+    updates: Mapping[str, LayerUpdate], shapes: Mapping[str, WeightShape], family: Family, metadata: Mapping[str, str]
 ) -> LoraModel:
     """Make a LORA_MODEL of updates by native name of the layer; those of convolutions get the shape of kernels."""
-    modules = {}
-    for layer, update in updates.items():
-        _, *inner = shapes[layer]
-        kernel = [1] * len(inner[1:])
-        down = update.down.reshape(update.rank, *inner)
-        modules[layer] = LowRank(down, update.up.reshape(*update.up.shape[:2], *kernel), update.alpha)
+    modules = {layer: _tensors(update, shapes[layer]) for layer, update in updates.items()}
     recorded = family.names.recorded()
-    return LoraModel.from_modules(modules, {**metadata, **({MODULES: recorded} if recorded else {})})
+    return LoraModel.from_tensors(modules, {**metadata, **({MODULES: recorded} if recorded else {})})
+
+
+def _tensors(update: LayerUpdate, shape: WeightShape) -> dict[str, Tensor]:
+    if not isinstance(update, LowRank):
+        return update.tensors(shape)
+    _, *inner = shape
+    kernel = [1] * len(inner[1:])
+    down = update.down.reshape(update.rank, *inner)
+    up = update.up.reshape(*update.up.shape[:2], *kernel)
+    return {DOWN: down, UP: up, ALPHA: torch.tensor(float(update.alpha))}
 
 
 def all_layers(updates: Sequence[Updates]) -> list[str]:

@@ -10,7 +10,10 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from ...common.text import quoted
-from ...lora.tools.layerwise import NewLora, Size, Tell, extract_lora, merge_loras, read_factors, resize_lora
+from ...lora.options import NetworkOptions
+from ...lora.tools.components import Size
+from ...lora.tools.conversion import ALGORITHMS, LORA, advice, check_conversion, convert_lora, with_network
+from ...lora.tools.layerwise import NewLora, Tell, extract_lora, merge_loras, read_factors
 from ...lora.tools.merge import METHODS, WEIGHTED
 from ...lora.tools.updates import Updates, lora_model_of
 from ...memory.weights.frozen import FrozenWeights, unload
@@ -126,7 +129,7 @@ class TesseraMergeLoras(io.ComfyNode):
 
 
 class TesseraResizeLora(io.ComfyNode):
-    """Changes the rank of a LoRA, and the strength of its blocks."""
+    """Changes the rank of a LoRA, its algorithm, and the strength of its blocks."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -134,9 +137,9 @@ class TesseraResizeLora(io.ComfyNode):
             node_id="TesseraResizeLora",
             display_name="Resize LoRA",
             category="Tessera/output",
-            description="Makes a LoRA smaller by its rank, scales or drops its blocks, and turns LoHa, LoKr, DoRA and "
-            "OFT into plain LoRA.",
-            search_aliases=["lora resize", "lora rank", "block weight", "shrink lora", "convert lokr"],
+            description="Makes a LoRA smaller by its rank, scales or drops its blocks, and turns LoRA, LoKr, LoHa, "
+            "DoRA and OFT into LoRA, LoKr or LoHa.",
+            search_aliases=["lora resize", "lora rank", "block weight", "shrink lora", "convert lokr", "convert loha"],
             hidden=[io.Hidden.unique_id],
             inputs=[
                 LoraModelType.Input("lora", tooltip="The LoRA, from Load LoRA File or Train LoRA."),
@@ -156,18 +159,48 @@ class TesseraResizeLora(io.ComfyNode):
                     "for any text. 0 drops them. The names are those of the model, as in the report.",
                 ),
                 _energy(),
+                io.Combo.Input(
+                    "algorithm",
+                    options=list(ALGORITHMS),
+                    default=LORA,
+                    optional=True,
+                    tooltip="The kind of LoRA that comes out, whatever goes in. lora: read everywhere. lokr, loha: the "
+                    "nearest of that kind; the report says how much is lost, which for a change that was trained as "
+                    "another kind is often much. loha: rank 1 to 32, and it takes minutes.",
+                ),
+                io.Int.Input(
+                    "factor",
+                    default=NetworkOptions.factor,
+                    min=-1,
+                    max=1024,
+                    optional=True,
+                    advanced=True,
+                    tooltip="For lokr: the size of its small matrix; rank is that of the large one, 0 keeps it whole. "
+                    "-1 makes the smallest file; 2 or 4 leaves less out. A lokr that became a lora needs the factor "
+                    "that it had.",
+                ),
             ],
             outputs=_outputs(),
         )
 
     @classmethod
     def execute(
-        cls, lora: Mapping[str, Tensor], model: ModelPatcher, rank: int, blocks: str, energy: float
+        cls,
+        lora: Mapping[str, Tensor],
+        model: ModelPatcher,
+        rank: int,
+        blocks: str,
+        energy: float,
+        algorithm: str = LORA,
+        factor: int = NetworkOptions.factor,
     ) -> io.NodeOutput:
+        size = Size(rank, energy)
+        check_conversion(algorithm, factor, size)
         with torch.inference_mode(False), torch.no_grad():
             updates = _updates(lora, model, "lora")
-            new_lora = resize_lora(updates, read_factors(blocks, updates.layers()), Size(rank, energy), _tell(cls))
-        return _result(new_lora, model, [updates], dict(getattr(lora, "metadata", {})))
+            factors = read_factors(blocks, updates.layers())
+            new_lora = convert_lora(updates, factors, algorithm, factor, size, _tell(cls))
+        return _result(new_lora, model, [updates], getattr(lora, "metadata", {}))
 
 
 class TesseraExtractLora(io.ComfyNode):
@@ -261,8 +294,10 @@ def _result(
 ) -> io.NodeOutput:
     if not new_lora.updates:
         raise ValueError("No layer is left of the LoRA; change blocks or weights.")
-    notes = [*new_lora.report(), *(note for lora in updates for note in lora.notes())]
-    lora = lora_model_of(new_lora.updates, weight_shapes(model.model), family_of(model), metadata)
+    notes = [*new_lora.report(), *advice(new_lora), *(note for lora in updates for note in lora.notes())]
+    lora = lora_model_of(
+        new_lora.updates, weight_shapes(model.model), family_of(model), with_network(metadata, new_lora)
+    )
     return io.NodeOutput(lora, "\n".join(notes), ui={"tessera": [{"notes": notes}]})
 
 

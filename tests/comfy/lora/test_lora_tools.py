@@ -6,12 +6,14 @@ import torch
 from peft.utils import merge_utils
 from safetensors.torch import load_file, save_file
 from tessera.lora.files.formats import convert
-from tessera.lora.files.lora_model import LoraModel, LowRank
+from tessera.lora.files.lora_model import MODULES, LoraModel, LowRank
 from tessera.lora.tools.components import components_of, largest_components
 from tessera.lora.tools.merge import METHODS, merge
+from tessera.models.catalogue.registry import family_of
 from tessera.nodes.loras.tools import TesseraExtractLora, TesseraMergeLoras, TesseraResizeLora
 from tiny.lora.foreign_loras import foreign
 from tiny.lora.lora_files import loaded_in_comfyui, patched_deltas
+from tiny.native import ROWS, build
 
 QKV, PROJ, MOD = "double_blocks.0.img_attn.qkv", "double_blocks.0.img_attn.proj", "double_blocks.1.img_mod.lin"
 SIZES = {QKV: (384, 128), PROJ: (128, 128), MOD: (768, 128)}
@@ -87,6 +89,12 @@ def test_a_weighted_merge_is_what_comfyui_makes_of_all_at_these_strengths(tiny_f
     )
 
 
+def test_a_single_weight_counts_for_all(tiny_flux):
+    loras = [lora_of(0, PROJ), lora_of(5, PROJ)]
+    merged, _ = deltas(merge_loras(tiny_flux, *loras, weights="-0.5"))
+    close(merged, {PROJ: -0.5 * sum(delta(lora.modules()[PROJ]) for lora in loras)})
+
+
 @pytest.mark.parametrize("method", METHODS[1:])
 def test_other_methods_merge_layer_by_layer_to_the_rank_that_is_asked_for(method, tiny_flux):
     loras = [lora_of(0, QKV, PROJ), lora_of(5, PROJ)]
@@ -99,6 +107,21 @@ def test_other_methods_merge_layer_by_layer_to_the_rank_that_is_asked_for(method
         parts = [lora.modules().get(PROJ) for lora in loras]
         expected = merge_utils.ties([delta(part).float() for part in parts], torch.ones(2), 0.5)
         assert (full[PROJ] - expected).norm() <= 1e-4 * expected.norm()
+        alone = delta(loras[0].modules()[QKV]).float()
+        expected = merge_utils.ties([alone, torch.zeros_like(alone)], torch.ones(2), 0.5)
+        assert (full[QKV] - expected).norm() <= 1e-4 * expected.norm()
+        together = merge_loras(tiny_flux, *loras, method=method).args[0].modules()
+        assert (together[QKV].rank, together[PROJ].rank) == (4, 8)
+
+
+def test_dare_draws_other_numbers_for_each_seed_and_layer(tiny_flux):
+    other = "double_blocks.1.img_attn.proj"
+    part = update(0, PROJ)
+    lora = LoraModel.from_modules({PROJ: part, other: part})
+    first, _ = deltas(merge_loras(tiny_flux, lora, lora, method="dare", rank=128))
+    second, _ = deltas(merge_loras(tiny_flux, lora, lora, method="dare", rank=128, seed=1))
+    assert (first[PROJ] - second[PROJ]).norm() > 0.1 * first[PROJ].norm()
+    assert (first[PROJ] - first[other]).norm() > 0.1 * first[PROJ].norm()
 
 
 def test_rank_is_reduced_with_the_least_loss(tiny_flux):
@@ -123,6 +146,44 @@ def test_energy_takes_the_fewest_ranks_that_hold_it(tiny_flux):
     shares = torch.linalg.svdvals(delta(lora.modules()[QKV])).square()
     shares = shares.cumsum(0) / shares.sum()
     assert part.rank == int((shares < 0.5).sum()) + 1 and 1 < part.rank < 16
+
+
+def test_rank_0_keeps_no_empty_ranks(tiny_flux):
+    part = update(0, PROJ)
+    padded = LowRank(torch.cat([part.down, part.down]), torch.cat([part.up, part.up], dim=1), 8.0)
+    resized = TesseraResizeLora.execute(LoraModel.from_modules({PROJ: padded}), tiny_flux, 0, "", 1.0).args[0]
+    assert resized.modules()[PROJ].rank == 4
+
+
+def test_convolutions_keep_their_kernels(caplog):
+    model = build(next(row for row in ROWS if row.name == "sd1.5"))
+    draw, name = torch.Generator().manual_seed(0), "input_blocks.0.0"
+    rows, *inner = model.model.diffusion_model.get_submodule(name).weight.shape
+    down, up = torch.randn(3, *inner, generator=draw), torch.randn(rows, 3, 1, 1, generator=draw)
+    resized = TesseraResizeLora.execute(LoraModel.from_modules({name: LowRank(down, up, 3.0)}), model, 0, "", 1.0)
+    (part,) = resized.args[0].modules().values()
+    assert part.down.shape[1:] == tuple(inner) and part.up.shape[2:] == (1, 1)
+    change = patched_deltas(model, loaded_in_comfyui(model, convert(resized.args[0]), caplog))[name]
+    expected = (up.flatten(1) @ down.flatten(1)).double()
+    assert (change.flatten(1) - expected).norm() <= 1e-5 * expected.norm()
+    assert resized.args[0].metadata[MODULES] == family_of(model).names.recorded() != ""
+
+
+def test_parts_that_a_result_can_t_hold_are_named(tiny_flux):
+    extra = {
+        "lora_te1_text_model_encoder_layers_0_mlp_fc1.alpha": torch.tensor(1.0),
+        "lora_unet_ninth_wheel.alpha": torch.tensor(1.0),
+    }
+    report = TesseraResizeLora.execute({**lora_of(0, QKV), **extra}, tiny_flux, 0, "", 1.0).args[1]
+    assert "lora: 1 keys of text encoders are left out." in report
+    assert "these parts are left out: " in report and "ninth_wheel" in report
+
+
+def test_blocks_are_scaled_in_other_kinds_too(tiny_flux, caplog):
+    tensors = foreign("loha", {f"diffusion_model.{PROJ}": SIZES[PROJ]})
+    expected = patched_deltas(tiny_flux, loaded_in_comfyui(tiny_flux, dict(tensors), caplog))[PROJ]
+    scaled, _ = deltas(TesseraResizeLora.execute(tensors, tiny_flux, 0, "* -0.5", 1.0))
+    close(scaled, {PROJ: -0.5 * expected}, 1e-4)
 
 
 def test_blocks_are_scaled_and_dropped(tiny_flux):
@@ -168,6 +229,14 @@ def test_inputs_that_do_not_fit_are_one_sentence(tiny_flux, tiny_files):
         TesseraResizeLora.execute(lora, tiny_flux, 0, "triple_blocks 1", 1.0)
     with pytest.raises(ValueError, match="blocks: 'double_blocks nan' has no number"):
         TesseraResizeLora.execute(lora, tiny_flux, 0, "double_blocks nan", 1.0)
+    for line in ("double_blocks half", "double_blocks 101", "double_blocks -101"):
+        with pytest.raises(ValueError, match=f"blocks: '{line}' has no number between -100 and 100"):
+            TesseraResizeLora.execute(lora, tiny_flux, 0, line, 1.0)
+    with pytest.raises(ValueError, match="blocks: 'double_blocks.0.img_a 1' names no layer"):
+        TesseraResizeLora.execute(lora, tiny_flux, 0, "double_blocks.0.img_a 1", 1.0)
+    broken = {key: tensor * float("nan") for key, tensor in lora.items()}
+    with pytest.raises(ValueError, match="lora .*NaN"):
+        TesseraResizeLora.execute(broken, tiny_flux, 0, "", 1.0)
     with pytest.raises(ValueError, match="No layer is left"):
         TesseraResizeLora.execute(lora, tiny_flux, 0, "double_blocks 0", 1.0)
     with pytest.raises(ValueError, match="tuned_model is of another kind or size than model"):

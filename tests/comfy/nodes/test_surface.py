@@ -521,7 +521,15 @@ SURFACE = {
     "TesseraResizeLora": (
         "Resize LoRA",
         False,
-        ["lora LORA_MODEL", "model MODEL", "rank INT = 16", 'blocks STRING = ""', "energy FLOAT = 1.0"],
+        [
+            "lora LORA_MODEL",
+            "model MODEL",
+            "rank INT = 16",
+            'blocks STRING = ""',
+            "energy FLOAT = 1.0",
+            'algorithm? COMBO = "lora"',
+            "factor? INT = -1",
+        ],
         ["LORA_MODEL lora", "STRING report"],
     ),
     "TesseraExtractLora": (
@@ -630,7 +638,7 @@ CONTRACT = {
     "TesseraLossByPicture": "loss",
     "TesseraLoadLora": "lora_file model",
     "TesseraMergeLoras": "model lora_models weights method rank density seed energy",
-    "TesseraResizeLora": "lora model rank blocks energy",
+    "TesseraResizeLora": "lora model rank blocks energy algorithm factor",
     "TesseraExtractLora": "model tuned_model rank energy",
     "TesseraAverageStates": "run profile decay width last_part",
     "TesseraValidation": "part every_n_steps at_start keep_best seed min_sigma max_sigma data sigmas",
