@@ -21,7 +21,11 @@ _DAMPING = 1e-9  # of the mean eigenvalue: keeps a row that its equations leave 
 class HadamardUpdate:
     """One layer's update, delta W = alpha / rank · (w1_a·w1_b) ∘ (w2_a·w2_b), in the tensors of `LohaAdapter`.
 
-    w1_a, w2_a: (out, rank). w1_b, w2_b: (rank, in·kernel).
+    w1_a: (out, rank).
+    w1_b: (rank, in·kernel).
+    w2_a: (out, rank).
+    w2_b: (rank, in·kernel).
+    alpha: scale of the update, times rank.
     """
 
     w1_a: Tensor
@@ -47,7 +51,11 @@ class HadamardUpdate:
 
 @dataclass(frozen=True)
 class Side:
-    """The rows, or the columns, of both factors: (out, r) or (in, r) each, fp64."""
+    """The rows, or the columns, of both factors.
+
+    first: of the first factor, (out, r) or (in·kernel, r), fp64.
+    second: of the second factor, of the same shape.
+    """
 
     first: Tensor
     second: Tensor
@@ -59,7 +67,11 @@ class Side:
 
 @dataclass(frozen=True)
 class _Factors:
-    """The product (rows.first · columns.firstᵀ) ∘ (rows.second · columns.secondᵀ)."""
+    """The product (rows.first · columns.firstᵀ) ∘ (rows.second · columns.secondᵀ).
+
+    rows: (out, r) each.
+    columns: (in·kernel, r) each.
+    """
 
     rows: Side
     columns: Side

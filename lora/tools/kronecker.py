@@ -20,7 +20,8 @@ _ROUNDS = 16
 class KroneckerUpdate:
     """One layer's update, delta W = w1 ⊗ w2, in the tensors of `LokrAdapter`.
 
-    w1: (l, m). w2: (k, n), as a matrix or of low rank; for a convolution n counts the kernel too.
+    w1: (l, m).
+    w2: (k, n), as a matrix or of low rank; for a convolution n counts the kernel too.
     """
 
     w1: Tensor

@@ -26,7 +26,8 @@ _WORST = 3  # layers that a report names
 class NewLora:
     """LoRA in the making.
 
-    algorithm, factor: of the updates; a factor is LoKr's.
+    algorithm: adapter of the updates.
+    factor: LoKr's, into which layers are divided; -1 for as even as possible.
     updates: by native name of the layer.
     losses: share of each layer's norm that its rank leaves out.
     norms: Frobenius norm of each layer's delta W.
