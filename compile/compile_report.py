@@ -63,12 +63,14 @@ class RegionReport:
         """Record that the region is compiled with these options from now on."""
         self.options = options
 
-    def watch(self, device: torch.device | None = None) -> AbstractContextManager[recording]:
-        """Count and record one call of the compiled callable; `drop_failed_call` counts it no longer.
+    def watch(self, device: torch.device | None = None, is_backward: bool = False) -> AbstractContextManager[recording]:
+        """Record one call of the compiled callable and count it; `drop_failed_call` counts it no longer.
 
         device: for measuring the memory that compiling takes.
+        is_backward: record backwards, which are not counted.
         """
-        self.compiled_calls += 1  # here: a call for each block, as a method for it would be, takes the host's time
+        # Counted here: a method for it would be one more Python call for each block.
+        self.compiled_calls += not is_backward
         record = recording(self.name, self.events)
         return record if device is None or self.events else self._weigh(record, device)
 

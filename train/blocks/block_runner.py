@@ -90,7 +90,7 @@ class BlockRunner:
 
     def watch_backward(self) -> AbstractContextManager[Any]:
         """Return a context for each backward, which reports the graphs that it compiles."""
-        return nullcontext() if self.backward is None else self.backward.watch()
+        return nullcontext() if self.backward is None else self.backward.watch(is_backward=True)
 
     def __call__(self, block: Block, *args: Any) -> Any:
         region = self._region_by_id[id(block)]

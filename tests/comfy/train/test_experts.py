@@ -246,7 +246,7 @@ def test_dropout_is_said_to_work_within_the_blocks(experts):
     high, _ = experts
     network = {"dropout": 0.1, "include": ("head.head", "blocks.*.ffn.*")}
     assert (
-        "dropout works only inside the blocks, so 1 trained layers outside have none."
+        "dropout works only inside the blocks, so 1 trained layer outside has none."
         in check_run(high, clips(), run_settings(network=network)).notes
     )
 
