@@ -103,7 +103,6 @@ def slider(
     Raises ValueError for lists that make no pair.
     """
     positives, negatives = lines("positive", positive), lines("negative", negative)
-    neutrals = lines("neutral", neutral) or [""]
     for name, prompts, example in (
         ("positive", positives, "a photo of a very old person"),
         ("negative", negatives, "a photo of a very young person"),
@@ -115,13 +114,7 @@ def slider(
             f"positive has {quantity(len(positives), 'prompt')} and negative {len(negatives)}; write one line in "
             "negative for each line of positive."
         )
-    if len(neutrals) == 1:
-        neutrals *= len(positives)
-    if len(neutrals) != len(positives):
-        raise ValueError(
-            f"neutral has {quantity(len(neutrals), 'prompt')} and positive {len(positives)}; write one line for all, "
-            "or one for each."
-        )
+    neutrals = _one_for_each("neutral", neutral, "positive", len(positives))
     if duplicate := next((text for text, other in zip(positives, negatives, strict=True) if text == other), None):
         raise ValueError(f"positive and negative both have {quoted(duplicate)}, which makes no direction; change one.")
     terms = [
@@ -142,16 +135,10 @@ def erasure(erase: str, target: str, keep: str, guidance_scale: float = 1.0) -> 
 
     Raises ValueError for lists that do not fit together.
     """
-    erased, targets = lines("erase", erase), lines("target", target) or [""]
+    erased = lines("erase", erase)
     if not erased:
         raise ValueError("erase is empty; write the prompt that the model should forget, such as 'Van Gogh'.")
-    if len(targets) == 1:
-        targets *= len(erased)
-    if len(targets) != len(erased):
-        raise ValueError(
-            f"target has {quantity(len(targets), 'prompt')} and erase {len(erased)}; write one line for all, or one "
-            "for each."
-        )
+    targets = _one_for_each("target", target, "erase", len(erased))
     if duplicate := next((text for text, other in zip(erased, targets, strict=True) if text == other), None):
         raise ValueError(f"erase and target both have {quoted(duplicate)}, so nothing would change; change one.")
     terms = [
@@ -167,6 +154,22 @@ def lines(name: str, text: str) -> list[str]:
     """Split a text into its lines, without empty ones. name: of the input, in messages."""
     check_size(SETTINGS, name, characters=len(text))
     return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def _one_for_each(name: str, text: str, other_name: str, count: int) -> list[str]:
+    """Split a text that has a line for all prompts of another input, or one for each; empty is the empty prompt.
+
+    other_name, count: the other input and the number of its prompts. Raises ValueError for another number of lines.
+    """
+    prompts = lines(name, text) or [""]
+    if len(prompts) == 1:
+        return prompts * count
+    if len(prompts) != count:
+        raise ValueError(
+            f"{name} has {quantity(len(prompts), 'prompt')} and {other_name} {count}; write one line for all, or one "
+            "for each."
+        )
+    return prompts
 
 
 def _pair(prompts: Sequence[str], guidance_scale: float) -> Term:

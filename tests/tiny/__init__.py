@@ -30,7 +30,15 @@ from .models.qwen_image import QWEN_TEXT_WIDTH, load_qwen_image, write_qwen_imag
 from .models.sampling import INPUTS, conditioning, empty_latent, sample
 from .models.sdxl import SDXL_TEXT_WIDTH, load_sdxl, write_sdxl
 from .models.wan import WAN_CHANNELS, load_wan, wan_sample, write_wan
-from .train.training import fill_up_matrices, make_data, make_trainer, micro_batch, observe, reference_masters
+from .train.training import (
+    check_gradients,
+    fill_up_matrices,
+    make_data,
+    make_trainer,
+    micro_batch,
+    observe,
+    reference_masters,
+)
 
 __all__ = [
     "CLIP_WIDTH",
@@ -45,6 +53,7 @@ __all__ = [
     "WAN_NAMES",
     "conditioning",
     "empty_latent",
+    "check_gradients",
     "fill_up_matrices",
     "load_chroma",
     "load_clip",

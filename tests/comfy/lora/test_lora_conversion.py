@@ -48,7 +48,7 @@ def suffixes(lora):
 
 
 def patched(model, lora, folder, caplog):
-    """What core's loader adds to the weights for a file of the LoRA."""
+    """Return the change of the weights by core's loader, for a file of the LoRA."""
     save_file(convert(lora), folder / "lora.safetensors")
     return patched_deltas(model, loaded_in_comfyui(model, load_file(folder / "lora.safetensors"), caplog))
 

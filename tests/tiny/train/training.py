@@ -1,6 +1,6 @@
 """Synthetic training data and a trainer over it, for tests that look inside a run."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -100,6 +100,17 @@ def fill_up_matrices(trainer: Any, size: float = 0.05) -> None:
     with torch.no_grad():
         for index, (_, up) in enumerate(trainer.network.pairs.values()):
             up.copy_(size * torch.randn(up.shape, generator=torch.Generator().manual_seed(index)))
+
+
+def check_gradients(trainer: Any, expected: Mapping[str, torch.Tensor], bound: float) -> None:
+    """Assert that the gradient of each matrix of a LoRA is within `bound` of the expected one, relative to its norm.
+
+    expected: in fp64, by the names of `reference_masters`.
+    """
+    for name, pair in trainer.network.pairs.items():
+        for side, p in zip(("down", "up"), pair, strict=True):
+            gradient = expected[f"{name}.{side}"]
+            assert float((p.grad.double() - gradient).norm() / gradient.norm()) < bound, (name, side)
 
 
 def reference_masters(trainer: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

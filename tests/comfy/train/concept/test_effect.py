@@ -1,4 +1,4 @@
-"""What sliders and erasures do to the frozen model, judged by ComfyUI's own forward with the LoRA loaded by it."""
+"""Effect of sliders and erasures on the frozen model, judged by ComfyUI's own forward with the LoRA loaded by it."""
 
 import json
 from dataclasses import replace

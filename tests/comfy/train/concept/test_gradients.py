@@ -114,10 +114,7 @@ def test_gradients_equal_the_fp64_reference(kind, mode, tiny_files, tiny_flux, t
     loss = float(trainer.train_step.forward_backward(micro_batches))
     expected_loss, expected = written_out(trainer, load_file(tiny_files["flux"]), micro_batches)
     assert abs(loss - expected_loss) < FP32 * expected_loss
-    for name, pair in trainer.network.pairs.items():
-        for side, p in zip(("down", "up"), pair, strict=True):
-            gradient = expected[f"{name}.{side}"]
-            assert float((p.grad.double() - gradient).norm() / gradient.norm()) < FP32, (name, side)
+    tiny.check_gradients(trainer, expected, FP32)
     after = trainer.network.master_weights()
     assert all(torch.equal(initial[name], after[name]) for name in initial)
     trainer.close()

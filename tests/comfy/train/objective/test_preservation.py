@@ -83,10 +83,7 @@ def test_gradients_equal_the_fp64_reference(mode, tiny_files, tiny_flux, tmp_pat
     assert 0 < trainer.summary()["preservation_loss"] < loss
     expected_loss, expected = reference(trainer, load_file(tiny_files["flux"]), (0, 1))
     assert abs(loss - expected_loss) < FP32 * expected_loss
-    for name, pair in trainer.network.pairs.items():
-        for side, p in zip(("down", "up"), pair, strict=True):
-            gradient = expected[f"{name}.{side}"]
-            assert float((p.grad.double() - gradient).norm() / gradient.norm()) < FP32, (name, side)
+    tiny.check_gradients(trainer, expected, FP32)
     after = trainer.network.master_weights()
     assert all(torch.equal(initial[name], after[name]) for name in initial)
     trainer.close()
